@@ -45,15 +45,16 @@ from deploy.local.machine import describe_machine
 from deploy.local.stack import Ports, Stack
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from specrej import Client, Message, Prompt, SpecrejError
-from specrej.client import Options, RewardClient
+from specrej.client import RewardClient
 from specrej.contracts import (
     Algorithm,
     Branching,
     CacheControl,
     GeneratorDescription,
+    Options,
     RewardDescription,
 )
-from specrej.limits import MAX_BATCH
+from specrej.contracts.limits import MAX_BATCH
 
 _LONG_TOKENS = 512
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import MODEL, parse_arguments, prompt_ids, report, run_cases, timed
-from generator_service.commands import OpenCommand, PrefixBatch
-from generator_service.engine import Engine
-from generator_service.engine_thread import EngineThread
-from generator_service.grammar import CompiledGrammar
-from generator_service.model import CausalLM
-from generator_service.text import Text
+from generator_service.engine.commands import OpenCommand, PrefixBatch
+from generator_service.engine.engine import Engine
+from generator_service.engine.grammar import CompiledGrammar
+from generator_service.engine.model import CausalLM
+from generator_service.engine.text import Text
+from generator_service.engine.thread import EngineThread
 from specrej.contracts import JsonSchema, RoundEnd, Sampling
 
 # No text of it ends within a run. As in requests: texts, numbers, choices, nested objects.

@@ -35,7 +35,7 @@ from transformers import LlamaConfig
 from benchmarks.harness import log, parse_arguments, provenance, report, round_of, timed
 from experiments.models import generation_of
 from generator_service.settings import GeneratorSettings
-from generator_service.vllm_generator import VLLMGenerator, load_vllm
+from generator_service.stock.vllm_generator import VLLMGenerator, load_vllm
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
@@ -48,7 +48,7 @@ from specrej.contracts import (
     Selection,
     SessionSpec,
 )
-from specrej.inference.sizes import ModelSizes
+from specrej_models.sizes import ModelSizes
 from tests.conformance.subjects import VLLM_OPTIONS, own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
 

@@ -22,8 +22,7 @@ from rich.table import Table
 from deploy.local.machine import describe_machine
 from deploy.local.stack import Stack
 from specrej import Client
-from specrej.client import Options
-from specrej.contracts import CacheControl, RoundTrace
+from specrej.contracts import CacheControl, Options, RoundTrace
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 PROMPTS = (

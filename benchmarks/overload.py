@@ -29,8 +29,8 @@ from deploy.local.stack import Stack
 from loadtest.arrivals import LATE_S, poisson, send_open_loop
 from loadtest.thresholds import percentile
 from specrej import Client, Retries, TokensSchedule
-from specrej.channel import open_channel
-from specrej.client import build_request
+from specrej.client.channel import open_channel
+from specrej.client.client import build_request
 from specrej.contracts import CacheControl
 from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2_grpc

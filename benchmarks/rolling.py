@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.harness import PROMPTS, TOYS, full_length, parse_arguments, report
 from deploy.local.stack import Stack
 from specrej import Client
-from specrej.errors import SpecrejError
+from specrej.contracts.errors import SpecrejError
 
 _TIMEOUT_S = 600.0
 

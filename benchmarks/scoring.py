@@ -33,9 +33,9 @@ from benchmarks.harness import (
     run_cases,
 )
 from benchmarks.workers.engines import vllm_pooling
-from reward_service.causal_reward import CausalReward
-from reward_service.classifier import load_classifier
-from reward_service.encoder import plan
+from reward_service.kinds.causal_reward import CausalReward
+from reward_service.kinds.classifier import load_classifier
+from reward_service.kinds.encoder import plan
 from reward_service.reward import score, score_batch
 from reward_service.specs import ClassifierSpec, Resources
 from specrej.contracts import Candidate, Prompt

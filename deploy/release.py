@@ -50,7 +50,9 @@ import importlib.metadata, importlib.util, json, time
 began = time.perf_counter()
 from specrej import Client
 import_ms = (time.perf_counter() - began) * 1e3
-ours = {"orchestrator", "generator_service", "reward_service", "gateway", "loadtest", "deploy"}
+ours = {
+    "specrej_models", "orchestrator", "generator_service", "reward_service", "gateway", "loadtest", "deploy"
+}
 found = {name for name in ours if importlib.util.find_spec(name)}
 assert not found, found
 packages = [p for p in importlib.metadata.distributions() if p.name not in ("pip", "setuptools")]

@@ -14,9 +14,9 @@ from experiments.prompts import DEFAULT_PROMPTS
 from experiments.studies.plans import DOUBLING
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej import threads
-from specrej.cli_options import parse_branching, parse_schedule
+from specrej.client.options import parse_branching, parse_schedule
 from specrej.contracts import Branching
-from specrej.errors import SpecrejError
+from specrej.contracts.errors import SpecrejError
 
 _ROOT = Path("build/experiments")
 _TRAJECTORIES = _ROOT / "trajectories"

@@ -31,9 +31,9 @@ from experiments.trajectories import (
     prompt_line,
 )
 from orchestrator.loop.scoring import checked
+from specrej.client.retries import Attempts, Retries
 from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
-from specrej.errors import RetryableError, SlotsExceeded
-from specrej.retries import Attempts, Retries
+from specrej.contracts.errors import RetryableError, SlotsExceeded
 
 # Called with the number of candidate-tokens, of n * max_tokens, that need no more work.
 Advance = Callable[[int], None]

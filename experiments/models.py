@@ -19,7 +19,7 @@ from experiments.flops import Sizes, read_sizes
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import (
     Event,
     Finished,
@@ -136,7 +136,7 @@ def _encoder_sizes(spec: RewardSpec) -> Sizes | None:
 
     if not isinstance(spec, RelevanceSpec):
         return None
-    from reward_service.encoder import MAX_TOKENS
+    from reward_service.kinds.encoder import MAX_TOKENS
 
     return read_sizes(spec.directory, with_head=False, max_tokens=MAX_TOKENS)
 

@@ -234,7 +234,7 @@ class _Request:
         return grown[survives]
 
     def _end_of_round(self) -> tuple[int, bool]:
-        """Where the round ends, and whether full slots end it; see `generator_service.engine`."""
+        """Where the round ends, and whether full slots end it; see `engine.engine`."""
         lengths = self._num_tokens[self._live]
         until = self._max_tokens
         if self._setting.algorithm is not Algorithm.BEST_OF_N:

@@ -15,7 +15,7 @@ from gateway.connection import Connection, Handshakes, displace
 from gateway.settings import GatewaySettings
 from specrej import telemetry
 from specrej.client import Client
-from specrej.serving import ServerGauges, Signals
+from specrej.server.serving import ServerGauges, Signals
 from specrej.settings import load
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from specrej import wire
-from specrej.contracts import Generation, RankedCandidate, RoundCompleted, TopLogprobs
-from specrej.errors import InvalidRequest, Violation
+from specrej.contracts import Generation, RankedCandidate, RoundCompleted, TopLogprobs, wire
+from specrej.contracts.errors import InvalidRequest, Violation
 
 JSON = dict[str, Any]
 T = TypeVar("T")

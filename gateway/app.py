@@ -27,10 +27,16 @@ from gateway.page import Page
 from gateway.requests import ChatRequest, CompletionRequest, Request, parsed
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
-from specrej import telemetry, wire
+from specrej import telemetry
 from specrej.client import Client
-from specrej.contracts import RequestRecord
-from specrej.errors import InvalidRequest, NotFound, SpecrejError, Unauthenticated, Violation
+from specrej.contracts import RequestRecord, wire
+from specrej.contracts.errors import (
+    InvalidRequest,
+    NotFound,
+    SpecrejError,
+    Unauthenticated,
+    Violation,
+)
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from specrej import errors
-from specrej.status import without_foreign_text
+from specrej.contracts import errors
+from specrej.contracts.status import without_foreign_text
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from specrej.contracts import (
     Prompt,
     Sampling,
 )
-from specrej.errors import InvalidRequest, Violation, raise_if_any
+from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
 
 # Of the choices of a request: the body of the answer takes about 300 MB while it is made.
 MAX_LOGPROBS = 2**18

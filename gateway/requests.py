@@ -34,7 +34,7 @@ from specrej.contracts import (
     StructuredOutput,
     WeightedReward,
 )
-from specrej.errors import InvalidRequest, Violation, raise_if_any
+from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
 
 
 @dataclass(frozen=True, slots=True)

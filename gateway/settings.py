@@ -9,10 +9,10 @@ from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from gateway.requests import Preset
 from specrej.contracts import MAX_INT32, Selection, WeightedReward
+from specrej.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
+from specrej.contracts.validation import check_selection
 from specrej.credentials import Credentials, check_credentials, is_loopback, may_send_token
-from specrej.limits import MAX_PUBLIC_MESSAGE_BYTES
 from specrej.settings import Port, ProcessSettings, Seconds
-from specrej.validation import check_selection
 
 PresetName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 

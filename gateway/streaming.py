@@ -18,8 +18,8 @@ from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
 from gateway.mapping import Call
 from gateway.requests import Request
-from specrej import telemetry, wire
-from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta
+from specrej import telemetry
+from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
 
 E = TypeVar("E", bound=Event)
 Parts = AsyncGenerator[bytes, None]

@@ -14,20 +14,20 @@ from generator_service.settings import GeneratorSettings
 from generator_service.toy import is_toy, load_toy
 from specrej import telemetry, threads
 from specrej.contracts import Generator
-from specrej.errors import SpecrejError
-from specrej.serving import Heartbeat, Server
+from specrej.contracts.errors import SpecrejError
+from specrej.server.serving import Heartbeat, Server
 from specrej.settings import load
 
 if TYPE_CHECKING:
-    from generator_service.local import LocalGenerator
-    from generator_service.vllm_generator import VLLMGenerator
+    from generator_service.engine.local import LocalGenerator
+    from generator_service.stock.vllm_generator import VLLMGenerator
 
 
 def main() -> None:
     """Serve until a signal."""
     settings = load(GeneratorSettings)
     if settings.node_rank:
-        from generator_service.vllm_generator import run_node
+        from generator_service.stock.vllm_generator import run_node
 
         run_node(settings)
     threads.bound_spinning()
@@ -57,7 +57,7 @@ async def _load(
 ) -> tuple[Generator, Heartbeat]:
     """The generator of the settings, and its heartbeat; `resources` closes the generator."""
     if settings.engine == "remote":  # first: its model may have any name
-        from generator_service.endpoint import EndpointGenerator
+        from generator_service.stock.endpoint import EndpointGenerator
 
         remote = EndpointGenerator(settings, instruments.count_step)
         resources.push_async_callback(remote.close)
@@ -103,7 +103,7 @@ def _engine_of(settings: GeneratorSettings) -> str:
 def _load_model(settings: GeneratorSettings, engine: str) -> LocalGenerator | VLLMGenerator:
     if engine == "vllm":
         # Not above: it cannot be imported without vLLM, which has an environment of its own.
-        from generator_service.vllm_generator import load_vllm
+        from generator_service.stock.vllm_generator import load_vllm
 
         return load_vllm(settings, instruments.count_step)
     from generator_service.loading import load_generator

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from specrej.contracts import Forks
-from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
-from specrej.inference.slots import SlotLedger
+from specrej.contracts.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
+from specrej_models.slots import SlotLedger
 
 # Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
 # stored, against the longest text.

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from generator_service.admission import SPARE_BLOCKS, Blocks, Demand, own_slots
-from specrej.inference.sizes import (
+from specrej.contracts.limits import MAX_BATCH
+from specrej_models.sizes import (
     ARCHITECTURES,
     ModelSizes,
     Read,
     cpu_score_bytes,
     num_parameters,
 )
-from specrej.inference.vllm_options import BLOCK_TOKENS
-from specrej.limits import MAX_BATCH
+from specrej_models.vllm_options import BLOCK_TOKENS
 
 _VLLM_BATCHED_TOKENS = 2048  # vLLM's default
 _USUAL_PROMPT, _USUAL_ANSWER = 1024, 512  # tokens

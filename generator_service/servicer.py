@@ -11,26 +11,33 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from specrej import telemetry, wire
+from specrej import telemetry
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.commands import answer_commands
 from specrej.contracts import (
     Generator,
     GeneratorDescription,
     Session,
     SessionSpec,
+    wire,
 )
-from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation, raise_if_any
-from specrej.serving import Context, Service
-from specrej.telemetry import names
-from specrej.v1 import common_pb2
-from specrej.validation import (
+from specrej.contracts.errors import (
+    InvalidRequest,
+    OutOfOrder,
+    Unavailable,
+    Violation,
+    raise_if_any,
+)
+from specrej.contracts.validation import (
     check_candidates,
     check_prompt,
     check_sampling,
     check_top_logprobs,
 )
+from specrej.server.commands import answer_commands
+from specrej.server.serving import Context, Service
+from specrej.telemetry import names
+from specrej.v1 import common_pb2
 
 MAX_FIRST_CANDIDATE_ID = 1_000_000
 
@@ -53,7 +60,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
             lambda server: generator_pb2_grpc.add_GeneratorServiceServicer_to_server(self, server),
         )
 
-    # The stubs declare an async generator; specrej/serving.py explains why this is a coroutine.
+    # The stubs declare an async generator; serving.py explains why this is a coroutine.
     async def Session(  # type: ignore[override] # noqa: N802
         self, request_iterator: Any, context: Context
     ) -> None:

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
-from specrej.hub import ModelFiles, embedded_models, find
-from specrej.limits import MAX_BATCH
+from specrej.contracts.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
+from specrej_models.hub import ModelFiles, embedded_models, find
 
 # More candidates take a CPU minutes, whatever its memory.
 _AUTO_ON_CPU = 64

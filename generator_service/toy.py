@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from functools import cached_property
 
 from generator_service.admission import AdmissionQueue
-from generator_service.commands import GrowingCandidate, OpenCommand, named_tokens
-from generator_service.grammar import CompiledGrammar, Grammars, TokenizerSpec, unpacked
-from generator_service.steps import Load, OnStep, Step
+from generator_service.engine.commands import GrowingCandidate, OpenCommand, named_tokens
+from generator_service.engine.grammar import CompiledGrammar, Grammars, TokenizerSpec, unpacked
+from generator_service.engine.steps import Load, OnStep, Step
 from specrej.contracts import (
     NO_FORKS,
     Candidate,
@@ -34,8 +34,8 @@ from specrej.contracts import (
     SlotGauge,
     StructuredOutput,
 )
-from specrej.errors import InvalidRequest, Violation
-from specrej.inference.slots import SlotLedger
+from specrej.contracts.errors import InvalidRequest, Violation
+from specrej_models.slots import SlotLedger
 
 _WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath")
 _ALL = range(len(_WORDS))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploy.local.processes import ProcessError, Processes, Program
 from deploy.local.stack import HOST, Stack, check_free
-from specrej.cli import note, run_to_end
+from specrej.client.cli import note, run_to_end
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 _LOGS = Path("build/loadtest-ui")

@@ -12,13 +12,12 @@ from typing import Any, Unpack
 
 import grpc
 
-from specrej import wire
-from specrej.channel import open_blocking_channel
-from specrej.client import Options, build_request
-from specrej.contracts import ServiceDescription
+from specrej.client.channel import open_blocking_channel
+from specrej.client.client import build_request
+from specrej.contracts import Options, ServiceDescription, wire
+from specrej.contracts.status import from_rpc_error
 from specrej.credentials import Credentials, watch_token
 from specrej.security import TENANT_METADATA
-from specrej.status import from_rpc_error
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from loadtest.options import BOTH, counts, tenants
 from loadtest.prompts import read_prompts
-from specrej.client import Options
-from specrej.contracts import Algorithm, CacheControl
+from specrej.contracts import Algorithm, CacheControl, Options
 
 # Worker k uses seeds from k times this number, so that no two workers send equal requests.
 _SEEDS_PER_WORKER = 10**9

@@ -24,11 +24,11 @@ from orchestrator.observe.request_records import RequestRecords
 from orchestrator.observe.shadows import Shadows
 from orchestrator.settings import OrchestratorSettings
 from specrej import telemetry
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import BackendKind, BackendState, GeneratorDescription, RewardDescription
-from specrej.errors import SpecrejError
+from specrej.contracts.errors import SpecrejError
 from specrej.remote import RemoteGenerator, RemoteRewards
-from specrej.serving import Server
+from specrej.server.serving import Server
 from specrej.settings import load
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from specrej.contracts import (
     RoundCompleted,
     RoundTrace,
 )
-from specrej.errors import SpecrejError
+from specrej.contracts.errors import SpecrejError
 from specrej.security import current_caller
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from orchestrator.backends.fleet import PollSettings
 from orchestrator.cache import RedisAccess, Secret, check_access
 from orchestrator.loop.composition import Composite, check_composites
 from specrej.contracts import GeometricSchedule, Schedule
+from specrej.contracts.errors import Violation
+from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
+from specrej.contracts.validation import check_schedule
 from specrej.credentials import Credentials, check_credentials, is_loopback
-from specrej.errors import Violation
-from specrej.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
 from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
-from specrej.validation import check_schedule
 
 Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]
 ENV_PREFIX = "SPECREJ_ORCHESTRATOR_"

@@ -10,8 +10,8 @@ from reward_service.settings import RewardSettings
 from reward_service.start import start_worker
 from specrej import settings as settings_loader
 from specrej import telemetry, threads
-from specrej.errors import SpecrejError
-from specrej.serving import Server
+from specrej.contracts.errors import SpecrejError
+from specrej.server.serving import Server
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from reward_service.specs import LocalSpec, Resources
-from specrej.inference.model import bound_positions
+from specrej_models.model import bound_positions
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

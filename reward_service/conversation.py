@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from reward_service.specs import CausalSpec, PairwiseSpec
 from specrej.contracts import Message, Prompt
-from specrej.errors import InvalidRequest, Violation
-from specrej.inference.control_tokens import ControlTokens
-from specrej.inference.token_prefix import common_length
-from specrej.limits import MAX_TOKEN_CHARACTERS
+from specrej.contracts.errors import InvalidRequest, Violation
+from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
+from specrej_models.control_tokens import ControlTokens
+from specrej_models.token_prefix import common_length
 
 # A placeholder in a response, replaced by `Conversation.splice`. Its characters are of Unicode's
 # private area: templates do not change them, and they are removed from prompts and responses.

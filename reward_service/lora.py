@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from reward_service.checkpoint import load_backbone
-from reward_service.classifier import HEAD_TENSOR
 from reward_service.conversation import load_conversation
+from reward_service.kinds.classifier import HEAD_TENSOR
 from reward_service.specs import ClassifierSpec, Resources
 from specrej import fingerprint
 

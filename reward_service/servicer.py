@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from reward_service.scoring import RewardWorker, WorkerSession
-from specrej import telemetry, wire
+from specrej import telemetry
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
-from specrej.commands import answer_commands
-from specrej.contracts import Candidate, FinishReason, Prompt
-from specrej.errors import (
+from specrej.contracts import Candidate, FinishReason, Prompt, wire
+from specrej.contracts.errors import (
     InvalidRequest,
     NotFound,
     OutOfOrder,
@@ -21,9 +20,10 @@ from specrej.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.serving import Context, Service
+from specrej.contracts.validation import check_prompt
+from specrej.server.commands import answer_commands
+from specrej.server.serving import Context, Service
 from specrej.telemetry import names
-from specrej.validation import check_prompt
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -53,7 +53,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         scores = await worker.score(prompt, responses, whole=not request.unfinished)
         return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
 
-    # The stub's type has async generators only; `specrej.serving` explains why this is none.
+    # The stub's type has async generators only; `specrej.server.serving` explains why this is none.
     async def ScoreSession(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ScoreSessionRequest], context: Context
     ) -> None:

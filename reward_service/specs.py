@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from specrej import fingerprint, hub
+from specrej import fingerprint
 from specrej.credentials import Credentials, is_loopback
+from specrej_models import hub
 
 if TYPE_CHECKING:
-    from reward_service.remote import RemoteReward
+    from reward_service.kinds.remote import RemoteReward
     from reward_service.reward import Reward
 
 # The generator's own mean log-likelihood has this name in requests.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from reward_service.remote import RemoteWorker
+from reward_service.kinds.remote import RemoteWorker
 from reward_service.scoring import RewardWorker
 from reward_service.specs import RemoteSpec, Resources, RewardSpec
 from reward_service.worker import Worker

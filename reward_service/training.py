@@ -28,16 +28,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone
-from reward_service.classifier import HEAD_TENSOR, MANIFEST, load_classifier
 from reward_service.conversation import load_conversation
-from reward_service.likelihood import load_likelihood
+from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.kinds.classifier import HEAD_TENSOR, MANIFEST, load_classifier
+from reward_service.kinds.likelihood import load_likelihood
 from reward_service.reward import Reward, compute_alone, score, whole_answers
 from reward_service.specs import ClassifierSpec, LikelihoodSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Message, Prompt
-from specrej.errors import InvalidRequest, SpecrejError
+from specrej.contracts.errors import InvalidRequest, SpecrejError
 
 HEAD = "head.safetensors"
 ADAPTER = "adapter"

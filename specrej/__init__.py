@@ -41,7 +41,7 @@ from specrej.contracts import (
     Usage,
     WeightedReward,
 )
-from specrej.errors import (
+from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
@@ -56,8 +56,7 @@ from specrej.errors import (
 )
 
 if TYPE_CHECKING:
-    from specrej.client import Client, Retries, RewardClient
-    from specrej.sync_client import SyncClient
+    from specrej.client import Client, Retries, RewardClient, SyncClient
 
 __all__ = [
     "Client",
@@ -106,8 +105,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Client", "Retries", "RewardClient"):
+    if name in ("Client", "Retries", "RewardClient", "SyncClient"):
         return getattr(importlib.import_module("specrej.client"), name)
-    if name == "SyncClient":
-        return importlib.import_module("specrej.sync_client").SyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

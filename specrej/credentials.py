@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
-from specrej.errors import InvalidRequest, Violation
+from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.reloading_file import ReloadingFile
 
 TOKEN_VARIABLE = "SPECREJ_TOKEN"

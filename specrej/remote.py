@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 import grpc.aio
 
-from specrej import telemetry, wire
+from specrej import telemetry
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.contracts import (
     NO_FORKS,
@@ -29,11 +29,12 @@ from specrej.contracts import (
     Round,
     Scores,
     SessionSpec,
+    wire,
 )
-from specrej.errors import InternalError, SpecrejError, Unavailable
-from specrej.limits import MAX_BATCH
-from specrej.serving import time_left_s
-from specrej.status import from_backend_error, has_details
+from specrej.contracts.errors import InternalError, SpecrejError, Unavailable
+from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.status import from_backend_error, has_details
+from specrej.server.serving import time_left_s
 from specrej.v1 import common_pb2
 
 Request = TypeVar("Request")

@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specrej.errors import InvalidRequest, PermissionDenied, Unauthenticated, Violation
+from specrej.contracts.errors import InvalidRequest, PermissionDenied, Unauthenticated, Violation
 from specrej.reloading_file import ReloadingFile
 
 TENANT_METADATA = "specrej-tenant"

@@ -21,8 +21,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from specrej.credentials import TLSFiles, is_loopback
-from specrej.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from specrej.security import read_tokens
 
 Port = Annotated[int, Field(ge=0, le=65535)]

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from specrej import channel, threads
+from specrej import threads
+from specrej.client import channel
 
 # A shell's background jobs ignore SIGINT, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

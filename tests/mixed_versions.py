@@ -30,7 +30,7 @@ MODULES = {**Stack.modules, "client": "specrej"}
 _PROMPT = "What stays the same?"
 _N = 8
 _TIMEOUT_S = 60.0
-_COMMAND_LINE = "from specrej.cli import main; main()"
+_COMMAND_LINE = "from specrej.client.cli import main; main()"
 
 
 class _MixedStack(Stack):

@@ -15,12 +15,11 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej import wire
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc
-from specrej.channel import open_channel
-from specrej.contracts import GeneratorDescription, ServiceDescription
+from specrej.client.channel import open_channel
+from specrej.contracts import GeneratorDescription, ServiceDescription, wire
 from specrej.credentials import Credentials
-from specrej.serving import Server, Service
+from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 

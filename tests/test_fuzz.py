@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
+from reward_service.kinds.toy import ToyReward
 from reward_service.servicer import RewardServicer
-from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.v1 import common_pb2, orchestrator_pb2

@@ -24,12 +24,12 @@ class Worker:
         self._generator: Generator
         if parsed.engine == "vllm":
             # Not at the top: only the environment of vLLM has it.
-            from generator_service.vllm_generator import load_vllm
+            from generator_service.stock.vllm_generator import load_vllm
 
             vllm = load_vllm(parsed)
             self._loop.run_until_complete(vllm.warm_up())
             self._generator = vllm
-            from generator_service.vllm_engine import VERSION
+            from generator_service.stock.vllm_engine import VERSION
 
             self.versions["vllm"] = VERSION
         else:

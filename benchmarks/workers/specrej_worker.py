@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import generate, products_seconds
-from generator_service.engine import Engine
-from generator_service.engine_thread import EngineThread
-from generator_service.model import CausalLM
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
+from generator_service.engine.thread import EngineThread
 
 
 class Worker:

@@ -13,7 +13,7 @@ from rich.console import Console
 from deploy.local import demo, models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
-from specrej.cli import note, run_to_end
+from specrej.client.cli import note, run_to_end
 from specrej.credentials import credentials_from
 
 _DEFAULT = Ports()

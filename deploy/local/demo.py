@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from deploy.local.stack import Stack
-from specrej.client import Client, Options
-from specrej.contracts import Generation, GeometricSchedule
+from specrej.client import Client
+from specrej.client.plain_view import saved_text
+from specrej.client.rounds_view import watch
+from specrej.contracts import Generation, GeometricSchedule, Options
+from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.credentials import Credentials, credentials_from
-from specrej.errors import InternalError, SpecrejError
-from specrej.plain_view import saved_text
-from specrej.rounds_view import watch
 
 PROMPT = "Give three tips for staying focused while studying."
 OPTIONS = Options(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deploy.local.processes import ProcessError
-from specrej.hub import embedded_models
+from specrej_models.hub import embedded_models
 
 _PINS = "requirements-models.txt"
 _GENERATOR, _RELEVANCE = "SmolLM2-135M-Instruct", "relevance"

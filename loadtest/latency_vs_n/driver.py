@@ -23,8 +23,7 @@ from loadtest.latency_vs_n.measure import (
     Settings,
     blocks,
 )
-from specrej.client import Options
-from specrej.contracts import Algorithm, CacheControl
+from specrej.contracts import Algorithm, CacheControl, Options
 
 # Must run before the first channel is created: otherwise one call blocks all users.
 grpc_gevent.init_gevent()

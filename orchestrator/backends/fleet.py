@@ -27,8 +27,8 @@ from orchestrator.backends.placement import order
 from orchestrator.backends.resolving import Target
 from orchestrator.background import ended
 from specrej.contracts import BackendHealth, BackendKind, BackendState
-from specrej.errors import InternalError, Overloaded, SpecrejError, Unavailable
-from specrej.status import from_backend_error, is_answer
+from specrej.contracts.errors import InternalError, Overloaded, SpecrejError, Unavailable
+from specrej.contracts.status import from_backend_error, is_answer
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from orchestrator.backends.sessions import (
 )
 from orchestrator.backends.split import CapacityEstimates, SplitSession, shares_of, together
 from specrej.contracts import GeneratorDescription, Session, SessionSpec
-from specrej.errors import InvalidRequest, SlotsExceeded, Unavailable
+from specrej.contracts.errors import InvalidRequest, SlotsExceeded, Unavailable
 from specrej.remote import RemoteGenerator
 
 # Added to the load of a generator without enough free slots: more than any number of sessions.

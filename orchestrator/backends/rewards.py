@@ -16,7 +16,7 @@ from typing import Self
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.placement import prefix_of
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, ScoringSession
-from specrej.errors import Overloaded, SpecrejError, Unavailable
+from specrej.contracts.errors import Overloaded, SpecrejError, Unavailable
 from specrej.remote import RemoteRewards
 
 _Backend = Backend[RemoteRewards]

@@ -24,9 +24,9 @@ from specrej.contracts import (
     SlotGauge,
     StartedCandidate,
 )
-from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+from specrej.contracts.status import is_answer
 from specrej.remote import RemoteGenerator
-from specrej.status import is_answer
 from specrej.telemetry import metrics, names
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,13 @@ from specrej.contracts import (
     Session,
     SlotGauge,
 )
-from specrej.errors import InternalError, InvalidRequest, SlotsExceeded, Unavailable, Violation
+from specrej.contracts.errors import (
+    InternalError,
+    InvalidRequest,
+    SlotsExceeded,
+    Unavailable,
+    Violation,
+)
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from orchestrator.cache.keys import flight_key
 from orchestrator.cache.redis_client import RedisClient, Reply
 from specrej import telemetry
 from specrej.contracts import Generation
-from specrej.errors import Cancelled, DeadlineExceeded, TooLate
+from specrej.contracts.errors import Cancelled, DeadlineExceeded, TooLate
 from specrej.telemetry import names
 
 log = logging.getLogger(__name__)

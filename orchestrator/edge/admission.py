@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from specrej.errors import Overloaded, TooLate
+from specrej.contracts.errors import Overloaded, TooLate
 from specrej.security import Share
 
 _MIN_RETRY_S = 0.1

@@ -27,7 +27,7 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import (
+from specrej.contracts.errors import (
     InternalError,
     NotFound,
     Overloaded,
@@ -35,8 +35,8 @@ from specrej.errors import (
     Violation,
     raise_if_any,
 )
+from specrej.contracts.validation import check_request, check_top_logprobs
 from specrej.security import Share
-from specrej.validation import check_request, check_top_logprobs
 
 T = TypeVar("T")
 

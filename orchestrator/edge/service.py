@@ -52,7 +52,7 @@ from specrej.contracts import (
     Schedule,
     ServiceDescription,
 )
-from specrej.errors import InvalidRequest, NotFound, Overloaded, Violation
+from specrej.contracts.errors import InvalidRequest, NotFound, Overloaded, Violation
 from specrej.security import Share
 from specrej.telemetry import names
 
@@ -199,7 +199,7 @@ class Orchestrator:
         are those of the message's conversion; `time_left_s`: to the deadline.
 
         Raises:
-            SpecrejError: see `specrej.errors`.
+            SpecrejError: see `specrej.contracts.errors`.
         """
         request_id = uuid.uuid4().hex
         digest = tenant_digest(tenant)

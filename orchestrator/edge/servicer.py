@@ -10,11 +10,10 @@ from dataclasses import replace
 from orchestrator.background import ended, in_thread, packed
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
-from specrej import wire
-from specrej.contracts import Event, Finished, Progress, RequestRecord, RoundCompleted
-from specrej.errors import Cancelled, Violation
+from specrej.contracts import Event, Finished, Progress, RequestRecord, RoundCompleted, wire
+from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
-from specrej.serving import Context, Service, time_left_s
+from specrej.server.serving import Context, Service, time_left_s
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1 import orchestrator_pb2_grpc
 
@@ -45,7 +44,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         await self._run(request, last.append)
         return await packed(_answer_reply, last[0])
 
-    # A coroutine, although the stubs declare an async generator; specrej/serving.py has the reason.
+    # A coroutine, although the stubs declare an async generator; serving.py has the reason.
     async def GenerateStream(  # type: ignore[override] # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:

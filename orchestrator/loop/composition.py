@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specrej.contracts import Normalization, WeightedReward
-from specrej.errors import Violation
-from specrej.limits import MAX_REWARDS
-from specrej.validation import check_rewards
+from specrej.contracts.errors import Violation
+from specrej.contracts.limits import MAX_REWARDS
+from specrej.contracts.validation import check_rewards
 
 # The generator's own mean log-likelihood goes by this name.
 LIKELIHOOD = "likelihood"

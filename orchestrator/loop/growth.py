@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from orchestrator.loop.deadline import DeadlineController
 from specrej.contracts import Round, RoundEnd, Session
-from specrej.errors import InternalError, SpecrejError
+from specrej.contracts.errors import InternalError, SpecrejError
 
 T = TypeVar("T")
 

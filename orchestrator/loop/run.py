@@ -54,7 +54,7 @@ from specrej.contracts import (
     SessionSpec,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid, SpecrejError, Unavailable
+from specrej.contracts.errors import InternalError, RewardInvalid, SpecrejError, Unavailable
 from specrej.telemetry import metrics, names
 from specrej.telemetry.traces import Attribute
 

@@ -29,7 +29,7 @@ from specrej.contracts import (
     Usage,
     WeightedReward,
 )
-from specrej.errors import DeadlineExceeded, InternalError, Unavailable
+from specrej.contracts.errors import DeadlineExceeded, InternalError, Unavailable
 
 # Candidates in the rounds of one answer, about 100 bytes each. A round beyond that is traced
 # without its candidates.

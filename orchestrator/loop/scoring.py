@@ -15,7 +15,13 @@ from typing import Self
 from orchestrator.loop.composition import Verdict, combine
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
-from specrej.errors import InternalError, Overloaded, RewardInvalid, SessionExpired, Unavailable
+from specrej.contracts.errors import (
+    InternalError,
+    Overloaded,
+    RewardInvalid,
+    SessionExpired,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 

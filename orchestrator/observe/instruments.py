@@ -24,7 +24,7 @@ from specrej.contracts import (
     RoundTrace,
     Selection,
 )
-from specrej.errors import Overloaded
+from specrej.contracts.errors import Overloaded
 from specrej.telemetry import metrics, names
 from specrej.telemetry.metrics import Observed
 from specrej.telemetry.traces import Attribute

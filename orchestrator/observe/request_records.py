@@ -23,7 +23,7 @@ from specrej.contracts import (
     RoundTrace,
     Selection,
 )
-from specrej.errors import (
+from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,

@@ -2,7 +2,7 @@
 
 Every field that callers set by name is declared once, with its type, default, help text and, if it
 does not depend on other values, its accepted range: `option`. The client, the command line,
-`specrej.wire` and `specrej.validation` read these declarations.
+`specrej.contracts.wire` and `specrej.contracts.validation` read these declarations.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import json
 import sys
 
 from generator_service.settings import GeneratorSettings
-from generator_service.vllm_generator import _prepare_environment
+from generator_service.stock.vllm_generator import _prepare_environment
 
 
 def main(directory: str, slots: int, dtype: str = "float32") -> None:
@@ -26,7 +26,7 @@ def main(directory: str, slots: int, dtype: str = "float32") -> None:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from generator_service.vllm_engine import _arguments, _shape
+    from generator_service.stock.vllm_engine import _arguments, _shape
 
     shape = _shape(settings)
     engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings, shape)))

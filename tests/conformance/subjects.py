@@ -17,15 +17,15 @@ from typing import Any
 import grpc.aio
 import torch
 
+from generator_service.engine.steps import Step
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
-from generator_service.steps import Step
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import Generator, GeneratorDescription, Prompt
 from specrej.remote import RemoteGenerator
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
@@ -102,7 +102,7 @@ async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
     steps: list[Step] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of vLLM
-        from generator_service.vllm_generator import load_vllm
+        from generator_service.stock.vllm_generator import load_vllm
 
         generator = load_vllm(settings, steps.append)
     try:

@@ -19,7 +19,7 @@ from specrej.contracts import (
     StartedCandidate,
     TokenBias,
 )
-from specrej.errors import InvalidRequest, Overloaded, SpecrejError
+from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
 from tests.conformance.conftest import also_remote_own
 from tests.conformance.sessions import (
     ENDING,

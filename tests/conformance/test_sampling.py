@@ -24,7 +24,7 @@ from specrej.contracts import (
     StructuredOutput,
     TokenBias,
 )
-from specrej.errors import InvalidRequest
+from specrej.contracts.errors import InvalidRequest
 from tests.conformance.conftest import Started, also_remote_own
 from tests.conformance.sessions import (
     ENDING,

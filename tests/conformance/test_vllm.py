@@ -31,13 +31,13 @@ from generator_service.admission import Blocks
 from generator_service.capacity import Capacity, reader, weight_bytes
 from generator_service.plan import read_config
 from generator_service.settings import GeneratorSettings
-from generator_service.vllm_engine import VLLMEngine
-from generator_service.vllm_generator import VLLMGenerator
+from generator_service.stock.vllm_engine import VLLMEngine
+from generator_service.stock.vllm_generator import VLLMGenerator
 from orchestrator.backends.fleet import PollSettings
 from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
-from specrej.errors import InternalError, Unavailable
-from specrej.inference.sizes import ModelSizes
-from specrej.inference.vllm_options import BLOCK_TOKENS
+from specrej.contracts.errors import InternalError, Unavailable
+from specrej_models.sizes import ModelSizes
+from specrej_models.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started, until_idle
 from tests.conformance.quantised import FORMATS, save_quantised
 from tests.conformance.subjects import (

@@ -19,11 +19,11 @@ import grpc
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import HOST, Ports, Stack, first_line
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
-from specrej.channel import open_channel
-from specrej.client import Client, Options
-from specrej.contracts import Algorithm, Branching
+from specrej.client import Client
+from specrej.client.channel import open_channel
+from specrej.contracts import Algorithm, Branching, Options
+from specrej.contracts.errors import DeadlineExceeded, Overloaded, SpecrejError
 from specrej.credentials import Credentials
-from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
 from specrej.security import new_token
 from specrej.telemetry import names
 from specrej.telemetry.names import Metric

@@ -13,8 +13,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from deploy.rules import ALERTS, groups
-from specrej.hub import is_name
 from specrej.v1 import orchestrator_pb2
+from specrej_models.hub import is_name
 from tests.deploy.manifests import (
     DEPLOY,
     DOWNLOAD,

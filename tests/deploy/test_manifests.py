@@ -18,7 +18,7 @@ from kubernetes_validate import utils as schemas
 from deploy.images.build import name_of
 from generator_service.settings import GeneratorSettings
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.serving import LIVENESS
+from specrej.server.serving import LIVENESS
 from specrej.settings import load
 from specrej.v1 import orchestrator_pb2
 from tests.deploy.manifests import (

@@ -14,8 +14,8 @@ from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
 from orchestrator.cache import tenant_digest
 from specrej.client import Client
+from specrej.contracts.errors import Unauthenticated
 from specrej.credentials import Credentials
-from specrej.errors import Unauthenticated
 from specrej.security import new_token
 from tests.certificates import Authority, place
 from tests.programs import ROOT, run

@@ -21,7 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 import specrej
 from deploy import stubs
 from deploy.site import hooks, repository, schema
-from specrej.client import Options
+from specrej.contracts import Options
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.documents.blocks import ROOT
 from tests.serving import need

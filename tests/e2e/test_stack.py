@@ -18,8 +18,7 @@ from nbclient import NotebookClient
 
 from deploy.local.stack import Stack
 from specrej import Client, GeometricSchedule
-from specrej.client import Options
-from specrej.contracts import Algorithm, CacheControl
+from specrej.contracts import Algorithm, CacheControl, Options
 from tests.programs import ROOT, outcome_of, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]

@@ -12,11 +12,11 @@ from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
 from experiments.trajectories import Trajectories
-from generator_service.engine import Engine
-from generator_service.engine_thread import EngineThread
-from generator_service.local import LocalGenerator
-from generator_service.model import CausalLM
-from generator_service.text import Text
+from generator_service.engine.engine import Engine
+from generator_service.engine.local import LocalGenerator
+from generator_service.engine.model import CausalLM
+from generator_service.engine.text import Text
+from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
     Finished,
     Generation,

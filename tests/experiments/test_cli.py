@@ -15,7 +15,7 @@ from experiments.__main__ import main
 from experiments.commands import by_length
 from experiments.json_lines import read_lines
 from experiments.trajectories import Trajectories, load
-from specrej import cli
+from specrej.client import cli
 from specrej.contracts import Generation
 from tests.experiments.conftest import Refusal, Run
 

@@ -21,7 +21,7 @@ from experiments.trajectories import Store, Trajectories, load
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.scoring import LikelihoodScorer
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from specrej.contracts import (
     Algorithm,
     GenerationRequest,
@@ -30,7 +30,7 @@ from specrej.contracts import (
     Selection,
     SessionSpec,
 )
-from specrej.errors import InvalidRequest, RewardInvalid, Unavailable
+from specrej.contracts.errors import InvalidRequest, RewardInvalid, Unavailable
 from tests.experiments.doubles import (
     ITEM,
     collected,

@@ -13,8 +13,8 @@ from typing import Any
 import grpc.aio
 
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.channel import open_channel
-from specrej.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
+from specrej.client.channel import open_channel
+from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
 from specrej.v1 import common_pb2
 from tests import http2
 from tests.faults.case import Case, here

@@ -17,11 +17,11 @@ FAILS: Mapping[str, type[Exception]] = {
 }
 # Texts of prompts, and the method of the generator that hangs.
 HANGS_IN: Mapping[str, str] = {
-    "hangs in its template": "generator_service.text:Text.encode",
-    "hangs in opening": "generator_service.prompt_tree:PromptTree.acquire",
-    "hangs in picking": "generator_service.session:Session.decode_rows",
-    "hangs in reserving": "generator_service.session:Session.reserve",
-    "hangs in pruning": "generator_service.session:Session.keep",
+    "hangs in its template": "generator_service.engine.text:Text.encode",
+    "hangs in opening": "generator_service.engine.prompt_tree:PromptTree.acquire",
+    "hangs in picking": "generator_service.engine.session:Session.decode_rows",
+    "hangs in reserving": "generator_service.engine.session:Session.reserve",
+    "hangs in pruning": "generator_service.engine.session:Session.keep",
 }
 # The text of a prompt with which the template of a reward hangs.
 HANGS_IN_REWARD = "hangs in the template of a reward"

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from generator_service import engine
 from generator_service.__main__ import main
-from generator_service.model import CausalLM
-from generator_service.session import Session
-from generator_service.text import Text
+from generator_service.engine import engine
+from generator_service.engine.model import CausalLM
+from generator_service.engine.session import Session
+from generator_service.engine.text import Text
 from specrej.contracts import Prompt
 from tests.faults.breaks import ENDS, FAILS, HANGS, HANGS_IN
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from specrej import RewardClient
 from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.v1 import common_pb2
 from tests.faults.case import Case, here
 from tests.faults.world import Call, World, until

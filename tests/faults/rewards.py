@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specrej.contracts import Prompt
-from specrej.errors import Overloaded
+from specrej.contracts.errors import Overloaded
 
 Score = Callable[[Prompt, Sequence[str]], list[float]]
 _SLOW_S = 0.2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrej.backend.v1 import reward_pb2 as pb
-from specrej.serving import Context
+from specrej.server.serving import Context
 from tests.specrej.fakes import FakeReward
 
 # By fault: how the answer's number differs from that of its batch, and the answer's fields.

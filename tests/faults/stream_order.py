@@ -9,7 +9,7 @@ from typing import Any
 
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.v1 import common_pb2
 from tests import http2
 from tests.faults.case import Case, here

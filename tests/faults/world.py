@@ -26,18 +26,19 @@ import psutil  # type: ignore[import-untyped]
 
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import Ports, Stack
-from specrej import wire
-from specrej.channel import open_channel
-from specrej.client import Options, build_request
+from specrej.client.channel import open_channel
+from specrej.client.client import build_request
 from specrej.contracts import (
     CacheControl,
     Generation,
     GeneratorDescription,
+    Options,
     ServiceDescription,
     TokensSchedule,
+    wire,
 )
+from specrej.contracts.status import DETAILS_TRAILER, PUSHBACK_TRAILER
 from specrej.security import Metadata
-from specrej.status import DETAILS_TRAILER, PUSHBACK_TRAILER
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy

@@ -12,11 +12,11 @@ from pydantic import TypeAdapter
 
 from orchestrator.cache.answers import _SUMMARY, CacheEntry, Summary
 from specrej import contracts as c
-from specrej import wire
-from specrej.client import build_request
-from specrej.errors import InvalidRequest, Overloaded, SpecrejError, Violation
+from specrej.client.client import build_request
+from specrej.contracts import wire
+from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Violation
+from specrej.contracts.status import to_status
 from specrej.security import Role, new_token
-from specrej.status import to_status
 from tests.fuzz.targets import UNPACKED
 
 _GENERATION = c.Generation(

@@ -28,19 +28,19 @@ from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack
 from orchestrator.cache.secret import mac
 from orchestrator.loop.composition import check_composites
 from orchestrator.settings import OrchestratorSettings
-from reward_service.remote_http import HTTPReward
+from reward_service.kinds.remote_http import HTTPReward
 from reward_service.settings import RewardSettings
 from reward_service.specs import HTTPSpec
 from specrej import contracts as c
-from specrej import limits, wire
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.client import build_request
+from specrej.client.client import build_request
+from specrej.contracts import limits, wire
+from specrej.contracts.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
+from specrej.contracts.status import DETAILS_TRAILER, from_backend_error, to_status
+from specrej.contracts.validation import check_request, check_schedule
 from specrej.credentials import Credentials, watch_token
-from specrej.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
 from specrej.security import read_tokens
-from specrej.status import DETAILS_TRAILER, from_backend_error, to_status
 from specrej.v1 import common_pb2, orchestrator_pb2
-from specrej.validation import check_request, check_schedule
 
 Target = Callable[[bytes], bool]
 

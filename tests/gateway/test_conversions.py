@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.answers import in_thread
-from specrej import wire
-from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted
+from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted, wire
 from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, RECORD, FakeOrchestrator, trace

@@ -20,8 +20,8 @@ from gateway.__main__ import Server
 from gateway.answers import Answer
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from specrej import errors
 from specrej.client import Client
+from specrej.contracts import errors
 from tests.gateway.gateways import (
     BODY,
     CHAT,

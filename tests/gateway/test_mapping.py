@@ -39,7 +39,7 @@ from gateway.requests import (
 )
 from gateway.settings import GatewaySettings
 from specrej import contracts as c
-from specrej.errors import InvalidRequest
+from specrej.contracts.errors import InvalidRequest
 
 CHAT = {
     name

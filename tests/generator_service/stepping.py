@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from generator_service.commands import OpenCommand, PrefixBatch
-from generator_service.engine import Engine, Model
-from generator_service.model import CausalLM
-from generator_service.session import Session
+from generator_service.engine.commands import OpenCommand, PrefixBatch
+from generator_service.engine.engine import Engine, Model
+from generator_service.engine.model import CausalLM
+from generator_service.engine.session import Session
 from specrej.contracts import Sampling
-from specrej.inference.attention import DecodeSegment, PrefillSegment, Segment
+from specrej_models.attention import DecodeSegment, PrefillSegment, Segment
 from tests.generator_service import tiny
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import pytest
 
 from generator_service import admission
 from generator_service.admission import AdmissionQueue, Demand
-from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded
-from specrej.inference.slots import SlotLedger
+from specrej.contracts.errors import InvalidRequest, Overloaded, SlotsExceeded
+from specrej_models.slots import SlotLedger
 
 
 @dataclass(eq=False, slots=True)

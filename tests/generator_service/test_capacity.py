@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from generator_service import plan
 from generator_service.capacity import Capacity, reader, weight_bytes
+from generator_service.engine.model import CausalLM
 from generator_service.loading import load_generator
-from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Prompt, Sampling, SessionSpec
-from specrej.inference.sizes import ModelSizes, num_parameters
+from specrej_models.sizes import ModelSizes, num_parameters
 from tests.generator_service import tiny
 from tests.generator_service.test_memory import GIB, host
 from tests.programs import in_process
@@ -175,7 +175,7 @@ def test_weights_are_those_that_transformers_makes(name: str) -> None:
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_weights_and_slots_of_the_own_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch operations, as on a GPU: the engine measures what follows from the config."""
-    monkeypatch.setattr("specrej.inference.cpu_jobs.ON_ALL_THREADS", False)
+    monkeypatch.setattr("specrej_models.cpu.jobs.ON_ALL_THREADS", False)
     model = CausalLM(tiny.build(name))
     read = reader(json.loads(tiny.CONFIGS[name].to_json_string(use_diff=False)))
     assert ModelSizes.of(read) == model.sizes

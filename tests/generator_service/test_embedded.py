@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
-from generator_service.text import Text
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
+from generator_service.engine.text import Text
 from specrej.contracts import Prompt, Sampling
 from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, admitted, grown, tokens_of

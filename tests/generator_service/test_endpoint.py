@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from generator_service import endpoint as endpoint_module
 from generator_service.__main__ import _load
-from generator_service.endpoint import EndpointGenerator
+from generator_service.engine.steps import Step
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
-from generator_service.steps import Step
+from generator_service.stock import endpoint as endpoint_module
+from generator_service.stock.endpoint import EndpointGenerator
 from orchestrator.loop.run import run
 from specrej import contracts as c
-from specrej.errors import (
+from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
     SpecrejError,
     Unavailable,
 )
+from specrej.contracts.status import to_status
 from specrej.remote import RemoteGenerator
-from specrej.status import to_status
 from tests.orchestrator.runs import LetterScorer
 from tests.reward_service.endpoint import Endpoint, Replies, Reply, served
 from tests.serving import serving, turns, until

@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from generator_service.commands import OpenCommand, Prefix
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
-from generator_service.steps import Step
+from generator_service.engine.commands import OpenCommand, Prefix
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
+from generator_service.engine.steps import Step
 from specrej.contracts import FinishReason, RoundEnd, Sampling
-from specrej.errors import InternalError, OutOfOrder, SessionExpired
-from specrej.inference.attention import DecodeSegment, Segment
-from specrej.inference.kv import SuffixKV
+from specrej.contracts.errors import InternalError, OutOfOrder, SessionExpired
+from specrej_models.attention import DecodeSegment, Segment
+from specrej_models.kv import SuffixKV
 from tests.generator_service import tiny
 from tests.generator_service.stepping import (
     ENDLESS,
@@ -230,7 +230,7 @@ def test_no_memory_at_admission_ends_one_session(monkeypatch: pytest.MonkeyPatch
     engine = Engine(MODEL, 5000)
     session_id = admitted(engine)
     exhausted = mock.Mock(side_effect=MemoryError)
-    monkeypatch.setattr("generator_service.engine.SuffixKV", exhausted)
+    monkeypatch.setattr("generator_service.engine.engine.SuffixKV", exhausted)
     refused = opened(engine, OpenCommand(PROMPT, 2, ENDLESS, 8))
     with pytest.raises(InternalError):
         refused.opened.result(0)
@@ -304,7 +304,7 @@ def test_most_probable_tokens_cost_nothing_unless_requested(
     engine = Engine(MODEL, 5000)
     with monkeypatch.context() as patched:
         most_probable = mock.Mock(side_effect=AssertionError("computed"))
-        patched.setattr("generator_service.engine.most_probable", most_probable)
+        patched.setattr("generator_service.engine.engine.most_probable", most_probable)
         session_id = admitted(engine, sampling=replace(ENDLESS, logprobs=True))
         batch = grown(engine, session_id)
     assert {prefix.new_top for prefix in batch.prefixes} == {()}

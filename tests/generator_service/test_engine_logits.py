@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
 from tests.generator_service import tiny
 from tests.generator_service.stepping import (
     ENDLESS,

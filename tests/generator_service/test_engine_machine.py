@@ -21,10 +21,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from generator_service import prompt_tree
-from generator_service.commands import OpenCommand, Opened, Prefix, PrefixBatch
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
+from generator_service.engine import prompt_tree
+from generator_service.engine.commands import OpenCommand, Opened, Prefix, PrefixBatch
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
 from specrej.contracts import (
     FinishReason,
     Regex,
@@ -33,7 +33,7 @@ from specrej.contracts import (
     StartedCandidate,
     TokenBias,
 )
-from specrej.errors import InternalError, SlotsExceeded
+from specrej.contracts.errors import InternalError, SlotsExceeded
 from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, grown, opened
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from generator_service.engine import Engine
+from generator_service.engine.engine import Engine
 from specrej.contracts import RoundEnd
 from tests.generator_service.stepping import (
     ENDLESS,

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from generator_service.commands import OpenCommand, PrefixBatch
-from generator_service.engine import Engine
-from generator_service.engine_thread import EngineThread
-from generator_service.grammar import Grammars
-from generator_service.local import LocalGenerator
-from generator_service.steps import Step
-from generator_service.text import Text
+from generator_service.engine.commands import OpenCommand, PrefixBatch
+from generator_service.engine.engine import Engine
+from generator_service.engine.grammar import Grammars
+from generator_service.engine.local import LocalGenerator
+from generator_service.engine.steps import Step
+from generator_service.engine.text import Text
+from generator_service.engine.thread import EngineThread
 from specrej.contracts import GeneratorDescription, Prompt, SessionSpec, SlotGauge
-from specrej.errors import InternalError, Unavailable
+from specrej.contracts.errors import InternalError, Unavailable
 from tests.generator_service import tiny
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
 from tests.serving import until
@@ -83,7 +83,7 @@ def test_a_wrong_ledger_does_not_end_the_service(
     thread: EngineThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against a check that fails before every command: the ledger is replaced, too."""
-    caplog.set_level(logging.CRITICAL, "generator_service.engine_thread")
+    caplog.set_level(logging.CRITICAL, "generator_service.engine.thread")
     thread.close(opened(thread)).result(BOUND_S)
     thread.engine.ledger.held += 1
     thread.close(0).result(BOUND_S)  # after this command, the thread checks the ledger
@@ -105,7 +105,7 @@ def test_a_cancelled_command_does_not_end_the_thread(
         thread.extend(session_id, 1).cancel()
         thread.close(session_id).cancel()
     session_id = opened(thread)
-    monkeypatch.setattr("generator_service.engine_thread.Future", CancelledBetween)
+    monkeypatch.setattr("generator_service.engine.thread.Future", CancelledBetween)
     growing = thread.extend(session_id, 8)
     monkeypatch.undo()
     with pytest.raises(CancelledError):

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
-from generator_service.text import Text
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
+from generator_service.engine.text import Text
 from specrej.contracts import Message, Prompt
 from tests.generator_service import families, tiny
 from tests.generator_service.stepping import PROMPT, Recorder, admitted, grown

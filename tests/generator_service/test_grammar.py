@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator_service import grammar
-from generator_service.grammar import (
+from generator_service.engine import grammar
+from generator_service.engine.grammar import (
     CompiledGrammar,
     Grammars,
     Matchers,
@@ -32,7 +32,7 @@ from generator_service.grammar import (
     unpacked,
 )
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
-from specrej.errors import InternalError, InvalidRequest
+from specrej.contracts.errors import InternalError, InvalidRequest
 from tests.reward_service.tiny import make_tokenizer
 from tests.serving import until
 
@@ -156,7 +156,7 @@ def test_a_candidate_whose_tokens_do_not_conform_never_ends() -> None:
 
 def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against one session's grammar in every step of all sessions."""
-    monkeypatch.setattr("generator_service.grammar._FIRST_S", -1.0)
+    monkeypatch.setattr("generator_service.engine.grammar._FIRST_S", -1.0)
     (lost,) = next_of(matchers(WORDS), tokens("ab"))
     assert {*tokens("xyz-1")} <= lost
     assert not lost & {EOS, OTHER_END}
@@ -165,8 +165,8 @@ def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_candidate_that_is_given_up_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against time that grows with all tokens that are not read, and against a grammar that
     is compiled anew for each fork of a candidate whose tokens do not conform."""
-    monkeypatch.setattr("generator_service.grammar._FIRST_S", -100.0)
-    monkeypatch.setattr("generator_service.grammar._TOKEN_S", 1.0)
+    monkeypatch.setattr("generator_service.engine.grammar._FIRST_S", -100.0)
+    monkeypatch.setattr("generator_service.engine.grammar._TOKEN_S", 1.0)
     states = matchers(WORDS)
     for length in range(1, 200):
         states.allowed([0], [tokens("a" * length)])
@@ -182,8 +182,8 @@ def test_a_candidate_that_is_given_up_stays_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards an answer that conforms against a move, after which all tokens are read at once."""
-    monkeypatch.setattr("generator_service.grammar._FIRST_S", 0.0)
-    monkeypatch.setattr("generator_service.grammar._TOKEN_S", 1.0)
+    monkeypatch.setattr("generator_service.engine.grammar._FIRST_S", 0.0)
+    monkeypatch.setattr("generator_service.engine.grammar._TOKEN_S", 1.0)
     moved = matchers(WORDS)
     for text in ("ab", "abc"):
         moved.allowed([0], [tokens(text)])

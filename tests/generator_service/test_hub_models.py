@@ -17,8 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from reward_service.reward import score
-from specrej import hub
 from specrej.contracts import Prompt, Sampling, SessionSpec
+from specrej_models import hub
 from tests import hub as hubs
 from tests.generator_service import families
 from tests.reward_service.tiny import load

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from generator_service import loading, memory
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
+from generator_service import loading
+from generator_service.engine import memory
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Sampling, TokenBias
-from specrej.inference.cpu_attention import COLUMNS
-from specrej.inference.kv import SuffixKV
-from specrej.inference.sizes import CPU_COLUMNS
+from specrej_models.cpu.attention import COLUMNS
+from specrej_models.kv import SuffixKV
+from specrej_models.sizes import CPU_COLUMNS
 from tests.generator_service import tiny
 from tests.generator_service.stepping import admitted, grown, steps
-from tests.inference.test_kv import allocated, nothing
+from tests.specrej_models.test_kv import allocated, nothing
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -99,9 +100,9 @@ def test_a_step_stays_within_its_workspace(
 
     With torch operations, as on a GPU, all scores at once or row by row.
     """
-    monkeypatch.setattr("specrej.inference.cpu_jobs.ON_ALL_THREADS", compiled)
-    monkeypatch.setattr("specrej.inference.attention.SCORES_AT_ONCE", scores_at_once)
-    monkeypatch.setattr("specrej.inference.sizes.SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr("specrej_models.cpu.jobs.ON_ALL_THREADS", compiled)
+    monkeypatch.setattr("specrej_models.attention.SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr("specrej_models.sizes.SCORES_AT_ONCE", scores_at_once)
     network = tiny.build(kind)
     model = CausalLM(network)
     assert model.is_compiled == compiled

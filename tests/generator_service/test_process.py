@@ -19,10 +19,10 @@ from generator_service.devices import engine_of
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import Prompt, Sampling, SessionSpec
-from specrej.errors import InvalidRequest
-from specrej.serving import Server
+from specrej.contracts.errors import InvalidRequest
+from specrej.server.serving import Server
 from tests.reward_service.tiny import save_language_model
 from tests.serving import failure_of, until
 

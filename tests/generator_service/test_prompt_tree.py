@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from generator_service import prompt_tree
-from generator_service.prompt_tree import MIN_SHARED_TOKENS, PromptTree, RadixNode
-from specrej.inference.slots import SlotLedger
+from generator_service.engine import prompt_tree
+from generator_service.engine.prompt_tree import MIN_SHARED_TOKENS, PromptTree, RadixNode
+from specrej_models.slots import SlotLedger
 
 LEAST = MIN_SHARED_TOKENS
 

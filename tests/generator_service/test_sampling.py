@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from generator_service.sampling import (
+from generator_service.engine.sampling import (
     Adjustment,
     _sample_block,
     is_adjusted,

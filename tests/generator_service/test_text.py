@@ -23,10 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from generator_service.engine import Engine
-from generator_service.engine_thread import EngineThread
-from generator_service.local import LocalGenerator
-from generator_service.text import Text, eos_ids
+from generator_service.engine.engine import Engine
+from generator_service.engine.local import LocalGenerator
+from generator_service.engine.text import Text, eos_ids
+from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
     Candidate,
     FinishReason,
@@ -37,9 +37,9 @@ from specrej.contracts import (
     SessionSpec,
     SlotGauge,
 )
-from specrej.errors import InvalidRequest
-from specrej.inference.attention import Segment
-from specrej.inference.kv import KVShape
+from specrej.contracts.errors import InvalidRequest
+from specrej_models.attention import Segment
+from specrej_models.kv import KVShape
 from tests.generator_service import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

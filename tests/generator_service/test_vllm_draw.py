@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from generator_service.sampling import sample
+from generator_service.engine.sampling import sample
 from specrej.contracts import Sampling
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from generator_service import vllm_draw
-from generator_service.vllm_draw import KeyedDraws
+from generator_service.stock import vllm_draw
+from generator_service.stock.vllm_draw import KeyedDraws
 
 SAMPLINGS = [
     Sampling(seed=3, temperature=0.7, top_k=20),

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from generator_service.admission import Blocks
-from generator_service.commands import GrowingCandidate, OpenCommand
+from generator_service.engine.commands import GrowingCandidate, OpenCommand
 from generator_service.settings import GeneratorSettings
-from generator_service.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
+from generator_service.stock.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
 from specrej.contracts import (
     FinishReason,
     GeneratorDescription,
@@ -31,7 +31,7 @@ from specrej.contracts import (
     SlotGauge,
     StartedCandidate,
 )
-from specrej.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
+from specrej.contracts.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
 from tests.serving import until
 
 EOS = 0

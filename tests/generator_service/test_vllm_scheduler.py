@@ -17,9 +17,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from generator_service.steps import Step
-from generator_service.vllm_engine import _steps
-from generator_service.vllm_scheduler import _Scheduler
+from generator_service.engine.steps import Step
+from generator_service.stock.vllm_engine import _steps
+from generator_service.stock.vllm_scheduler import _Scheduler
 
 
 class Double:

@@ -23,8 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from generator_service.commands import Prefix
-from generator_service.grammar import Grammars, TokenizerSpec
+from generator_service.engine.commands import Prefix
+from generator_service.engine.grammar import Grammars, TokenizerSpec
 
 VOCABULARY = 97
 

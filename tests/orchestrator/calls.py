@@ -8,8 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from specrej import wire
-from specrej.contracts import Generation
+from specrej.contracts import Generation, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.services import BOUND_S, Whole, timeless_answer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.edge.admission import Admission, Limits
-from specrej.errors import Overloaded
+from specrej.contracts.errors import Overloaded
 from specrej.security import Share
 from tests.orchestrator.caching import Clock
 from tests.serving import turns, until

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from hypothesis import strategies as st
 
-from specrej.errors import DeadlineExceeded, InternalError
+from specrej.contracts.errors import DeadlineExceeded, InternalError
 
 T = TypeVar("T")
 

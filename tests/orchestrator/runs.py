@@ -35,7 +35,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import Unavailable
+from specrej.contracts.errors import Unavailable
 from tests.orchestrator.caching import Clock
 from tests.serving import turns
 

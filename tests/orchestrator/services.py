@@ -22,12 +22,12 @@ from orchestrator.cache import Cache, SharedSingleFlight
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
+from reward_service.kinds.toy import ToyReward
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
-from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.backend.v1 import reward_pb2
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import (
     NO_FORKS,
     Admitted,
@@ -50,7 +50,7 @@ from specrej.contracts import (
     Timings,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
-from specrej.serving import Context, Server, time_left_s
+from specrej.server.serving import Context, Server, time_left_s
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2_grpc
 from tests.orchestrator.caching import new_cache

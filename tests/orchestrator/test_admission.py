@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrej.errors import Overloaded, TooLate
+from specrej.contracts.errors import Overloaded, TooLate
 from specrej.security import Share
 from tests.orchestrator.held_requests import Requests
 from tests.serving import turns, until

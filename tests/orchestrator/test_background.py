@@ -21,7 +21,7 @@ from specrej.contracts import (
     RoundCompleted,
     Selection,
 )
-from specrej.errors import Unavailable
+from specrej.contracts.errors import Unavailable
 from specrej.security import Caller, set_caller
 from tests.orchestrator.caching import generation
 from tests.orchestrator.held_runs import BOUND_S, HeldRuns

@@ -230,7 +230,7 @@ def test_specrej_cache_runs_the_command(redis_url: str) -> None:
     """Guards `specrej cache` as a process, with its flags and exit codes."""
     environment = {**os.environ, REDIS_URL: "redis://127.0.0.1:1"}
     for flags, code in ((("--redis-url", redis_url), 0), ((), 3)):
-        command = (sys.executable, "-m", "specrej.cli", "cache", "stats", "--json", *flags)
+        command = (sys.executable, "-m", "specrej.client.cli", "cache", "stats", "--json", *flags)
         process = subprocess.run(command, env=environment, capture_output=True, timeout=60)
         assert process.returncode == code, process.stderr
         assert code or json.loads(process.stdout)["answers"] == 5

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.loop.run_state import MAX_TRACED
 from orchestrator.observe.request_records import MAX_SIZE, OpenRecord, RequestRecords
 from specrej import contracts as c
-from specrej import errors, wire
+from specrej.contracts import errors, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import Clock, generation

@@ -46,7 +46,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid, SlotsExceeded, Unavailable
+from specrej.contracts.errors import InternalError, RewardInvalid, SlotsExceeded, Unavailable
 from specrej.telemetry import names
 from tests.orchestrator.runs import (
     PROMPT,

@@ -27,7 +27,7 @@ from specrej.contracts import (
     Scores,
     WeightedReward,
 )
-from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
+from specrej.contracts.errors import DeadlineExceeded, RewardInvalid, Unavailable
 from tests.orchestrator.runs import (
     NEVER,
     PROMPT,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from generator_service.steps import Step
+from generator_service.engine.steps import Step
 from generator_service.toy import ToyGenerator
 from orchestrator.loop import growth
 from orchestrator.loop.deadline import DeadlineController
@@ -26,7 +26,7 @@ from specrej.contracts import (
     SessionSpec,
     SlotGauge,
 )
-from specrej.errors import Unavailable
+from specrej.contracts.errors import Unavailable
 from tests.orchestrator.runs import (
     PROMPT,
     REWARDS,

@@ -12,7 +12,7 @@ import pytest
 import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from specrej import telemetry
 from specrej.contracts import Candidate, Prompt, Scores, SessionSpec
 from specrej.v1 import common_pb2

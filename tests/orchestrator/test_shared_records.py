@@ -14,7 +14,7 @@ from orchestrator.cache.keys import hashed_tenant, record_key
 from orchestrator.cache.records import MAX_LISTED, SharedRecords
 from orchestrator.observe.request_records import RequestRecords
 from specrej import contracts as c
-from specrej import wire
+from specrej.contracts import wire
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import SECRET, open_cache
 from tests.orchestrator.calls import answer, seeded, small_request

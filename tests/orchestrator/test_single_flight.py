@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache.single_flight import SingleFlight
-from specrej.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
+from specrej.contracts.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
 from tests.orchestrator.held_runs import ACTIONS, BOUND_S, HeldRuns, Script, play
 from tests.serving import turns, until
 

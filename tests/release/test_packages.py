@@ -138,7 +138,7 @@ def test_the_services_start_from_both_wheels(client: Path, server: Path, tmp_pat
     for module in (*sorted(SERVICES - {"deploy", "loadtest"}), "deploy.local"):
         outcome = environment.run("python", "-m", module, "--help", cwd=tmp_path)
         assert outcome.returncode == 0 and "--" in outcome.stdout, outcome.stderr
-    engines = "import generator_service.loading, reward_service.classifier, reward_service.causal"
+    engines = "import generator_service.loading, reward_service.kinds.classifier"
     outcome = environment.run("python", "-c", engines, cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     # Of toys: the embedded models take 30 s of computing.

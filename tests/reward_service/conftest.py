@@ -16,7 +16,7 @@ from reward_service import embedded
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from tests.reward_service.tiny import save, save_language_model
 from tests.serving import listening
 

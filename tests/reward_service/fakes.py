@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from reward_service.reward import WholeBatchReward
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
-from specrej.errors import InvalidRequest
+from specrej.contracts.errors import InvalidRequest
 
 
 class FixedReward(WholeBatchReward):

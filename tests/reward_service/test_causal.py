@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service import causal
-from reward_service.causal_reward import CausalReward
+from reward_service.kinds import causal
+from reward_service.kinds.causal_reward import CausalReward
 from reward_service.reward import score_batch, take_fairly
 from specrej.contracts import FinishReason, Prompt, Scores
-from specrej.inference.kv import PromptKV
-from specrej.inference.token_prefix import match
+from specrej_models.kv import PromptKV
+from specrej_models.token_prefix import match
 from tests.reward_service.tiny import (
     CONFIGS,
     PROMPT,

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from reward_service.reward import score
 from reward_service.specs import Transform
 from specrej.contracts import Message, Prompt
-from specrej.errors import InvalidRequest
-from specrej.limits import MAX_TOKEN_CHARACTERS
+from specrej.contracts.errors import InvalidRequest
+from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
 from tests.reward_service.tiny import (
     BOS,
     CONFIGS,

@@ -19,8 +19,8 @@ from transformers import (
     RobertaConfig,
 )
 
-from reward_service import encoder
-from reward_service.encoder import plan
+from reward_service.kinds import encoder
+from reward_service.kinds.encoder import plan
 from reward_service.reward import score
 from specrej.contracts import Message, Prompt
 from tests.reward_service import tiny

@@ -10,7 +10,7 @@ import pytest
 
 from reward_service.reward import score
 from specrej.contracts import Prompt
-from specrej.errors import RewardInvalid
+from specrej.contracts.errors import RewardInvalid
 from tests.reward_service.tiny import load
 
 PROMPT = Prompt.from_user("Hi")

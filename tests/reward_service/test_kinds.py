@@ -15,7 +15,7 @@ from reward_service.reward import score, score_batch, take_fairly
 from reward_service.specs import LocalSpec, Resources, RewardSpec, Transform
 from reward_service.worker import Worker
 from specrej.contracts import Prompt
-from specrej.errors import InvalidRequest
+from specrej.contracts.errors import InvalidRequest
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_gated import GATE_AT, save_gated
 from tests.reward_service.tiny import PROMPT, batch, load, make_config, save

@@ -13,17 +13,17 @@ from unittest import mock
 
 import pytest
 
-from reward_service.remote import RemoteWorker
+from reward_service.kinds.remote import RemoteWorker
+from reward_service.kinds.toy import ToyReward
 from reward_service.servicer import RewardServicer
-from reward_service.toy import ToyReward
 from reward_service.worker import Worker
-from specrej import interceptor
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
-from specrej.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
+from specrej.contracts.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
 from specrej.security import new_token
-from specrej.serving import Context, Service
+from specrej.server import interceptor
+from specrej.server.serving import Context, Service
 from tests.certificates import Authority, place
 from tests.reward_service.conftest import Start
 from tests.reward_service.fakes import FinishedReward, FixedReward

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from reward_service.remote import RemoteWorker
-from specrej import interceptor
+from reward_service.kinds.remote import RemoteWorker
 from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
-from specrej.errors import Overloaded, RewardInvalid, Unavailable
+from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
+from specrej.server import interceptor
 from tests.certificates import place
 from tests.reward_service.endpoint import Reply, served
 from tests.reward_service.tiny import connect, remote_worker

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reward_service.kinds.toy import ToyReward
 from reward_service.reward import distinct, finite_sum, score, take_fairly
-from reward_service.toy import ToyReward
 from specrej.contracts import Prompt, Scores
-from specrej.inference.token_prefix import common_length, match
+from specrej_models.token_prefix import common_length, match
 
 
 @given(st.lists(st.text(max_size=3), max_size=40))

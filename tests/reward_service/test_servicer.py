@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.v1 import common_pb2

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 
 from reward_service import lora, training
-from reward_service.causal_reward import CausalReward
-from reward_service.classifier import HEAD_TENSOR
+from reward_service.kinds.causal_reward import CausalReward
+from reward_service.kinds.classifier import HEAD_TENSOR
 from reward_service.reward import score
 from reward_service.training import (
     Accuracy,

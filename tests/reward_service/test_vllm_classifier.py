@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from reward_service import vllm_classifier
+from reward_service.kinds import vllm_classifier
 from reward_service.reward import RewardLost, score, score_batch
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
-from specrej.errors import InvalidRequest, Unavailable
+from specrej.contracts.errors import InvalidRequest, Unavailable
 from tests.reward_service import tiny
 from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, make_config, make_tokenizer, save
 

@@ -15,11 +15,11 @@ from unittest import mock
 
 import pytest
 
+from reward_service.kinds.toy import ToyReward
 from reward_service.reward import Reward, RewardLost, WholeBatchTask
-from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
-from specrej.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
+from specrej.contracts.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
 from tests.reward_service.fakes import FixedReward, GatedReward, PieceTask, PiecewiseReward
 from tests.serving import until
 

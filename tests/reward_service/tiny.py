@@ -22,7 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from reward_service.remote import RemoteWorker
+from reward_service.kinds.remote import RemoteWorker
 from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 

@@ -20,9 +20,9 @@ from redis.exceptions import ResponseError
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.resolving import Target
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, SessionSpec
-from specrej.errors import Unavailable
+from specrej.contracts.errors import Unavailable
 from tests.simulation.loop import Violation, note_change
 
 REWARDS = ("toy", "other")

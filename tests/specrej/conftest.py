@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specrej import cli
+from specrej.client import cli
 from tests.serving import listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward
 

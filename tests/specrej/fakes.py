@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from specrej import contracts as c
-from specrej import wire
 from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
-from specrej.client import Options
-from specrej.errors import NotFound
+from specrej.contracts import Options, wire
+from specrej.contracts.errors import NotFound
 from specrej.security import current_caller
-from specrej.serving import Context, Service
+from specrej.server.serving import Context, Service
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 

@@ -16,7 +16,7 @@ async def start(*arguments: str, **environment: str) -> Process:
 
 async def start_writing_to(stdout: int, *arguments: str, **environment: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "specrej.cli", *arguments),
+        *(sys.executable, "-m", "specrej.client.cli", *arguments),
         env={**os.environ, **environment},
         stdin=PIPE,
         stdout=stdout,

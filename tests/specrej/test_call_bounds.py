@@ -12,12 +12,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej import health, interceptor, telemetry
-from specrej.call_bounds import Waits
-from specrej.channel import open_channel
-from specrej.errors import Overloaded
-from specrej.health import Health
+from specrej import telemetry
+from specrej.client.channel import open_channel
+from specrej.contracts.errors import Overloaded
 from specrej.security import TENANT_METADATA
+from specrej.server import health, interceptor
+from specrej.server.call_bounds import Waits
+from specrej.server.health import Health
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests import http2

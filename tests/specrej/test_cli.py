@@ -21,12 +21,13 @@ import pytest
 
 from benchmarks.harness import TOYS
 from deploy.local.stack import Ports
-from specrej import cli, errors, wire
 from specrej import contracts as c
-from specrej.cli_options import parse_reward, parse_schedule, parse_structured_output
-from specrej.client import Options, build_request
-from specrej.plain_view import plain_line, summary_line
-from specrej.serving import Server, Service
+from specrej.client import cli
+from specrej.client.client import build_request
+from specrej.client.options import parse_reward, parse_schedule, parse_structured_output
+from specrej.client.plain_view import plain_line, summary_line
+from specrej.contracts import Options, errors, wire
+from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from tests.certificates import Authority
 from tests.specrej import fakes

@@ -73,7 +73,7 @@ async def test_an_answer_is_printed_though_stderr_is_closed(
     address: str, orchestrator: FakeOrchestrator, redirection: str
 ) -> None:
     orchestrator.events = (*EVENTS[:-1], c.Finished(ONE))
-    script = f'exec {redirection}; exec "$0" -m specrej.cli generate hi --address "$1"'
+    script = f'exec {redirection}; exec "$0" -m specrej.client.cli generate hi --address "$1"'
     process = await asyncio.create_subprocess_exec(
         *("bash", "-c", script, sys.executable, address), stdout=PIPE
     )
@@ -101,7 +101,7 @@ async def test_a_wait_for_stdin_can_be_interrupted(
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "specrej.cli", "generate", "-", "--address", address),
+            *(sys.executable, "-m", "specrej.client.cli", "generate", "-", "--address", address),
             stdin=reading,
             stdout=PIPE,
             stderr=PIPE,

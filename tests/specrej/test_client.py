@@ -13,10 +13,11 @@ from hypothesis import given
 
 import specrej
 from deploy.local.stack import Ports
-from specrej import Client, Retries, RewardClient, errors, wire
+from specrej import Client, Retries, RewardClient
 from specrej import contracts as c
-from specrej.channel import SERVICE_CONFIG, open_channel, options
-from specrej.client import Options, build_request
+from specrej.client.channel import SERVICE_CONFIG, open_channel, options
+from specrej.client.client import build_request
+from specrej.contracts import Options, errors, wire
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.serving import listening, until
 from tests.specrej.fakes import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specrej import connections
-from specrej.connections import Connections, shut
+from specrej.server import connections
+from specrej.server.connections import Connections, shut
 from tests.serving import until
 
 

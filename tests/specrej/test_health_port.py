@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.stack import Ports
-from specrej.serving import LIVENESS, Server
+from specrej.server.serving import LIVENESS, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
 from tests.certificates import Authority

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specrej import hub
+from specrej_models import hub
 from tests import hub as hubs
 from tests.programs import Outcome, in_process
 
@@ -52,7 +52,7 @@ def process(server: hubs.Hub, tmp_path: Path) -> Pull:
     def run(*arguments: str, stderr: int = subprocess.PIPE) -> Outcome:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         ended = subprocess.run(
-            [sys.executable, "-m", "specrej.cli", "pull", *arguments],
+            [sys.executable, "-m", "specrej.client.cli", "pull", *arguments],
             env={**inherited, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -19,12 +19,14 @@ def test_importing_the_package_is_light() -> None:
 def test_the_client_loads_no_model_and_no_redis() -> None:
     """Guards the lazy names and the command line; `deploy.local` is for development only."""
     heavy = {"torch", "transformers", "redis", "deploy"}
-    run(f"import sys, specrej.cli; specrej.Client; assert {heavy}.isdisjoint(sys.modules)")
+    run(f"import sys, specrej.client.cli; specrej.Client; assert {heavy}.isdisjoint(sys.modules)")
 
 
 def test_contracts_need_no_grpc() -> None:
     """Guards the engine's home: a GPU machine without grpc imports contracts and errors."""
-    run("import sys; sys.modules['grpc'] = None; import specrej.contracts, specrej.errors")
+    run(
+        "import sys; sys.modules['grpc'] = None; import specrej.contracts, specrej.contracts.errors"
+    )
 
 
 BARE = """

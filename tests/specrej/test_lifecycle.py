@@ -16,10 +16,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from specrej import serving, wire
-from specrej.call_bounds import behavior_name
-from specrej.channel import open_channel
-from specrej.serving import LIVENESS, Context, Server
+from specrej.client.channel import open_channel
+from specrej.contracts import wire
+from specrej.server import serving
+from specrej.server.call_bounds import behavior_name
+from specrej.server.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -74,7 +75,7 @@ async def test_health_follows_the_heartbeat(caplog: pytest.LogCaptureFixture) ->
         await until_health(server, "SERVING", "SERVING")
         age_s[0] = 1e9
         await until_health(server, "NOT_SERVING", "NOT_SERVING")
-        with caplog.at_level("INFO", "specrej.serving"):
+        with caplog.at_level("INFO", "specrej.server.serving"):
             age_s[0] = 0.0
             await until_health(server, "SERVING", "SERVING")
     assert [r.levelname for r in caplog.records if "serving" in r.message][-2:] == ["ERROR", "INFO"]

@@ -11,9 +11,9 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrej import errors, limits
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.errors import InvalidRequest
+from specrej.contracts import errors, limits
+from specrej.contracts.errors import InvalidRequest
 from specrej.v1 import common_pb2, orchestrator_pb2
 from tests.serving import part
 from tests.test_fuzz import messages_of

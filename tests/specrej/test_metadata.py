@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specrej import Client, errors
+from specrej import Client
+from specrej.contracts import errors
 from specrej.security import new_token
 from tests.serving import listening
 from tests.specrej.fakes import RECORD, SERVICE, FakeOrchestrator

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from deploy.local.demo import show_answer
 from specrej import contracts as c
-from specrej.plain_view import BAR_CELLS, plain_line, saved_text, summary_line, survivors_bar
-from specrej.rounds_view import RoundsView, watch
+from specrej.client.plain_view import BAR_CELLS, plain_line, saved_text, summary_line, survivors_bar
+from specrej.client.rounds_view import RoundsView, watch
 from tests.specrej.fakes import EVENTS, GENERATION, trace
 
 

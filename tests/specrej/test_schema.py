@@ -15,11 +15,10 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message_factory import GetMessageClass
 
 from deploy.stubs import described
-from specrej import limits, wire
-from specrej.contracts import MAX_INT32, GeometricSchedule
-from specrej.errors import InvalidRequest, Violation
+from specrej.contracts import MAX_INT32, GeometricSchedule, limits, wire
+from specrej.contracts.errors import InvalidRequest, Violation
+from specrej.contracts.validation import check_request
 from specrej.v1 import common_pb2, orchestrator_pb2
-from specrej.validation import check_request
 from tests.specrej.test_limits import fields_of, filled, path_of
 
 REQUESTS = ("GenerateRequest", "GetRecordRequest")

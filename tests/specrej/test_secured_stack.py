@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
-from specrej import Client, errors
+from specrej import Client
+from specrej.contracts import errors
 from specrej.credentials import Credentials
 from tests.certificates import Authority, place, token_line
 from tests.programs import run

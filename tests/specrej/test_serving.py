@@ -11,11 +11,12 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-import specrej.serving
-from specrej import Client, errors
+import specrej.server.serving
+from specrej import Client
 from specrej.backend.v1 import reward_pb2
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
+from specrej.contracts import errors
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.serving import failure_of, listening, reason_of, serving
@@ -72,7 +73,7 @@ async def test_connections_end_by_age_and_calls_do_not(
 
     One that begins just then may be UNAVAILABLE, which the published policy retries.
     """
-    monkeypatch.setattr(specrej.serving, "_CONNECTION_AGE_MS", 100)
+    monkeypatch.setattr(specrej.server.serving, "_CONNECTION_AGE_MS", 100)
     orchestrator.hangs = True
     async with (
         listening(orchestrator.service()) as address,

@@ -8,8 +8,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc.aio import AioRpcError, Metadata
 
-from specrej import errors
-from specrej.status import (
+from specrej.contracts import errors
+from specrej.contracts.status import (
     DETAILS_TRAILER,
     PUSHBACK_TRAILER,
     from_backend_error,

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from specrej import Client, Retries, SyncClient, errors
+from specrej import Client, Retries, SyncClient
+from specrej.contracts import errors
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
 

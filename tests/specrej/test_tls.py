@@ -17,10 +17,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from specrej import Client, RewardClient, errors
-from specrej.channel import open_channel
+from specrej import Client, RewardClient
+from specrej.client.channel import open_channel
+from specrej.contracts import errors
+from specrej.contracts.errors import InvalidRequest
 from specrej.credentials import Credentials, TLSFiles, credentials_from
-from specrej.errors import InvalidRequest
 from tests.certificates import Authority, Pair, place
 from tests.serving import failure_of, listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from specrej import contracts as c
-from specrej import errors
-from specrej.trace_view import (
+from specrej.client.trace_view import (
     Bar,
     drawing,
     request_bars,
@@ -24,6 +23,7 @@ from specrej.trace_view import (
     strip,
     waterfall,
 )
+from specrej.contracts import errors
 from tests.specrej.conftest import Command
 from tests.specrej.fakes import RECORD, trace
 from tests.specrej.test_wire import RECORDS

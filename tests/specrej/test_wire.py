@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrej import contracts as c
-from specrej import wire
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.errors import Violation
+from specrej.contracts import wire
+from specrej.contracts.errors import Violation
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.specrej.fakes import GENERATION
 

@@ -18,10 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from deploy.local.stack import Stack
-from specrej import wire
-from specrej.channel import open_channel
-from specrej.client import Options, build_request
-from specrej.contracts import CacheControl, Event
+from specrej.client.channel import open_channel
+from specrej.client.client import build_request
+from specrej.contracts import CacheControl, Event, Options, wire
 from specrej.telemetry import names, traces
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.collector import CLIENT, SERVER, Collector, Seen, collecting

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from loadtest.calls import Caller
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import (
     Admitted,
     CacheControl,

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from specrej import Client
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import CacheControl, Finished, GeometricSchedule, TokensSchedule
 from specrej.telemetry import names
 from specrej.v1 import orchestrator_pb2_grpc

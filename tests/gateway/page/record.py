@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.stack import Stack
-from specrej import wire
 from specrej.client import Client
 from specrej.contracts import (
     Admitted,
@@ -25,6 +24,7 @@ from specrej.contracts import (
     GeometricSchedule,
     RoundCompleted,
     WeightedReward,
+    wire,
 )
 from tests.gateway.conftest import TOYS
 

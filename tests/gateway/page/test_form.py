@@ -19,7 +19,8 @@ from deploy.local.stack import Stack
 from gateway.mapping import call_of
 from gateway.requests import ChatRequest, parsed
 from gateway.settings import GatewaySettings
-from specrej.client import Client, build_request
+from specrej.client import Client
+from specrej.client.client import build_request
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.gateway.page.conftest import need
 from tests.gateway.page.window import ENTER, ESCAPE, Window

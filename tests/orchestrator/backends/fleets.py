@@ -16,7 +16,7 @@ from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Target
 from orchestrator.backends.rewards import FleetRewards
 from reward_service.reward import Reward
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import (
     GenerationRequest,
     GeometricSchedule,

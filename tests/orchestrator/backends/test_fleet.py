@@ -15,7 +15,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.resolving import Target
 from specrej.contracts import Sampling, SessionSpec
-from specrej.errors import Unavailable
+from specrej.contracts.errors import Unavailable
 from specrej.remote import RemoteGenerator
 from tests.orchestrator import services
 from tests.orchestrator.backends.fleets import (

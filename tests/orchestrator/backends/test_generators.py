@@ -34,7 +34,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import Overloaded, Unavailable
+from specrej.contracts.errors import Overloaded, Unavailable
 from specrej.security import Share
 from tests.orchestrator.backends.fleets import (
     PATIENT,

@@ -14,7 +14,7 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from orchestrator.loop.scoring import fingerprint_of
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import (
     Algorithm,
@@ -31,7 +31,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import (
+from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,

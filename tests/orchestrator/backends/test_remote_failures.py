@@ -15,11 +15,11 @@ from orchestrator.background import ended
 from orchestrator.edge.planning import _LastDescription
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej import remote
-from specrej.channel import open_channel
+from specrej.client.channel import open_channel
 from specrej.contracts import Sampling, SessionSpec
-from specrej.errors import InternalError, InvalidRequest, SpecrejError, Unavailable
+from specrej.contracts.errors import InternalError, InvalidRequest, SpecrejError, Unavailable
+from specrej.contracts.status import DETAILS_TRAILER
 from specrej.remote import RemoteGenerator, RemoteRewards
-from specrej.status import DETAILS_TRAILER
 from tests.orchestrator.runs import PROMPT, answer, request
 from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, dead_port, whole
 from tests.serving import turns

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator
-from reward_service.toy import ToyReward
+from reward_service.kinds.toy import ToyReward
 from specrej.contracts import Candidate, GeometricSchedule, Prompt, Scores
-from specrej.errors import NotFound, Overloaded, SpecrejError, Unavailable
+from specrej.contracts.errors import NotFound, Overloaded, SpecrejError, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, request, reward_services, target_of
 from tests.orchestrator.runs import PROMPT, answer
 from tests.orchestrator.services import HeldReward

@@ -30,7 +30,7 @@ from specrej.contracts import (
     SlotGauge,
     TokensSchedule,
 )
-from specrej.errors import InternalError, InvalidRequest, Unavailable
+from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, generators, request
 from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
 from tests.orchestrator.runs import NEVER, PROMPT, FaultyGenerator, FixedScorer, answer

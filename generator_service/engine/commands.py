@@ -1,0 +1,203 @@
+"""What commands to an engine carry and return; the own engine and vLLM share them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol, Self
+
+from generator_service.admission import Demand
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    RoundEnd,
+    Sampling,
+    SlotGauge,
+    StartedCandidate,
+    TokenText,
+)
+
+if TYPE_CHECKING:
+    from generator_service.engine.grammar import CompiledGrammar
+
+
+class CompletesStop(Protocol):
+    """One candidate's stop texts; it receives each token once, in order."""
+
+    def __call__(self, token_id: int) -> bool:
+        """Whether the candidate's next token completes a stop text."""
+
+    def copy(self) -> Self:
+        """The same state, of another candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """A session to be opened.
+
+    `stop_texts` returns a new `CompletesStop` for one candidate; n = 0: the engine chooses the
+    number of candidates.
+    """
+
+    prompt_ids: Sequence[int]
+    n: int
+    sampling: Sampling
+    first_round_tokens: int
+    stop_texts: Callable[[], CompletesStop] | None = None
+    cache_salt: str = ""
+    first_candidate_id: int = 0
+    started: Sequence[StartedCandidate] = ()
+    adapter: str = ""
+    bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
+    min_answers: int = 1
+    grammar: CompiledGrammar | None = None  # of the sampling's structured output
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that every candidate has at the start."""
+        return len(self.started[0].token_ids) if self.started else 0
+
+    def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
+        """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
+        first, longest = self.first_round_tokens, self.sampling.max_tokens
+        needed = self.n, prompt_slots, first, longest, slots_of, self.min_answers
+        return Demand(*needed, self.num_given)
+
+    def candidates(self, n: int) -> list[GrowingCandidate]:
+        """`n` candidates, which have taken none of the given tokens yet."""
+        first, made = self.first_candidate_id, self.stop_texts
+        if self.started:
+            return [
+                GrowingCandidate(c.id, made and made(), c.token_ids, logprob=c.logprob)
+                for c in self.started
+            ]
+        return [GrowingCandidate(i, made and made()) for i in range(first, first + n)]
+
+    def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that are not drawn before min_tokens."""
+        return eos_ids.union(self.sampling.stop_token_ids)
+
+    def finish_of(
+        self, candidate: GrowingCandidate, eos_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Why a candidate has finished with its newest token; None: it goes on."""
+        sampling, num_tokens = self.sampling, len(candidate.token_ids)
+        newest = candidate.token_ids[-1]
+        stops = candidate.completes_stop and candidate.completes_stop(newest)
+        if stops and num_tokens >= sampling.min_tokens:
+            return FinishReason.STOP
+        is_eos = newest in eos_ids and not sampling.ignore_eos
+        if is_eos or newest in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= sampling.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An admitted session."""
+
+    n: int
+    reduced: bool  # as in `contracts.Session`
+
+
+# The most probable tokens of a step, best first, and their log-probabilities.
+Top = tuple[Sequence[int], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A candidate's tokens at the end of a round; `new_logprobs` and `new_top` belong to the tokens
+    of this round, `new_top` only if requested."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    new_logprobs: tuple[float, ...]
+    logprob: float
+    finish: FinishReason | None
+    new_top: Sequence[Top] = ()
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of this round."""
+        return len(self.new_logprobs)
+
+    def candidate(self, text: str, *, logprobs: bool) -> Candidate:
+        """The candidate with its text; log-probabilities of its new tokens only if requested."""
+        return Candidate(
+            id=self.id,
+            text=text,
+            num_tokens=len(self.token_ids),
+            logprob=self.logprob,
+            finish=self.finish,
+            new_token_ids=self.token_ids[len(self.token_ids) - self.num_new :],
+            new_logprobs=self.new_logprobs if logprobs else (),
+            new_top_token_ids=tuple(chain.from_iterable(ids for ids, _ in self.new_top)),
+            new_top_logprobs=tuple(chain.from_iterable(values for _, values in self.new_top)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBatch:
+    """A round's result: a prefix of each candidate that was live when the round began."""
+
+    prefixes: tuple[Prefix, ...]
+    ended_by: RoundEnd
+    num_tokens: int
+    slots: SlotGauge
+
+
+def named_tokens(
+    candidates: Sequence[Candidate], bytes_of: Callable[[int], bytes]
+) -> tuple[TokenText, ...]:
+    """The bytes of every new token and every one that was most probable, each once."""
+    ids = {token for c in candidates for token in (*c.new_token_ids, *c.new_top_token_ids)}
+    return tuple(TokenText(token, bytes_of(token)) for token in sorted(ids))
+
+
+@dataclass(eq=False, slots=True)
+class GrowingCandidate:
+    """A candidate inside an engine; `given` are the tokens it begins with."""
+
+    id: int
+    completes_stop: CompletesStop | None = None
+    given: Sequence[int] = ()
+    token_ids: list[int] = field(default_factory=list)
+    new_logprobs: list[float] = field(default_factory=list)  # since the last report
+    logprob: float = 0.0
+    finish: FinishReason | None = None
+    new_top: list[Top] | None = None  # of each of `new_logprobs`; None: none
+
+    def fork(self, candidate_id: int) -> GrowingCandidate:
+        """A candidate of its own with the same tokens."""
+        return replace(
+            self,
+            id=candidate_id,
+            completes_stop=self.completes_stop and self.completes_stop.copy(),
+            token_ids=list(self.token_ids),
+            new_logprobs=list(self.new_logprobs),
+            new_top=self.new_top and list(self.new_top),
+        )
+
+    def append(self, token_id: int, logprob: float) -> None:
+        self.token_ids.append(token_id)
+        self.new_logprobs.append(logprob)
+        self.logprob += logprob
+
+    def note_top(self, top: Top) -> None:
+        """Keep the most probable tokens of the newest token's step."""
+        self.new_top = self.new_top or []
+        self.new_top.append(top)
+
+    def take_given(self) -> None:
+        """Append the next of the given tokens, which `logprob` includes and no round reports."""
+        token_id = self.given[len(self.token_ids)]
+        self.token_ids.append(token_id)
+        if self.completes_stop:
+            self.completes_stop(token_id)
+
+    def report(self) -> Prefix:
+        """Its prefix; each token is new in one report only."""
+        new, self.new_logprobs = tuple(self.new_logprobs), []
+        top, self.new_top = self.new_top or (), None
+        return Prefix(self.id, tuple(self.token_ids), new, self.logprob, self.finish, top)

@@ -1,0 +1,428 @@
+"""Structured output: which tokens may follow a candidate's tokens, by llguidance. No torch.
+
+A session's output is compiled once. Its `Matchers` have one state per candidate, which depends on
+the candidate's tokens alone: cuts change no state, a fork copies its parent's, and after a failover
+it is computed anew from the tokens. Nothing here depends on logits or draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from generator_service.engine.schema_numbers import check_numbers
+from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
+from specrej.contracts.errors import InternalError, InvalidRequest, Violation
+
+# llguidance is imported at the first use: the engine runs without it, too.
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+Mask = NDArray[np.uint32]
+
+_PATH = "sampling.structured_output"
+_MOST_TRIED = 256  # outputs whose trials are remembered
+# Of a trial process: those that compute end by themselves, but one that waits for ever does not.
+_PATIENCE_S = 120.0
+_BITS = 32  # of a mask's words
+_MOST_STATES = 50_000  # of a session's lexers, about a kilobyte each
+
+# Processor time that a session's masks may take: an initial budget, and an increment for each token
+# of a candidate; many times what JSON takes (docs/structured.md).
+_FIRST_S, _TOKEN_S = 1.0, 0.002
+
+# A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords
+# that are not supported. White space is at most one space after a comma or a colon: models that
+# repeat it would never end.
+_JSON: JsonCompileOptions = {
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """A tokenizer of transformers as JSON, the model's number of logits, and an end token."""
+
+    json: str
+    vocabulary: int
+    eos_id: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocabulary: int) -> TokenizerSpec:
+        """The spec of a tokenizer; one that is slow has an empty JSON, which is not supported."""
+        backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            return cls("", vocabulary, None)
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend.to_str(), max(vocabulary, len(tokenizer)), tokenizer.eos_token_id)
+
+    def load(self) -> LLTokenizer:
+        """llguidance's tokenizer. Holds Python's lock for half a second.
+
+        Raises:
+            ValueError: tokenizers of its kind are not supported.
+        """
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self.json, self.vocabulary, self.eos_id)
+
+
+class Vocabulary:
+    """A tokenizer's tokens as bits of masks."""
+
+    def __init__(self, tokenizer: LLTokenizer, end_ids: Collection[int]) -> None:
+        """`end_ids` end a candidate; they and special tokens are part of no text."""
+        self.tokenizer = tokenizer
+        self.num_words = -(-tokenizer.vocab_size // _BITS)
+        self.ends = self.mask(end_ids)
+        special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
+        self.texts = ~self.mask({*end_ids, *special})
+
+    def mask(self, token_ids: Collection[int]) -> Mask:
+        """Bits [words] of these tokens, token 0 in the lowest one."""
+        mask = np.zeros(self.num_words, np.uint32)
+        for token_id in token_ids:
+            mask[token_id // _BITS] |= np.uint32(1 << token_id % _BITS)
+        return mask
+
+
+class Grammars:
+    """Compiles structured outputs for one model."""
+
+    def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
+        """Takes a second."""
+        self._trials = Trials(spec, end_ids)
+        # Of outputs that were tried, the latest used last; "": none.
+        self._errors: dict[StructuredOutput, str] = {}
+        self._remembering = threading.Lock()
+        self._trying = threading.Lock()
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        # Outputs that were tried do not wait for trials of others.
+        self._for_trials = ThreadPoolExecutor(1, thread_name_prefix="grammar-trial")
+        self._for_tried = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._vocabulary: Vocabulary | None = None
+        self._problem = ""
+        try:
+            self._vocabulary = Vocabulary(spec.load(), end_ids)
+        except ValueError as error:
+            self._problem = f"the model's tokenizer: {error}"
+
+    async def compiled(self, output: StructuredOutput, owner: str = "") -> CompiledGrammar:
+        """As `compile`, in a thread; the outputs of one owner are tried one after another."""
+        if self._is_tried(output):
+            return await self._compiled_by(self._for_tried, output)
+        async with self._turns.setdefault(owner, asyncio.Lock()):
+            executor = self._for_tried if self._is_tried(output) else self._for_trials
+            return await self._compiled_by(executor, output)
+
+    async def _compiled_by(self, executor: Executor, output: StructuredOutput) -> CompiledGrammar:
+        compiling = asyncio.get_running_loop().run_in_executor(executor, self.compile, output)
+        try:
+            return await asyncio.shield(compiling)
+        finally:
+            # After a cancellation, too: its turn is not over before.
+            await asyncio.wait({compiling})
+
+    def _is_tried(self, output: StructuredOutput) -> bool:
+        with self._remembering:
+            return output in self._errors
+
+    def compile(self, output: StructuredOutput) -> CompiledGrammar:
+        """Takes milliseconds, or one or two seconds if the trial process must start: at first, and
+        after an output that took too long.
+
+        Raises:
+            InvalidRequest: it is malformed, not supported or too large.
+        """
+        try:
+            if self._vocabulary is None:
+                raise ValueError(self._problem)
+            source = _source(output)
+            if error := self._error_of(output, source):
+                raise ValueError(error)
+            return CompiledGrammar.of(source, self._vocabulary)
+        except ValueError as error:
+            line = " ".join(str(error).split())
+            violation = Violation(_field(output), f"is not supported: {line[:200]}")
+            raise InvalidRequest([violation]) from None
+
+    def _error_of(self, output: StructuredOutput, source: str) -> str:
+        with self._remembering:
+            error = self._errors.pop(output, None)
+            if error is not None:
+                self._errors[output] = error
+                return error
+        with self._trying:
+            error = self._trials.run(source)
+        with self._remembering:
+            self._errors[output] = error
+            if len(self._errors) > _MOST_TRIED:
+                del self._errors[next(iter(self._errors))]
+        return error
+
+
+class Trials:
+    """A process that compiles grammars with bounded time and memory; of one thread at a time."""
+
+    def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
+        self._opening = [spec.json, spec.vocabulary, spec.eos_id, sorted(end_ids)]
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, source: str) -> str:
+        """The reason why `source` cannot be compiled within the bounds; empty if it can."""
+        if self._process and self._process.poll() is not None:  # it was killed between two trials
+            self._end()
+            self._process = None
+        sent = [source] if self._process else [self._opening, source]
+        process = self._process = self._process or self._start()
+        assert process.stdout
+        hangs = threading.Timer(_PATIENCE_S, process.kill)
+        hangs.daemon = True
+        hangs.start()
+        try:
+            with suppress(BrokenPipeError):
+                for value in sent:
+                    _send(process, value)
+            answer = process.stdout.readline()
+        finally:
+            hangs.cancel()
+        if not answer:
+            self._process, code = None, process.wait()
+            self._end()
+            # SIGKILL is not of its own limits: the memory ended, or it did not answer in time.
+            if code > 0 or code == -signal.SIGKILL:
+                raise InternalError("the generator cannot compile structured outputs")
+            return "takes too much time or memory"
+        error: str = json.loads(answer)
+        return error
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "generator_service.engine.grammar_trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the service, which ends it
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self._end = weakref.finalize(self, _end, process)
+        return process
+
+
+def _send(process: subprocess.Popen[str], value: object) -> None:
+    assert process.stdin
+    process.stdin.write(json.dumps(value) + "\n")
+    process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar in its first state; `source` is what a vLLM worker compiles."""
+
+    source: str
+    first: LLMatcher
+    vocabulary: Vocabulary
+
+    @classmethod
+    def of(cls, source: str, vocabulary: Vocabulary, num_tables: int = 1) -> CompiledGrammar:
+        """`num_tables`: the bound of the lexer's table is shared with so many others.
+
+        Raises:
+            ValueError: it cannot be compiled.
+        """
+        from llguidance import LLMatcher
+
+        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(num_tables), log_level=0)
+        if first.is_error():
+            raise ValueError(first.get_error())
+        return cls(source, first, vocabulary)
+
+    def matchers(self) -> Matchers:
+        """The states of a session's candidates."""
+        return Matchers(self)
+
+
+class Matchers:
+    """The states of a session's candidates; of one thread."""
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
+        # By candidate, with the number of tokens that it has read.
+        self._states: dict[int, tuple[LLMatcher, int]] = {}
+        self._alone: set[int] = set()  # candidates whose tables no other one uses
+        self._lost: set[int] = set()  # candidates that are given up
+        self._most = 1  # candidates at the same time
+        self._left_s = _FIRST_S
+
+    def allowed(
+        self, ids: Sequence[int], texts: Sequence[Sequence[int]], excluded: Collection[int] = ()
+    ) -> Mask:
+        """Bits [candidates, words] of the tokens that may come next.
+
+        `texts` are all tokens of each candidate. An end token is allowed exactly where the grammar
+        may end. `excluded` tokens are not allowed, unless no other one is. The grammar gives up a
+        candidate after tokens that do not conform, at a limit of the library, or if the session's
+        masks take much more processor time than any useful grammar's. Such a candidate may have
+        any token but those that end it, and is cut off at max_tokens.
+        """
+        masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
+        # After a move from another generator, all tokens so far are read at once.
+        rows = zip(ids, texts, masks, strict=True)
+        followed = [row for row in rows if row[0] not in self._lost]
+        num_read = (self._states[c][1] if c in self._states else 0 for c, _, _ in followed)
+        unread = (max(1, len(text) - n) for (_, text, _), n in zip(followed, num_read, strict=True))
+        self._left_s += sum(unread) * _TOKEN_S
+        self._most = max(self._most, len(ids))
+        for candidate, text, mask in followed:
+            if self._left_s <= 0:
+                self._lost.add(candidate)
+                continue
+            began = time.thread_time()
+            matcher = self._read(candidate, text)
+            self._set_next(mask, matcher)
+            if matcher.is_error() and candidate not in self._alone:
+                matcher = self._read_alone(candidate, text)
+                self._set_next(mask, matcher)
+            if matcher.is_error():
+                self._lost.add(candidate)
+            self._left_s -= time.thread_time() - began
+        if excluded:
+            rest = masks & ~self._vocabulary.mask(excluded)
+            has_rest = rest.any(axis=1)
+            masks[has_rest] = rest[has_rest]
+        masks[~masks.any(axis=1)] = self._vocabulary.texts
+        return masks
+
+    def walk(self, num_tokens: int, random: Random) -> None:
+        """Follow the grammar with `num_tokens` random tokens. Raises ValueError at a dead end."""
+        matcher, mask = self._grammar.first.deep_copy(), self._vocabulary.mask(())
+        for _ in range(num_tokens):
+            self._set_next(mask, matcher)
+            if not mask.any():
+                raise ValueError(matcher.get_error() or "no text of the model's tokens conforms")
+            mask &= self._vocabulary.texts
+            (tokens,) = unpacked(mask[None], self._vocabulary.tokenizer.vocab_size)
+            choices = np.flatnonzero(tokens)
+            if not choices.size:
+                return
+            matcher.consume_token(int(random.choice(choices)))
+
+    def keep(self, ids: Collection[int], forks: Mapping[int, int]) -> None:
+        """Drop the states of all candidates but `ids`; a fork has a copy of its parent's state."""
+        states = {number: state for number, state in self._states.items() if number in ids}
+        for number, parent in forks.items():
+            if parent in self._states:
+                matcher, num_read = self._states[parent]
+                states[number] = matcher.deep_copy(), num_read
+        self._states = states
+        self._alone = self._alone & {*ids} - {*forks.values()}
+        lost_forks = {number for number, parent in forks.items() if parent in self._lost}
+        self._lost = (self._lost & {*ids}) | lost_forks
+
+    def _set_next(self, mask: Mask, matcher: LLMatcher) -> None:
+        """Set bits [words] to the tokens that may come next, none after an error."""
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        mask &= 0 if matcher.is_error() else self._vocabulary.texts
+        if matcher.is_accepting():
+            mask |= self._vocabulary.ends
+
+    def _read(self, candidate: int, text: Sequence[int]) -> LLMatcher:
+        """The candidate's state after all of `text`."""
+        matcher, num_read = self._states.get(candidate) or (self._grammar.first.deep_copy(), 0)
+        if num_read < len(text):
+            matcher.consume_tokens(list(text[num_read:]))
+        self._states[candidate] = matcher, len(text)
+        return matcher
+
+    def _read_alone(self, candidate: int, text: Sequence[int]) -> LLMatcher:
+        """The state after all of `text`, of a grammar compiled anew.
+
+        Copies share the lexer's table, whose size is bounded: without this, a candidate's mask
+        would depend on what the others have. Its own table has its share of the bound.
+        """
+        self._alone.add(candidate)
+        anew = CompiledGrammar.of(self._grammar.source, self._vocabulary, self._most)
+        self._states[candidate] = anew.first, 0
+        return self._read(candidate, text)
+
+
+def unpacked(masks: Mask, vocabulary: int) -> NDArray[np.bool_]:
+    """Masks as booleans [candidates, vocabulary]."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
+    return bits.view(np.bool_)
+
+
+def _source(output: StructuredOutput) -> str:
+    """llguidance's text of an output.
+
+    Raises:
+        ValueError: a schema is no object of JSON, or llguidance would read it as another one.
+    """
+    from llguidance import LLMatcher
+
+    match output:
+        case JsonSchema(schema):
+            check_numbers(schema)
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+        case JsonObject():
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
+        case Regex(pattern):
+            return LLMatcher.grammar_from_regex(pattern)
+        case Grammar(lark):
+            return LLMatcher.grammar_from_lark(lark)
+
+
+def _limits(num_tables: int) -> Any:
+    """Of the work for one grammar, and for one token of one candidate."""
+    from llguidance._lib import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=_MOST_STATES // num_tables,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def _field(output: StructuredOutput) -> str:
+    match output:
+        case JsonSchema():
+            return f"{_PATH}.json_schema.schema"
+        case Regex():
+            return f"{_PATH}.regex.pattern"
+        case Grammar():
+            return f"{_PATH}.grammar.lark"
+        case JsonObject():
+            return f"{_PATH}.json_object"

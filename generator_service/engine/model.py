@@ -1,0 +1,93 @@
+"""A causal language model of transformers: from rows of tokens to the logits of the next ones.
+
+Independent of sessions, sampling and text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+
+from generator_service.engine.text import eos_ids
+from specrej_models.attention import Segment
+from specrej_models.model import SegmentedModel
+from specrej_models.sizes import cpu_score_bytes
+
+
+class CausalLM(SegmentedModel):
+    """Weights on a device, with the sizes that the engine needs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes over `model`.
+
+        Raises:
+            ValueError: its layers do not all keep plain keys and values.
+        """
+        if model.device.type == "cpu":
+            # Its kernel is compiled with those of the model: processes that start together divide
+            # the work. Imported here, as other devices do not need numba.
+            from generator_service.engine import cpu_sampling  # noqa: F401
+        super().__init__(model)
+        self.vocabulary: int = model.config.get_text_config().vocab_size
+        generation = getattr(model, "generation_config", None)
+        self.eos_ids = eos_ids(generation, model.config)
+
+    @classmethod
+    def load(cls, directory: Path, device: str) -> Self:
+        """The model in a local directory; float32 on a CPU, bfloat16 on a GPU.
+
+        Raises:
+            ValueError: weights are missing, or the engine cannot compute a model of this type.
+        """
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        options: dict[str, Any] = {}
+        if config.model_type == "gemma3":  # with images: its text model alone
+            config = config.get_text_config()
+            options = {"config": config, "key_mapping": {r"^language_model\.": ""}}
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"model_type {config.model_type}: not a causal language model")
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+        )
+        if missing := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+            raise ValueError(f"{directory}: lacks {', '.join(missing[:3])}")
+        try:
+            return cls(model.to(device))
+        except ValueError as error:
+            raise ValueError(f"model_type {config.model_type}: {error}") from error
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> Tensor:
+        """One pass over the segments' rows; float32 logits [len(last), vocabulary] of rows `last`.
+
+        Writes each row's keys and values into its segment; the caller advances the suffixes. The
+        next pass may overwrite the logits.
+        """
+        keep = torch.tensor(last, device=self.shape.device)
+        output = self._run(self._model, token_ids, positions, segments, logits_to_keep=keep)
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def workspace_bytes(self, max_rows: int, prefill_chunk: int, context_tokens: int) -> int:
+        """Most that one step allocates for a moment, if no text is longer than `context_tokens`.
+
+        The largest step has `max_rows` candidates and `prefill_chunk` tokens of a prompt.
+        """
+        if self.is_compiled:
+            scores = cpu_score_bytes(torch.get_num_threads(), context_tokens)
+        else:
+            scores = self.sizes.torch_score_bytes(max(max_rows, prefill_chunk), context_tokens)
+        dtype_bytes, device = self.shape.dtype.itemsize, self.shape.device.type
+        return self.sizes.workspace_bytes(dtype_bytes, max_rows, prefill_chunk, scores, device)

@@ -1,0 +1,393 @@
+"""A `Generator` of whole answers: an endpoint with OpenAI's API makes them, one request each.
+
+The endpoint's KV is out of reach, so no candidate can be rejected early: `extend` returns every
+candidate at its end, and the orchestrator runs Best-of-N with one scoring of complete answers.
+Tokens are those that the endpoint reports; it charges the prompt once per candidate. If a request
+is retried, only the tokens of its last attempt are reported and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import httpx2
+
+from generator_service.engine.steps import Load, OnStep, Step
+from generator_service.settings import GeneratorSettings
+from specrej import fingerprint
+from specrej.contracts import (
+    NO_FORKS,
+    Candidate,
+    FinishReason,
+    Forks,
+    GeneratorDescription,
+    Pruned,
+    Round,
+    RoundEnd,
+    Sampling,
+    SessionSpec,
+    SlotGauge,
+)
+from specrej.contracts.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    Violation,
+)
+from specrej.contracts.requests import MAX_INT32
+from specrej.credentials import may_use_proxy
+from specrej.reloading_file import ReloadingFile, read_line
+from specrej.server.serving import time_left_s
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+# Of our own; the endpoint's Retry-After may be longer.
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
+_MAX_RETRY_AFTER_S = 86_400.0
+_MAX_ANSWER_BYTES = 64 << 20
+_ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
+_UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
+_AUTO_CANDIDATES = 8
+# What reading JSON of another form than the API's raises, besides failed look-ups.
+_UNREADABLE = (ValueError, TypeError, RecursionError)
+_REFUSED = {
+    "logprobs": "the endpoint has no token ids",
+    "top_logprobs": "the endpoint has no token ids",
+    "structured_output": "endpoints differ in the formats that they take",
+}
+_CONVERTED = ("max_tokens", "temperature", "top_p", "seed", "stop", "logit_bias")
+# Only fields that differ from their defaults are sent: not every endpoint accepts these names.
+_SENT_BY_NAME = tuple(
+    field.name for field in fields(Sampling) if field.name not in (*_CONVERTED, *_REFUSED)
+)
+
+
+class EndpointSession:
+    """A `Session` whose candidates are requests to the endpoint."""
+
+    reduced = False
+    prompt_tokens = 0  # the endpoint reports them with its answers
+
+    def __init__(self, generator: EndpointGenerator, spec: SessionSpec) -> None:
+        ids = [candidate.id for candidate in spec.started]
+        count = spec.n or max(spec.min_answers, generator.auto_candidates)
+        self.ids = ids or list(range(spec.first_candidate_id, spec.first_candidate_id + count))
+        self.n = len(self.ids)
+        self.reserved = self.n * spec.sampling.max_tokens
+        self._generator = generator
+        self._spec = spec
+        self._live = list(self.ids)
+
+    async def extend(self, until_tokens: int) -> Round:
+        """All candidates at their ends, whatever `until_tokens` is."""
+        answer, spec = self._generator.answer, self._spec
+        tasks = [asyncio.create_task(answer(spec, i, self)) for i in self._live]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:  # one failed, or the caller went away: the endpoint stops the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._live, self.reserved = [], 0
+        candidates = tuple(candidate for candidate, _ in answers)
+        longest = max((candidate.num_tokens for candidate in candidates), default=0)
+        prompt_tokens = max((prompt for _, prompt in answers), default=0)
+        gauge = self._gauge()
+        return Round(candidates, RoundEnd.ALL_FINISHED, longest, gauge, prompt_tokens=prompt_tokens)
+
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """Drop candidates that were not requested yet; forks are refused."""
+        before = len(self._live)
+        self._live = [number for number in self._live if number in keep]
+        freed = (before - len(self._live)) * self._spec.sampling.max_tokens
+        self.reserved -= freed
+        return Pruned(freed, self._gauge(), tuple(sorted(forks)))
+
+    def _gauge(self) -> SlotGauge:
+        slots = self._generator.load().slots
+        return SlotGauge(slots.capacity, slots.owned, self.reserved)
+
+
+class _Places:
+    """Requests at the same time. The next free place is for the session with the fewest of them, so
+    that a small session does not wait for all of a large one."""
+
+    def __init__(self, most: int) -> None:
+        self._num_free = most
+        self._running: Counter[object] = Counter()
+        self._waiting: dict[asyncio.Future[None], object] = {}  # sessions, in order of arrival
+
+    @asynccontextmanager
+    async def of(self, session: object) -> AsyncIterator[None]:
+        """A place, once it is this session's turn."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = session
+        self._give()
+        try:
+            await turn
+            yield
+        finally:
+            if turn not in self._waiting:
+                self._num_free += 1
+                self._running[session] -= 1
+                self._running += Counter()  # drops those without any
+            self._waiting.pop(turn, None)
+            self._give()
+
+    def _give(self) -> None:
+        while self._num_free and self._waiting:
+            turn = min(self._waiting, key=lambda turn: self._running[self._waiting[turn]])
+            self._num_free -= 1
+            self._running[self._waiting.pop(turn)] += 1
+            if not turn.done():  # else it was cancelled, and gives the place back
+                turn.set_result(None)
+
+
+class EndpointGenerator:
+    """Answers by the endpoint of the settings.
+
+    Slots are tokens that running candidates may still get; none of them is KV.
+    """
+
+    def __init__(self, settings: GeneratorSettings, on_step: OnStep | None = None) -> None:
+        """Raises OSError or ValueError: the key cannot be read."""
+        self._settings = settings
+        self._on_step = on_step
+        self._url = settings.remote_url.rstrip("/")
+        self._context = settings.context_tokens or _UNKNOWN_CONTEXT
+        most = settings.auto_candidates or _AUTO_CANDIDATES
+        self.auto_candidates = min(most, _AUTO_CANDIDATES, settings.max_candidates)
+        self._sessions: set[EndpointSession] = set()
+        self._places = _Places(settings.remote_requests)
+        path = settings.remote_key_file
+        self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
+        # Compressed answers are not read: a few bytes could be gigabytes.
+        headers = {"Accept-Encoding": "identity"}
+        limits = httpx2.Limits(max_connections=settings.remote_requests)
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(self._url)
+        )
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[EndpointSession]:
+        violations = [*_check(spec)]
+        if violations:
+            raise InvalidRequest(violations)
+        if len(self._sessions) > self._settings.max_waiting:
+            raise Overloaded(f"{len(self._sessions)} sessions are open")
+        session = EndpointSession(self, spec)
+        self._sessions.add(session)
+        try:
+            yield session
+        finally:
+            self._sessions.discard(session)
+
+    async def describe(self) -> GeneratorDescription:
+        load, settings = self.load(), self._settings
+        return GeneratorDescription(
+            model=settings.model,
+            fingerprint=fingerprint.of_values(url=self._url, model=settings.model),
+            context_tokens=self._context,
+            max_candidates=settings.max_candidates,
+            vocabulary=_UNKNOWN_VOCABULARY,
+            slot_bytes=0,
+            device="remote, no early rejection",
+            slots=load.slots,
+            sessions=load.sessions,
+            auto_candidates=self.auto_candidates,
+            whole_answers=True,
+        )
+
+    def load(self) -> Load:
+        """Slots and sessions as of now."""
+        owned = sum(session.reserved for session in self._sessions)
+        capacity = max(owned, self._settings.max_candidates * self._context)
+        return Load(SlotGauge(capacity, owned, 0), len(self._sessions), 0)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def answer(
+        self, spec: SessionSpec, candidate_id: int, session: object
+    ) -> tuple[Candidate, int]:
+        """One candidate of a session, complete, and the tokens of its prompt.
+
+        Raises:
+            InvalidRequest: the endpoint refuses the request; with its reason.
+            Overloaded, Unavailable: the last attempt failed so, or the next delay exceeds the time
+                left (without a deadline, `_MAX_DELAY_S`).
+            InternalError: the endpoint refuses the key, or its answer cannot be read.
+        """
+        path, body = _request(spec, candidate_id, self._settings)
+        for attempt in range(_ATTEMPTS):
+            async with self._places.of(session):
+                began = time.perf_counter()
+                status, headers, answer = await self._post(path, body)
+                seconds = time.perf_counter() - began
+            if status == 200:
+                return self._read(candidate_id, answer, seconds)
+            failure, delay_s = _failure(status, headers, answer, attempt)
+            left_s = time_left_s()
+            longest_s = _MAX_DELAY_S if left_s is None else left_s
+            if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
+                raise failure
+            log.info("%s; again in %.1f s", failure.message, delay_s)
+            await asyncio.sleep(delay_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any, bytes]:
+        """Status 0: no answer."""
+        headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
+        posting = self._client.stream("POST", f"{self._url}{path}", json=body, headers=headers)
+        answer = bytearray()
+        try:
+            async with posting as response:
+                async for part in response.aiter_raw():
+                    answer += part
+                    if len(answer) > _MAX_ANSWER_BYTES:
+                        raise InternalError("the endpoint's answer is too long")
+        except httpx2.HTTPError as error:
+            return 0, {}, type(error).__name__.encode()
+        return response.status_code, response.headers, bytes(answer)
+
+    def _read(self, candidate_id: int, answer: bytes, seconds: float) -> tuple[Candidate, int]:
+        try:
+            content = json.loads(answer)
+            choice, usage = content["choices"][0], content["usage"]
+            made, prompt = _count(usage["completion_tokens"]), _count(usage["prompt_tokens"])
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            if not isinstance(text, str | None):
+                raise TypeError("the text must be a string")
+            logprobs = _logprobs(choice.get("logprobs") or {})
+            if not all(math.isfinite(one) and one < _ROUNDING for one in logprobs):
+                raise ValueError("log-probabilities must be finite and at most 0")
+            if logprobs and not made:
+                raise ValueError("log-probabilities of no tokens")
+            candidate = Candidate(
+                candidate_id,
+                _encodable(text or ""),
+                made,
+                min(0.0, sum(logprobs)),
+                # A filtered answer is no complete one.
+                FinishReason.STOP if choice["finish_reason"] == "stop" else FinishReason.LENGTH,
+            )
+        except (ArithmeticError, AttributeError, LookupError, *_UNREADABLE) as error:
+            reason = _encodable(f"{type(error).__name__} {error}")
+            raise InternalError(f"the endpoint's answer cannot be read: {reason}") from error
+        if self._settings.remote_logprobs and made and not logprobs:
+            raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
+        if self._on_step:
+            self._on_step(Step(seconds, 1, generated=made, prefilled=prompt))
+        return candidate, prompt
+
+
+def _check(spec: SessionSpec) -> list[Violation]:
+    violations = []
+    for name, reason in _REFUSED.items():
+        if getattr(spec.sampling, name):
+            violations.append(Violation(f"sampling.{name}", f"must be absent: {reason}"))
+    if any(candidate.token_ids for candidate in spec.started):
+        violations.append(Violation("open.started", "must have no tokens: answers are whole"))
+    if spec.prompt.allow_special_tokens:
+        violations.append(
+            Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")
+        )
+    return violations
+
+
+def _request(
+    spec: SessionSpec, candidate_id: int, settings: GeneratorSettings
+) -> tuple[str, dict[str, Any]]:
+    """Path and body; candidates differ in their seeds."""
+    sampling, default = spec.sampling, Sampling()
+    body: dict[str, Any] = {
+        "model": settings.model,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": (sampling.seed + candidate_id) % (1 << 31),
+    }
+    for name in _SENT_BY_NAME:
+        if (value := getattr(sampling, name)) != getattr(default, name):
+            body[name] = value
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
+    if settings.remote_logprobs:
+        body["logprobs"] = 0 if spec.prompt.text else True
+    if spec.prompt.text:
+        return "/completions", {**body, "prompt": spec.prompt.text}
+    turns = [{"role": turn.role, "content": turn.content} for turn in spec.prompt.messages]
+    return "/chat/completions", {**body, "messages": turns}
+
+
+def _logprobs(given: dict[str, Any]) -> list[float]:
+    """Log-probabilities of an answer's tokens, in either API's form: chat or completions."""
+    if content := given.get("content"):
+        return [float(token["logprob"]) for token in content]
+    return [float(value) for value in given.get("token_logprobs") or () if value is not None]
+
+
+def _count(given: Any) -> int:
+    """Raises ValueError, TypeError, OverflowError: it is no number of tokens."""
+    if not 0 <= (number := int(given)) <= MAX_INT32:
+        raise ValueError("counts of tokens must be from 0 to 2**31 - 1")
+    return number
+
+
+def _encodable(text: str) -> str:
+    """With U+FFFD for halves of surrogate pairs, which UTF-8 lacks and JSON may have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _failure(
+    status: int, headers: Any, answer: bytes, attempt: int
+) -> tuple[Overloaded | Unavailable, float]:
+    """What an attempt failed with, and the seconds until the next one.
+
+    Raises:
+        InvalidRequest, InternalError: another attempt would fail, too.
+    """
+    if status in (401, 403):
+        raise InternalError(f"the endpoint refuses the key: status {status}")
+    if status and status not in (408, 409, 429) and status < 500:
+        reason = f"the endpoint refuses it with status {status}: {_reason(answer)}"
+        raise InvalidRequest([Violation("sampling", reason)])
+    delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
+    delay_s = max(delay_s, _retry_after_s(headers.get("retry-after", "")))
+    if status == 429:
+        return Overloaded("the endpoint limits requests", retry_after_s=delay_s), delay_s
+    what = f"answers with status {status}" if status else f"does not answer: {answer.decode()}"
+    return Unavailable(f"the endpoint {what}", retry_after_s=delay_s), delay_s
+
+
+def _retry_after_s(text: str) -> float:
+    """Seconds, or a date (RFC 9110), at most a day; 0 without either."""
+    delay_s = 0.0
+    try:
+        delay_s = float(text)
+    except ValueError:
+        with suppress(ValueError, TypeError):
+            delay_s = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+    return min(_MAX_RETRY_AFTER_S, max(0.0, delay_s))
+
+
+def _reason(answer: bytes) -> str:
+    with suppress(LookupError, *_UNREADABLE):
+        return _encodable(str(json.loads(answer)["error"]["message"])[:200])
+    return "without a reason"

@@ -1,0 +1,397 @@
+"""A decoder-only network that keeps keys and values of the texts that it has computed.
+
+Of a text that grew since it was last computed, only the new tokens are computed. A head's output is
+read at each of a text's marks, which are token positions, and kept as well. Works on token ids and
+tensors only; imports without grpc.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specrej.contracts import Scores
+from specrej_models.attention import PrefillSegment, Segment
+from specrej_models.kv import PromptKV
+from specrej_models.model import SegmentedModel
+from specrej_models.token_prefix import common_length, match
+
+# Rows of one sequence that are attended to at once: bounds the memory for attention scores.
+_CHUNK_TOKENS = 512
+
+# The size of a store is a multiple of this, so that not every round moves it.
+_ROOM_TOKENS = 64
+
+# From hidden states [marks, hidden] to outputs [marks, width]; the second argument is the token
+# after each mark [marks], 0 after the last token and for heads that do not look ahead.
+Head = Callable[[Tensor, Tensor], Tensor]
+
+# From the outputs at each text's marks, [marks, width] per text, to a score per candidate.
+ToScores = Callable[[list[Tensor]], list[float]]
+
+
+@dataclass(slots=True)
+class Value:
+    """The head's output at a mark [width], None until computed; valid only if the token after the
+    mark is `following`."""
+
+    following: int
+    output: Tensor | None = None
+
+
+Values = dict[int, Value]  # by position
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One text's tokens and its marks, ascending, at least one.
+
+    Only the first `keep` tokens can begin a longer text: the others' keys and values are not kept.
+    Tokens after the last mark are not computed.
+    """
+
+    key: int
+    token_ids: Sequence[int]
+    keep: int
+    marks: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """The number of tokens to compute."""
+        return self.marks[-1] + 1
+
+
+@dataclass(slots=True)
+class _KeptText:
+    """One text's tokens after the first `shared` ones, which are the prompt's."""
+
+    shared: int = 0
+    token_ids: Sequence[int] = ()
+    store: PromptKV | None = None
+    values: Values = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        """In tokens."""
+        return self.store.num_tokens if self.store else 0
+
+
+@dataclass(eq=False, slots=True)
+class KeptSession:
+    """Keys, values and outputs of a prompt and of the texts that begin with it.
+
+    keeps_texts: False: only the prompt's are kept; is_busy: a task of this session is running, so
+    the session must not be evicted.
+    """
+
+    prompt_ids: Sequence[int]
+    keeps_texts: bool = True
+    is_busy: bool = False
+    prompt: PromptKV | None = None
+    prompt_values: Values = field(default_factory=dict)
+    texts: dict[int, _KeptText] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """The size of its stores, in tokens."""
+        prompt = self.prompt.num_tokens if self.prompt else 0
+        return prompt + sum(text.room for text in self.texts.values())
+
+    def parents(self, sequences: Sequence[Tokens]) -> dict[int, int]:
+        """For each text that is not kept, the key of the kept text with the most tokens in common.
+
+        The two are neighbors in sorted order, so not all pairs are compared.
+        """
+        if not self.texts or all(sequence.key in self.texts for sequence in sequences):
+            return {}
+        ranked = sorted((kept.shared, [*kept.token_ids], key) for key, kept in self.texts.items())
+        starts = {shared for shared, _, _ in ranked}
+
+        def num_common(ids: Sequence[int], kept: _KeptText) -> int:
+            return match(ids, self.prompt_ids, kept.shared, kept.token_ids)[1]
+
+        parents: dict[int, int] = {}
+        for key, ids in ((s.key, s.token_ids) for s in sequences if s.key not in self.texts):
+            places = [bisect(ranked, (start, [*ids[start:]], -1)) for start in starts]
+            near = [other for at in places for *_, other in ranked[max(0, at - 1) : at + 1]]
+            parents[key] = max(near, key=lambda other: num_common(ids, self.texts[other]))
+        return parents
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive tokens to compute, from position `start` on.
+
+    They are stored in the last of `pieces`, from its token `offset` on. `values` are filled at the
+    marks that lie in the span.
+    """
+
+    pieces: tuple[PromptKV, ...]
+    token_ids: Sequence[int]
+    start: int
+    offset: int
+    values: Values
+
+    @property
+    def marks(self) -> list[int]:
+        end = self.start + len(self.token_ids)
+        return [mark for mark in self.values if self.start <= mark < end]
+
+    def chunks(self) -> Iterator[_Span]:
+        """Parts that are attended to at once."""
+        for at in range(0, len(self.token_ids), _CHUNK_TOKENS):
+            part = self.token_ids[at : at + _CHUNK_TOKENS]
+            yield _Span(self.pieces, part, self.start + at, self.offset + at, self.values)
+
+
+@dataclass(eq=False, slots=True)
+class CausalTask:
+    """A batch of texts under way; see `CausalScorer.task`.
+
+    _spans: made lazily, each when the one before it is taken; _known: for each text whose spans
+    were made, its values, then the prompt's.
+    """
+
+    _session: KeptSession
+    _sequences: Sequence[Tokens]
+    _spans: Iterator[_Span]
+    _known: Sequence[ChainMap[int, Value]]
+    _to_scores: ToScores
+    _compare: bool  # see `Scores`
+    _next: _Span | None = None
+    _num_computed: int = 0
+
+    def __post_init__(self) -> None:
+        self._next = next(self._spans, None)
+
+    @property
+    def next_tokens(self) -> int:
+        return len(self._next.token_ids) if self._next else 0
+
+    def take(self) -> _Span:
+        span, self._next = self._next, next(self._spans, None)
+        assert span
+        self._num_computed += len(span.token_ids)
+        return span
+
+    def outputs(self) -> list[Tensor]:
+        """The head's outputs at each text's marks, [marks, width] per text."""
+        self._session.is_busy = False
+        return [
+            torch.stack([cast(Tensor, values[mark].output) for mark in sequence.marks])
+            for values, sequence in zip(self._known, self._sequences, strict=True)
+        ]
+
+    def scores(self) -> Scores:
+        values = tuple(self._to_scores(self.outputs()))
+        return Scores(values, self._num_computed, compare=self._compare)
+
+
+class CausalScorer(SegmentedModel):
+    """Computes texts; keeps up to `capacity` tokens of all sessions, the most recently used."""
+
+    def __init__(
+        self, model: PreTrainedModel, head: Head, capacity: int, *, looks_ahead: bool = False
+    ) -> None:
+        """Takes over `model`; `looks_ahead`: the head's output depends on the token that follows.
+
+        Raises:
+            ValueError: its layers do not all keep plain keys and values.
+        """
+        super().__init__(model)
+        self._head = head
+        self._looks_ahead = looks_ahead
+        self._capacity = max(1, capacity)
+        self.kept_tokens = 0
+        self._sessions: OrderedDict[KeptSession, None] = OrderedDict()  # last used last
+
+    def close(self, session: KeptSession) -> None:
+        """Free what a session keeps; if it is used again, it computes everything again."""
+        session.prompt = None
+        session.prompt_values = {}
+        session.texts = {}
+        session.is_busy = False
+        self._sessions.pop(session, None)
+        # Not by subtraction: what was reserved for an allocation that failed is in no session.
+        self.kept_tokens = sum(other.num_tokens for other in self._sessions)
+
+    def task(
+        self,
+        session: KeptSession,
+        sequences: Sequence[Tokens],
+        to_scores: ToScores,
+        *,
+        compare: bool = False,
+    ) -> CausalTask:
+        """A task for these texts; what the session keeps of other texts is freed.
+
+        If one of its passes fails, the session must be closed: it counts on all of them.
+        """
+        self._touch(session)
+        session.is_busy = True
+        wanted = {sequence.key for sequence in sequences}
+        parents = session.parents(sequences) if session.keeps_texts else {}
+        # First drop texts that are neither in the batch nor copied: copies may need their room.
+        self._drop(session, session.texts.keys() - wanted - {*parents.values()})
+        for sequence in sequences:
+            if sequence.key in parents:
+                self._fork(session, sequence, session.texts[parents[sequence.key]])
+        self._drop(session, session.texts.keys() - wanted)
+        known: list[ChainMap[int, Value]] = []
+        spans = self._spans(session, sequences, known)
+        return CausalTask(session, sequences, spans, known, to_scores, compare)
+
+    @torch.inference_mode()
+    def compute(self, spans: Sequence[_Span]) -> None:
+        """One forward pass over spans of any sessions."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        segments: list[Segment] = []
+        rows: list[int] = []
+        wanted: list[Value] = []
+        for span in spans:
+            marks, count = span.marks, len(span.token_ids)
+            rows += [len(token_ids) + mark - span.start for mark in marks]
+            wanted += [span.values[mark] for mark in marks]
+            token_ids += span.token_ids
+            positions += range(span.start, span.start + count)
+            segments.append(PrefillSegment(span.pieces, span.start, span.offset, count))
+        network: Any = self._model.base_model
+        states = self._run(network, token_ids, positions, segments).last_hidden_state[0]
+        if wanted:
+            following = torch.tensor([value.following for value in wanted], device=states.device)
+            for value, output in zip(wanted, self._head(states[rows], following), strict=True):
+                value.output = output
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless `kept_tokens` is the size of all stores, within capacity."""
+        assert self.kept_tokens == sum(session.num_tokens for session in self._sessions)
+        assert self.kept_tokens <= self._capacity
+
+    def _spans(
+        self, session: KeptSession, sequences: Sequence[Tokens], known: list[ChainMap[int, Value]]
+    ) -> Iterator[_Span]:
+        """What is left to compute; adds each text's values, and the prompt's, to `known`."""
+        if session.prompt is None:
+            yield from self._prompt_spans(session, sequences)
+        for sequence in sequences:
+            values: Values = {}
+            known.append(ChainMap(values, session.prompt_values))
+            if span := self._rest(session, sequence, values):
+                yield from span.chunks()
+
+    def _prompt_spans(self, session: KeptSession, sequences: Sequence[Tokens]) -> Iterator[_Span]:
+        """The prompt, if any text begins with it: those cut to the model's limit do not."""
+        prompt_ids = session.prompt_ids
+        shared = [common_length(sequence.token_ids, prompt_ids) for sequence in sequences]
+        if not max(shared, default=0) or not self._reserve(session, len(prompt_ids)):
+            return
+        session.prompt = PromptKV(self.shape, len(prompt_ids))
+        pairs = zip(sequences, shared, strict=True)
+        marks = sorted({mark for text, count in pairs for mark in text.marks if mark < count})
+        values = session.prompt_values = self._uncomputed(prompt_ids, marks)
+        yield from _Span((session.prompt,), prompt_ids, 0, 0, values).chunks()
+
+    def _rest(self, session: KeptSession, sequence: Tokens, values: Values) -> _Span | None:
+        """The part of a text that is not computed yet, in a store that is kept if there is room.
+
+        `values` gets the text's own values, computed or to be computed by the span.
+        """
+        kept = session.texts.get(sequence.key) or _KeptText()
+        shared, start = self._match(session, sequence, kept, values)
+        end, token_ids = sequence.end, sequence.token_ids
+        if start == end:
+            return None
+        keeps = session.keeps_texts and min(sequence.keep, end) > shared
+        store = self._grown(session, kept, end - shared, start - shared) if keeps else None
+        if store:
+            kept_ids = token_ids[shared : min(sequence.keep, end)]
+            session.texts[sequence.key] = _KeptText(shared, kept_ids, store, values)
+        else:
+            self.kept_tokens -= kept.room
+            session.texts.pop(sequence.key, None)
+            store = (kept.store or PromptKV(self.shape, 0)).grown(end - shared, start - shared)
+        values |= self._uncomputed(token_ids, [m for m in sequence.marks if m >= start])
+        pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
+        return _Span(pieces, token_ids[start:end], start, start - shared, values)
+
+    def _drop(self, session: KeptSession, keys: Collection[int]) -> None:
+        for key in keys:
+            self.kept_tokens -= session.texts.pop(key).room
+
+    def _fork(self, session: KeptSession, sequence: Tokens, kept: _KeptText) -> None:
+        """Let a new text begin with a copy of a kept one, if they have own tokens in common.
+
+        Before any span is made: spans of other texts write into the stores that are copied.
+        """
+        common = match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
+        own = common - kept.shared
+        if own > 0 and kept.store and self._reserve(session, kept.room):
+            store, values = kept.store.grown(kept.room, own), dict(kept.values)
+            forked = _KeptText(kept.shared, kept.token_ids[:own], store, values)
+            session.texts[sequence.key] = forked
+
+    def _match(
+        self, session: KeptSession, sequence: Tokens, kept: _KeptText, values: Values
+    ) -> tuple[int, int]:
+        """How many tokens of a text are the prompt's, and how many need no computation: those
+        before the first mark without an output. Computed values are added to `values`."""
+        prompt_ids = session.prompt_ids if session.prompt else ()
+        token_ids = sequence.token_ids[: sequence.end]
+        shared, total = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
+        for mark, value in self._uncomputed(sequence.token_ids, sequence.marks).items():
+            if mark >= total:
+                break
+            source = session.prompt_values if mark < shared else kept.values
+            if mark not in source or source[mark].following != value.following:
+                return min(shared, mark), mark
+            if mark >= shared:
+                values[mark] = source[mark]
+        return shared, total
+
+    def _uncomputed(self, token_ids: Sequence[int], marks: Sequence[int]) -> Values:
+        """Empty values for these marks."""
+        last = len(token_ids) - 1
+        return {
+            mark: Value(token_ids[mark + 1] if self._looks_ahead and mark < last else 0)
+            for mark in marks
+        }
+
+    def _grown(
+        self, session: KeptSession, kept: _KeptText, room: int, filled: int
+    ) -> PromptKV | None:
+        """The text's store with room for `room` tokens, `filled` of them kept; None: no room."""
+        if kept.store and kept.room >= room:
+            return kept.store
+        rounded = -(-room // _ROOM_TOKENS) * _ROOM_TOKENS
+        if not self._reserve(session, rounded - kept.room):
+            return None
+        return (kept.store or PromptKV(self.shape, 0)).grown(rounded, filled)
+
+    def _reserve(self, session: KeptSession, count: int) -> bool:
+        """Reserve `count` tokens; if needed, close idle sessions, least recently used first.
+
+        False if there is no room even then.
+        """
+        self._touch(session)
+        busy = sum(other.num_tokens for other in self._sessions if other.is_busy)
+        if busy + count > self._capacity:
+            return False  # nor would there be room without the others
+        while self.kept_tokens + count > self._capacity:
+            idle = next((other for other in self._sessions if not other.is_busy), None)
+            if idle is None:
+                return False
+            self.close(idle)
+        self.kept_tokens += count
+        return True
+
+    def _touch(self, session: KeptSession) -> None:
+        self._sessions[session] = None
+        self._sessions.move_to_end(session)

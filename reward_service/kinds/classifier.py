@@ -1,0 +1,145 @@
+"""Sequence classifiers: Bradley-Terry models, and regression heads with several labels.
+
+The score is the head's output at the conversation's last token that is no padding: one label's
+logit, or a weighted sum of several, then transformed as declared.
+
+An unfinished text is closed by default: these models were trained on whole conversations, and their
+reward is read at the tokens that close the last turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reward_service.checkpoint import load_backbone, load_head
+from reward_service.conversation import Tokenized
+from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.reward import finite_sum
+from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
+from specrej import fingerprint
+
+# The tensor in a head's file that `training` writes, [hidden].
+HEAD_TENSOR = "head"
+
+# The file that `training` writes beside it: {"backbone", "head", "adapter"}, relative paths.
+MANIFEST = "reward.json"
+
+
+class _LastLogits(Reading):
+    def __init__(self, spec: ClassifierSpec, pad_id: int | None) -> None:
+        self._spec = spec
+        self._pad_id = pad_id
+
+    def marks(self, tokens: Tokenized) -> list[int]:
+        return [num_read(tokens.token_ids, self._pad_id) - 1]
+
+    def score(self, outputs: Tensor) -> float:
+        return weighted(self._spec, outputs[-1].tolist())
+
+
+def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
+    """How many tokens there are up to the last one that is no padding, at least one.
+
+    Heads are trained on this token (`GenericForSequenceClassification` of transformers). If the end
+    token is the padding token, it is not counted either.
+    """
+    length = len(token_ids)
+    while length > 1 and token_ids[length - 1] == pad_id:
+        length -= 1
+    return length
+
+
+def weighted(spec: ClassifierSpec | VLLMClassifierSpec, logits: Sequence[float]) -> float:
+    """The score of one text, from a logit per label."""
+    pairs = zip(logits, spec.label_weights, strict=True)
+    return spec.transform(finite_sum([logit * weight for logit, weight in pairs]))
+
+
+def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
+    """A decoder-only model with `score.weight` [labels, hidden] on its last token, a backbone with
+    a head's file, or a directory that `training` wrote.
+
+    Raises:
+        ValueError: the directory holds no such model; the text has the reason.
+    """
+    if (manifest := spec.directory / MANIFEST).is_file():
+        if spec.head or spec.adapter:
+            raise ValueError(f"{manifest} names its own head: leave out head and adapter")
+        spec = spec.model_copy(update=_read(manifest))
+    weight, bias = _head(spec)
+    model = load_backbone(spec, resources)
+    if spec.adapter:
+        # Peft takes a second to load, and only adapters need it.
+        from reward_service import lora
+
+        model = lora.merged(model, spec.adapter)
+    if weight.shape[1] != model.config.hidden_size:
+        shape, hidden = [*weight.shape][1:], model.config.hidden_size
+        source = spec.head or spec.directory
+        raise ValueError(f"{source}: a head of {shape}, the backbone has {hidden}")
+    weight, bias = weight.to(model.device), bias.to(model.device)
+
+    def head(states: Tensor, _: Tensor) -> Tensor:
+        return torch.nn.functional.linear(states.float(), weight, bias)
+
+    description = "A reward model's logit for the response as the assistant's turn."
+    # A head that `training` has fitted reads the last token.
+    pad_id = None if spec.head else model.config.get_text_config().pad_token_id
+    digests = {
+        "padding": str(pad_id),
+        "head": fingerprint.of_file(spec.head) if spec.head else "",
+        "adapter": fingerprint.of_directory(spec.adapter) if spec.adapter else "",
+    }
+    reading = _LastLogits(spec, pad_id)
+    return CausalReward(spec, resources, description, model, head, reading, digests=digests)
+
+
+def _read(manifest: Path) -> dict[str, Path]:
+    """The options that a manifest stands for.
+
+    Raises:
+        ValueError: the file is no manifest.
+    """
+    try:
+        names: dict[str, str] = json.loads(manifest.read_text())
+        if {"backbone", "head"} <= names.keys() <= {"backbone", "head", "adapter"}:
+            paths = {name: manifest.parent / path for name, path in names.items()}
+            return {"directory": paths.pop("backbone"), **paths}
+    except (ValueError, AttributeError, TypeError):
+        pass
+    raise ValueError(f"{manifest}: must be a JSON object of backbone, head and adapter")
+
+
+def _head(spec: ClassifierSpec) -> tuple[Tensor, Tensor]:
+    """Weight [labels, hidden] and bias [labels].
+
+    Raises:
+        ValueError: there is none, or it has another number of labels.
+    """
+    if spec.head:
+        try:
+            return load_head(spec.head, HEAD_TENSOR)[""][None], torch.zeros(1)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{spec.head}: not a reward's head: {error}") from None
+    try:
+        tensors = load_head(spec.directory, "score.")
+        weight = tensors["weight"]
+    except (KeyError, ValueError):
+        reason = "not a trained decoder-only classifier, lacks score.weight"
+        raise ValueError(f"{spec.directory}: {reason}") from None
+    check_labels(spec, len(weight))
+    return weight, tensors.get("bias", torch.zeros(len(weight)))
+
+
+def check_labels(spec: ClassifierSpec | VLLMClassifierSpec, num_labels: int) -> None:
+    """Raises ValueError unless there is a weight for each label."""
+    num_weights = len(spec.label_weights)
+    if num_weights != num_labels:
+        raise ValueError(
+            f"{spec.directory}: has {num_labels} labels, label_weights has {num_weights} of them"
+        )

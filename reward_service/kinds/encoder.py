@@ -1,0 +1,243 @@
+"""Rewards on encoders, which read short texts whole: relevance, and cross-encoders.
+
+Texts of any sessions share forward passes, padded within one power of two of length; equal texts of
+a batch are computed once. A text has no closing tokens, finished or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from reward_service.checkpoint import load_whole, set_threads
+from reward_service.conversation import load_tokenizer
+from reward_service.reward import StatelessSession, Text, TextTask, distinct
+from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
+from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt
+from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
+from specrej_models.control_tokens import ControlTokens
+
+# The relevance model's published limit (sentence_bert_config.json), so that scores are those of its
+# card. Tokens after it do not count: a longer prefix has the same score.
+MAX_TOKENS = 256
+# More tokens than a cut can change where it makes the tokens of a text's end others.
+_BORDER_TOKENS = 16
+
+
+class _EncoderReward(ABC):
+    """Prompts are read as their last user message, or their raw text."""
+
+    name: str
+    fingerprint: str
+    description: str
+
+    def __init__(self, resources: Resources, tokenizer: Any, model: Any) -> None:
+        self.token_budget = resources.token_budget
+        self._device = resources.device
+        self._tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer)
+        self._model = model.eval()
+        pad_id = model.config.get_text_config().pad_token_id
+        # Decoder classifiers read the last token that is not padding: those without a padding token
+        # take one text at a time.
+        self._pad_id = pad_id or 0
+        if pad_id is None:
+            self.token_budget = 0
+
+    @abstractmethod
+    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        """A task that scores `texts`."""
+
+    @abstractmethod
+    def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        """A result per row, [rows, n], from padded inputs, each [rows, width]."""
+
+    def open(self, prompt: Prompt, *, once: bool = False) -> StatelessSession:
+        users = [message.content for message in prompt.messages if message.role == "user"]
+        question = users[-1] if users else prompt.text
+
+        def begin(candidates: Sequence[Candidate]) -> TextTask:
+            return self._begin(question, [candidate.text for candidate in candidates])
+
+        return StatelessSession(begin)
+
+    @torch.inference_mode()
+    def compute(self, pieces: Sequence[Text]) -> None:
+        """In micro-batches of at most `token_budget` tokens, padding included."""
+        for indices in plan([len(piece.token_ids) for piece in pieces], self.token_budget):
+            texts = [pieces[index] for index in indices]
+            ids = _padded([text.token_ids for text in texts], self._device, self._pad_id)
+            mask = _padded([[1] * len(text.token_ids) for text in texts], self._device)
+            types = _padded([text.types for text in texts], self._device)
+            for text, result in zip(texts, self._encode(ids, mask, types), strict=True):
+                text.result = result
+                text.num_computed = len(text.token_ids)
+
+    def _tokenize(
+        self, *texts: list[str], max_length: int, **options: Any
+    ) -> tuple[list[Text], list[int]]:
+        """Different texts, longest first as neighbours share a pass, and each one's index."""
+        as_text, cut_id = self._control_tokens.as_text, self._control_tokens.cut_id
+        most = max_length * MAX_TOKEN_CHARACTERS  # what is behind would be cut
+        columns = [[as_text(text[:most]) for text in column] for column in texts]
+        options["padding"] = False
+        rows = self._tokenizer(*columns, max_length=max_length, **options)
+
+        def uncut(values: list[int], token_ids: list[int]) -> tuple[int, ...]:
+            pairs = zip(values, token_ids, strict=True)
+            return tuple(value for value, token in pairs if token != cut_id)
+
+        encoded = [*zip(rows["input_ids"], rows["token_type_ids"], strict=True)]
+        for index, (ids, _) in enumerate(encoded):
+            size = max_length
+            # `cut_id` is removed later: a row that was truncated with it has room for more.
+            while len(ids) == size < max_length + (num_cuts := ids.count(cut_id)):
+                size = max_length + num_cuts
+                row = ([column[index]] for column in columns)
+                longer = self._tokenizer(*row, max_length=size, **options)
+                (ids,), (types,) = longer["input_ids"], longer["token_type_ids"]
+                encoded[index] = ids, types
+        unique, where = distinct([(uncut(ids, ids), uncut(types, ids)) for ids, types in encoded])
+        order = sorted(range(len(unique)), key=lambda index: -len(unique[index][0]))
+        place = {index: rank for rank, index in enumerate(order)}
+        return [Text(*unique[index]) for index in order], [place[index] for index in where]
+
+
+class RelevanceReward(_EncoderReward):
+    """Cosine of mean-pooled embeddings of prompt and response, in [-1, 1].
+
+    Texts longer than MAX_TOKENS tokens ([CLS] and [SEP] count) are cut at their end; an empty one
+    is embedded as these two: a low, finite score. Always float32.
+    """
+
+    description = (
+        "Cosine of the prompt's and the response's all-MiniLM-L6-v2 sentence embeddings:"
+        " relevance, not correctness."
+    )
+
+    def __init__(self, spec: RelevanceSpec, resources: Resources) -> None:
+        set_threads(resources)
+        options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32}
+        model = AutoModel.from_pretrained(
+            spec.directory, local_files_only=True, add_pooling_layer=False, **options
+        )
+        super().__init__(resources, load_tokenizer(spec.directory), model.to(resources.device))
+        self.name = spec.name
+        settings = {"kind": "relevance", "max_tokens": MAX_TOKENS}
+        self.fingerprint = fingerprint.of_directory(spec.directory, settings)
+
+    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        items, where = self._tokenize([question, *texts], truncation=True, max_length=MAX_TOKENS)
+        return TextTask(items, where, _cosines)
+
+    def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        """Unit vectors [rows, 384]."""
+        hidden = self._model(
+            input_ids=ids, attention_mask=mask, token_type_ids=types
+        ).last_hidden_state
+        weights = mask.unsqueeze(-1)  # [rows, width, 1]
+        return F.normalize((hidden * weights).sum(dim=1) / weights.sum(dim=1), dim=-1)
+
+
+def _cosines(embeddings: list[Tensor]) -> list[float]:
+    """Cosines of the first with each of the others."""
+    values: list[float] = (torch.stack(embeddings[1:]) @ embeddings[0]).tolist()
+    return values
+
+
+class CrossEncoderReward(_EncoderReward):
+    """An encoder's one logit for prompt and response as a pair (DeBERTa rewards, rerankers).
+
+    Of a pair that is too long, the longer text is cut at its end.
+
+    Raises:
+        ValueError: the directory holds no such model; the text has the reason.
+    """
+
+    description = "A cross-encoder's logit for prompt and response."
+
+    def __init__(self, spec: CrossEncoderSpec, resources: Resources) -> None:
+        tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
+        model: Any = load_whole(AutoModelForSequenceClassification, spec, resources)
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"{spec.directory}: must have one label, has {model.config.num_labels}"
+            )
+        super().__init__(resources, tokenizer, model)
+        self.name = spec.name
+        self.fingerprint = spec.fingerprint(resources, padding=str(self._pad_id))
+        self._transform = spec.transform
+        limit = tokenizer.model_max_length
+        positions = getattr(model.config, "max_position_embeddings", limit)
+        if isinstance(getattr(model.base_model, "embeddings", None), torch.nn.Module):
+            # Models of the RoBERTa kind count positions from the padding's on.
+            padding = getattr(model.base_model.embeddings, "padding_idx", None)
+            positions -= 0 if padding is None else padding + 1
+        self._max_tokens: int = min(limit, positions)
+
+    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        question = self._beginning(question)
+        items, where = self._tokenize(
+            [question] * len(texts),
+            list(texts),
+            truncation="longest_first",
+            max_length=self._max_tokens,
+            return_token_type_ids=True,
+        )
+        return TextTask(
+            items, where, lambda logits: [self._transform(float(logit[0])) for logit in logits]
+        )
+
+    def _beginning(self, question: str) -> str:
+        """As much of the prompt as a pair may have: it is tokenized for every response."""
+        question = question[: self._max_tokens * MAX_TOKEN_CHARACTERS]
+        if not self._tokenizer.is_fast:
+            return question
+        coded = self._tokenizer(
+            question,
+            add_special_tokens=False,
+            truncation=True,
+            max_length=self._max_tokens + _BORDER_TOKENS,
+            return_offsets_mapping=True,
+        )
+        return question[: max((end for _, end in coded["offset_mapping"]), default=0)]
+
+    def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if getattr(self._model.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = types
+        logits: Tensor = self._model(**inputs).logits.float()
+        return logits
+
+
+def plan(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Indices of `lengths` in micro-batches, longest first.
+
+    A micro-batch has at most `token_budget` tokens, padding included; a longer sequence is alone in
+    one. Sequences share a micro-batch only within one power of two of length, so that less than
+    half of it is padding.
+    """
+    batches: list[list[int]] = []
+    width = 0  # tokens of the current micro-batch's first, longest sequence
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        same_bucket = width and (length - 1).bit_length() == (width - 1).bit_length()
+        if same_bucket and (len(batches[-1]) + 1) * width <= token_budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            width = length
+    return batches
+
+
+def _padded(rows: Sequence[Sequence[int]], device: str, value: int = 0) -> Tensor:
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)

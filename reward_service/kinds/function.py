@@ -1,0 +1,60 @@
+"""A reward that is a Python function, named by its dotted path such as "my_rewards:brevity".
+
+Its arguments are the prompt (`specrej.Prompt`) and a list of responses; it returns a number for
+each, higher is better. Responses are passed as they are, finished or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from reward_service.reward import WholeBatchReward
+from reward_service.specs import FunctionSpec, Resources
+from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt, Scores
+from specrej.contracts.errors import RewardInvalid
+
+# Can be iterated, but not as one number per text in order.
+_NO_SEQUENCES = (Mapping, Set, str, bytes)
+
+
+class FunctionReward(WholeBatchReward):
+    """Scores by a Python function. Raises ValueError: there is no such function."""
+
+    def __init__(self, spec: FunctionSpec, resources: Resources) -> None:
+        path = spec.function
+        self._function = _import(path)
+        description = inspect.getdoc(self._function) or f"The values of {path}."
+        # With the module's file, so that answers cached before an edit are not used after it.
+        file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
+        digest = fingerprint.of_file(Path(file)) if file else ""
+        print_ = fingerprint.of_values(kind="function", path=path, file=digest)
+        super().__init__(spec.name, print_, description.split("\n")[0])
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        values = self._function(prompt, [candidate.text for candidate in candidates])
+        try:
+            if isinstance(values, _NO_SEQUENCES):
+                raise TypeError
+            return Scores(tuple(float(value) for value in values))
+        except (TypeError, ValueError, OverflowError) as error:
+            text = f"reward {self.name} returned no numbers"
+            raise RewardInvalid(text, metadata={"reward": self.name}) from error
+
+
+def _import(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
+    module_name, _, names = path.partition(":")
+    try:
+        function: Any = importlib.import_module(module_name)
+        for name in names.split("."):
+            function = getattr(function, name)
+    except Exception as error:  # anything that the module's own code raises
+        raise ValueError(f"function {path}: {type(error).__name__}: {error}") from None
+    if not callable(function):
+        raise ValueError(f"function {path}: cannot be called")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""Multi-head rewards with a gate, of the ArmoRM kind (Wang et al. 2024, arXiv 2406.12845).
+
+A regression layer computes one reward per objective at the last token; a gating network at the
+prompt's last token weighs them:
+
+    score = sum over objectives of softmax(gate(prompt state) / T) * s * (rewards @ M)
+
+with M the matrix that removes verbosity from the rewards, s the gate's scale. Weights are read by
+the names in the authors' checkpoint; the code that comes with it is not run.
+
+An unfinished text is closed by default, as these models were trained on whole conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from reward_service.checkpoint import load_backbone, load_head
+from reward_service.conversation import Tokenized, load_conversation
+from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.specs import GatedSpec, Resources
+from specrej.contracts import Prompt
+
+
+class _Gate:
+    """[rows, hidden] -> weights of the objectives [rows, objectives]."""
+
+    def __init__(self, weights: dict[str, Tensor], temperature: float) -> None:
+        names = [f"layers.{i}" for i in range(len(weights)) if f"layers.{i}.weight" in weights]
+        self._layers = [(weights[f"{n}.weight"], weights.get(f"{n}.bias")) for n in names]
+        self._scale = weights.get("logit_scale", torch.ones(1))[0]
+        self._temperature = temperature
+
+    def __call__(self, states: Tensor) -> Tensor:
+        for number, (weight, bias) in enumerate(self._layers):
+            states = F.linear(states if not number else F.relu(states), weight, bias)
+        return F.softmax(states / self._temperature, dim=-1) * self._scale
+
+
+class _GateAndLast(Reading):
+    """Reads the gate's token and the last one; outputs at each are [gate, rewards]."""
+
+    def __init__(self, pattern: list[int]) -> None:
+        self._pattern = pattern
+
+    def marks(self, tokens: Tokenized) -> list[int]:
+        """The gate's token is where the pattern begins the last time, as in the authors' code."""
+        place = _last_place(tokens.token_ids, self._pattern)
+        return sorted({max(0, place), len(tokens.token_ids) - 1})
+
+    def score(self, outputs: Tensor) -> float:
+        gates, rewards = outputs.chunk(2, dim=-1)
+        return float((gates[0] * rewards[-1]).sum())
+
+
+def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
+    """The reward of a gated model. Raises ValueError: the directory holds no such model."""
+    regression = load_head(spec.directory, "regression_layer.weight")[""]
+    model: Any = load_backbone(spec, resources)
+    weights = load_head(spec.directory, "gating.")
+    gate = _Gate(
+        {name: tensor.to(model.device) for name, tensor in weights.items()},
+        getattr(model.config, "gating_temperature", 10.0),
+    )
+    adjust = load_head(spec.directory, "reward_transform_matrix")[""].to(model.device)
+    regression = regression.to(model.device)
+
+    def head(states: Tensor, _: Tensor) -> Tensor:
+        states = states.float()
+        return torch.cat((gate(states), F.linear(states, regression) @ adjust), dim=-1)
+
+    conversation = load_conversation(spec, model.config)
+    pattern: list[int] = conversation.tokenizer.encode(spec.gate_at, add_special_tokens=False)
+    (tokens,) = conversation.turns(Prompt.from_user("Hello?")).tokenize(["Hello."], [True])
+    if _last_place(tokens.token_ids, pattern) < 0:
+        raise ValueError(f"{spec.directory}: gate_at {spec.gate_at!r} is not in its conversations")
+    description = (
+        "A gated sum of several objectives' rewards for the response as the assistant's turn."
+    )
+    reading = _GateAndLast(pattern)
+    return CausalReward(
+        spec, resources, description, model, head, reading, conversation=conversation
+    )
+
+
+def _last_place(token_ids: Sequence[int], pattern: list[int]) -> int:
+    """Where the pattern begins the last time; -1: nowhere."""
+    length = len(pattern)
+    places = range(len(token_ids) - length, -1, -1)
+    return next((i for i in places if list(token_ids[i : i + length]) == pattern), -1)

@@ -1,0 +1,106 @@
+"""Process rewards: every step of a response is scored, and the score aggregates the steps.
+
+A step ends with a separator in the response; the model gets its own step token there instead, and
+is read at it. The token is put between the tokens of the steps, since as text it could merge with
+its neighbours; models that were trained on whole texts get it as text. What is read is the
+probability of the good label of a token classifier, or of the good word against the bad one of a
+language model (Math-Shepherd, arXiv 2312.08935).
+
+An unfinished text is left open by default: a step is scored where it ends, so the last, unfinished
+one is not scored. A text in which no step has ended counts as one step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from reward_service.checkpoint import load_backbone, load_head
+from reward_service.conversation import SPLICE, Tokenized, load_conversation, without_splices
+from reward_service.kinds.causal import Head
+from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.kinds.lm_head import LMHead, single_token
+from reward_service.specs import ProcessSpec, Resources
+from specrej.contracts import Prompt
+
+
+class _Steps(Reading):
+    """Reads the step tokens."""
+
+    def __init__(self, spec: ProcessSpec, step_token: int) -> None:
+        self._spec = spec
+        self._step_token = step_token
+
+    def prepare(self, text: str, closed: bool) -> str:
+        """Each ended step, followed by SPLICE, then the rest. The rest counts as ended if the text
+        is closed or has no other step."""
+        *ended, rest = without_splices(text).split(self._spec.separator)
+        ended = [step for step in ended if step.strip()]
+        if rest.strip() and (closed or not ended):
+            ended, rest = [*ended, rest], ""
+        return "".join(step + SPLICE for step in ended) + rest
+
+    def marks(self, tokens: Tokenized) -> list[int]:
+        places = tokens.spliced
+        if self._spec.step_text:
+            response = range(tokens.start, len(tokens.token_ids))
+            places = [i for i in response if tokens.token_ids[i] == self._step_token]
+        return places or [len(tokens.token_ids) - 1]  # an empty response has no step
+
+    def score(self, outputs: Tensor) -> float:
+        good = outputs[:, 0]
+        match self._spec.aggregate:
+            case "last":
+                return float(good[-1])
+            case "min":
+                return float(good.min())
+            case "mean":
+                return float(good.mean())
+
+
+def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
+    """The reward of a response's steps. Raises ValueError: the directory holds no such model."""
+    model = load_backbone(spec, resources, with_lm_head=bool(spec.good))
+    conversation = load_conversation(spec, model.config)
+    tokenizer = conversation.tokenizer
+    step_token = single_token(tokenizer, spec.step_token, "the step token")
+    conversation.splice = spec.step_text or step_token
+    reading = _Steps(spec, step_token)
+    text = reading.prepare(f"One is one.{spec.separator}Two is two.", True)
+    (tokens,) = conversation.turns(Prompt.from_user("Count.")).tokenize([text], [True])
+    if len(reading.marks(tokens)) != 2:
+        reason = "the step token is not found in whole texts: leave out step_text, or write it so"
+        raise ValueError(f"{spec.directory}: {reason} that it stays one token")
+    if spec.good:
+        pair = [single_token(tokenizer, word, "the word") for word in (spec.good, spec.bad)]
+        head = LMHead(model).preferring(pair)
+    else:
+        head = _label_head(spec, model.device)
+    description = f"The {spec.aggregate} of the probabilities that the response's steps are good."
+    return CausalReward(
+        spec, resources, description, model, head, reading, conversation=conversation
+    )
+
+
+def _label_head(spec: ProcessSpec, device: torch.device) -> Head:
+    """A linear head, or two layers with a ReLU between (Qwen2.5-Math-PRM, arXiv 2501.07301)."""
+    tensors = {name: t.to(device) for name, t in load_head(spec.directory, "score.").items()}
+    layers = [""] if "weight" in tensors else ["0.", "2."]
+    try:
+        weights: list[Any] = [(tensors[f"{n}weight"], tensors.get(f"{n}bias")) for n in layers]
+    except KeyError as error:
+        raise ValueError(f"{spec.directory}: lacks score.{error.args[0]}") from None
+    num_labels = len(weights[-1][0])
+    if spec.good_label >= num_labels:
+        raise ValueError(f"{spec.directory}: has {num_labels} labels, none is {spec.good_label}")
+
+    def head(states: Tensor, _: Tensor) -> Tensor:
+        states = states.float()
+        for number, (weight, bias) in enumerate(weights):
+            states = F.linear(F.relu(states) if number else states, weight, bias)
+        return F.softmax(states, dim=-1)[:, spec.good_label, None]
+
+    return head

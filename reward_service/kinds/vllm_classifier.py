@@ -1,0 +1,163 @@
+"""Sequence classifiers on vLLM's pooling runner, for models that one device cannot hold.
+
+Texts are written and tokenized as for classifier.py, and scored at the same token. vLLM's prefix
+cache keeps beginnings that texts share, such as the prompt, in whole blocks while there is room;
+sessions keep nothing. Needs vLLM's own environment (docs/vllm.md); uses its public interfaces only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from transformers import AutoConfig
+
+from reward_service.conversation import Conversation, Turns, load_conversation
+from reward_service.kinds.causal_reward import closes
+from reward_service.kinds.classifier import check_labels, num_read, weighted
+from reward_service.reward import RewardLost, StatelessSession, Text, TextTask, distinct
+from reward_service.specs import Resources, VLLMClassifierSpec
+from specrej.contracts import Candidate, Prompt
+from specrej_models.sizes import ModelSizes
+from specrej_models.vllm_options import BLOCK_TOKENS, end_with_parent, prepare_environment
+
+_MAX_TEXTS = 256
+
+
+class VLLMClassifier:
+    """Weighted logits of a decoder-only sequence classifier, transformed.
+
+    llm: an `AsyncLLMEngine`; raw: the `PoolingParams` of untouched logits.
+    """
+
+    description = "A reward model's logit for the response as the assistant's turn, by vLLM."
+
+    def __init__(
+        self,
+        spec: VLLMClassifierSpec,
+        resources: Resources,
+        llm: Any,
+        raw: Any,
+        conversation: Conversation,
+        pad_id: int | None,
+    ) -> None:
+        self.name = spec.name
+        self.token_budget = resources.token_budget
+        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
+        self._spec = spec
+        self._conversation = conversation
+        self._pad_id = pad_id
+        self._llm = llm
+        self._raw = raw
+        # Used by the reward's thread alone, and running only during `compute`.
+        self._loop = asyncio.new_event_loop()
+        self._request_ids = map(str, itertools.count(1))
+
+    def open(self, prompt: Prompt, *, once: bool = False) -> StatelessSession:
+        """Raises InvalidRequest: the model cannot take this prompt."""
+        return StatelessSession(partial(self._begin, self._conversation.turns(prompt)))
+
+    def compute(self, pieces: Sequence[Text]) -> None:
+        """All at once: vLLM makes its own batches of them."""
+        self._loop.run_until_complete(self._compute(pieces))
+
+    def close(self) -> None:
+        """End vLLM's processes, which otherwise end with this one."""
+        self._llm.shutdown()
+        # vLLM leaves sockets open in this loop, which would keep the process from ending.
+        self._loop.run_until_complete(_cancel_tasks())
+        self._loop.close()
+
+    def _begin(self, turns: Turns, candidates: Sequence[Candidate]) -> TextTask:
+        closed = [closes(candidate, self._spec.unfinished == "closed") for candidate in candidates]
+        ends = [turns.last_part(candidate.text) for candidate in candidates]
+        tokenized = turns.tokenize(ends, closed)
+        texts = [tokens.token_ids for tokens in tokenized]
+        read = [tuple(text[: num_read(text, self._pad_id)]) for text in texts]
+        unique, where = distinct(read)
+
+        def to_scores(logits: list[list[float]]) -> list[float]:
+            return [weighted(self._spec, of_text) for of_text in logits]
+
+        return TextTask([Text(token_ids) for token_ids in unique], where, to_scores)
+
+    async def _compute(self, pieces: Sequence[Text]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in pieces:
+                    group.create_task(self._read(piece))
+        except ExceptionGroup as failed:
+            if self._llm.errored:
+                raise RewardLost("vLLM has ended") from failed
+            raise failed.exceptions[0] from None
+
+    async def _read(self, text: Text) -> None:
+        prompt = {"prompt_token_ids": list(text.token_ids)}
+        async for answer in self._llm.encode(prompt, self._raw, next(self._request_ids)):
+            text.result = answer.outputs.data.tolist()
+            text.num_computed = len(text.token_ids) - answer.num_cached_tokens
+
+
+def scheduler(vllm_config: Any, **options: Any) -> Any:
+    """vLLM's own scheduler for this configuration, in a process that ends with its parent."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    end_with_parent()
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **options)
+
+
+async def _cancel_tasks() -> None:
+    """Run what is scheduled in this loop, then cancel its other tasks."""
+    await asyncio.sleep(0)
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLMClassifier:
+    """A vLLM of a sequence classifier's directory; the spec's vllm_options override all else.
+
+    Raises:
+        ValueError: it has another number of labels.
+    """
+    config = AutoConfig.from_pretrained(
+        spec.directory, local_files_only=True, trust_remote_code=spec.trust_remote_code
+    )
+    check_labels(spec, config.num_labels)
+    conversation = load_conversation(spec, config)
+    if longest := spec.vllm_options.get("max_model_len"):
+        conversation.max_tokens = min(conversation.max_tokens, int(longest))
+    arguments: dict[str, Any] = {
+        "model": str(spec.directory),
+        "runner": "pooling",
+        "max_model_len": conversation.max_tokens,
+        "max_num_seqs": _MAX_TEXTS,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "trust_remote_code": spec.trust_remote_code,
+        "scheduler_cls": f"{__name__}.{scheduler.__name__}",
+    }
+    _, _, number = resources.device.partition(":")
+    if number:
+        arguments["device_ids"] = [int(number)]
+    if resources.device == "cpu":
+        block = BLOCK_TOKENS["cpu"]
+        sizes = ModelSizes.of(partial(getattr, config.get_text_config()))
+        kept = max(resources.kept_tokens, 2 * conversation.max_tokens) + block
+        arguments |= {"dtype": "float32", "block_size": block}
+        arguments["kv_cache_memory_bytes"] = kept * sizes.slot_bytes(4)
+    prepare_environment(resources.threads)
+    # Here, as it has an environment of its own, and reads the variables when it is imported.
+    from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams
+
+    llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
+    raw = PoolingParams(task="classify", use_activation=False)
+    pad_id = config.get_text_config().pad_token_id
+    return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)

@@ -1,0 +1,446 @@
+"""The command line: generate, score, describe, trace, and run the whole service on this machine.
+
+Only answers go to stdout; progress and errors go to stderr. Exit codes: 0 done, 2 bad usage or
+request, 3 server unavailable, 4 deadline exceeded, 5 overloaded, 6 missing or refused token,
+130 interrupted, 143 terminated, 1 any other error.
+
+Tables need the extra `rich`; without it there is a line per round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specrej.client import Client, RewardClient, plain_view
+from specrej.client.channel import open_channel
+from specrej.client.options import add_credentials, add_options, credentials_of, options_of
+from specrej.contracts import Event, Generation, Message, Prompt, ServiceDescription, errors, wire
+from specrej.security import Role, append_line, new_token, revoke, time_of
+
+_EXIT_CODES: dict[type[errors.SpecrejError], int] = {
+    errors.InvalidRequest: 2,
+    errors.SlotsExceeded: 2,
+    errors.NotFound: 2,
+    errors.Unavailable: 3,
+    errors.DeadlineExceeded: 4,
+    errors.Overloaded: 5,
+    errors.Unauthenticated: 6,
+    errors.PermissionDenied: 6,
+}
+_INTERRUPTED, _TERMINATED = 130, 143
+
+# Commands of `python -m MODULE ...`: the extra they need, the module's arguments, and a help text.
+_FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "up": ("embedded", ("deploy.local", "up"), "run the whole service until Ctrl-C"),
+    "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
+    "pull": ("server", ("specrej_models.hub",), "fetch models of a hub by their names"),
+    "plan": ("server", ("generator_service.plan",), "compute slots, N and settings of a model"),
+    "train-reward": ("server", ("reward_service.training",), "fit a reward on pairs of answers"),
+    "cache": ("server", ("orchestrator.cache.admin",), "inspect or empty the answer cache"),
+    "experiment": ("", ("experiments",), "reproduce the paper on your models"),
+}
+
+
+_Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None] | None]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console entry point: run one command.
+
+    Raises:
+        SystemExit: the command failed.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in _FORWARDED:
+        _forward(words[0], words[1:])
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with _reported():
+        parsed = _parser().parse_args(words)
+        if getattr(parsed, "prompt", "") == "-":  # not on the event loop: reads block signals
+            parsed.prompt = _stdin()
+        work = parsed.command(parsed)
+    if work is not None:
+        run_to_end(work)
+
+
+def _forward(name: str, arguments: Sequence[str]) -> None:
+    """Replace this process with `python -m MODULE`, for commands outside of this package."""
+    extra, (module, *rest), _ = _FORWARDED[name]
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        way = f"pip install 'specrej[{extra}]'" if extra else "run this command in the repository"
+        _fail(f"{package} is not installed: {way}")
+    os.execv(sys.executable, (sys.executable, "-m", module, *rest, *arguments))
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end; errors and signals become one line on stderr and an exit code."""
+    with _reported():
+        asyncio.run(_with_sigterm(work))
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)  # also where stdout is closed
+    except errors.SpecrejError as error:
+        text = " ".join(error.message.split()) or error.reason
+        _fail(text, _EXIT_CODES.get(type(error), 1))
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+    except OSError as error:
+        _discard(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(1) from None
+        _fail(str(error) or type(error).__name__)
+    except asyncio.CancelledError:
+        raise SystemExit(_TERMINATED) from None
+
+
+async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM cancels the work, as Ctrl-C does, so that its contexts are left in order."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
+
+
+def note(text: str) -> None:
+    """Print to stderr, if it is open."""
+    try:
+        if sys.stderr:  # else `print` would write to stdout
+            print(text, file=sys.stderr)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what the stream cannot write: Python would try again at exit."""
+    if stream:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _fail(text: str, code: int = 1) -> NoReturn:
+    note(f"specrej: {text}")
+    raise SystemExit(code) from None
+
+
+def _print_json(plain: Mapping[str, object]) -> None:
+    is_unicode = sys.stdout and sys.stdout.encoding.lower().startswith("utf")
+    print(json.dumps(plain, ensure_ascii=not is_unicode, indent=2))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specrej",
+        description="Best-of-N answers at a fraction of their cost: Speculative Rejection as a"
+        " service.",
+    )
+    parser.add_argument("--version", action="version", version=version("specrej"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_generate, _add_score, _add_describe, _add_trace, _add_health, _add_token):
+        add(commands)
+    for name, (_, _, text) in _FORWARDED.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _add(commands: Any, name: str, run: _Command, text: str) -> argparse.ArgumentParser:
+    """Add a command; `text` is its description, and its first sentence the help text."""
+    summary = text.partition(".")[0]
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_call(parser: argparse.ArgumentParser, address: str, timeout_s: float) -> None:
+    """Add the flags of a call to the service at `address`, "variable=default"."""
+    variable, _, default = address.partition("=")
+    parser.add_argument(
+        "--address",
+        default=os.environ.get(variable) or default,
+        metavar="HOST:PORT",
+        help=f"the service [{variable}; {default}]",
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, default=timeout_s, help="seconds until the call's deadline"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_credentials(parser)
+
+
+_ORCHESTRATOR = "SPECREJ_ADDRESS=127.0.0.1:50050"
+_REWARD = "SPECREJ_REWARD_ADDRESS=127.0.0.1:50052"
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: use 0 or more")
+    return seconds
+
+
+def _client(given: argparse.Namespace) -> Client:
+    return Client(given.address, timeout_s=given.timeout, **credentials_of(given))
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _add(
+        commands, "generate", _generate, "Answer PROMPT with the best of many candidates."
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
+    parser.add_argument("--system", default="", help="a system turn before the prompt")
+    add_options(parser.add_argument_group("request"))
+    _add_call(parser, _ORCHESTRATOR, 300.0)
+
+
+async def _generate(given: argparse.Namespace) -> None:
+    async with _client(given) as client:
+        events = client.stream(_prompt(given.system, given.prompt), **options_of(given))
+        generation = await _watched(events)
+    note(f"request {generation.request_id}")
+    if given.json:
+        _print_json(wire.to_plain(generation))
+    else:
+        _print_answers(generation)
+
+
+async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
+    """Show events on stderr: a live table on a terminal, if rich is installed, else lines."""
+    if not (sys.stderr and sys.stderr.isatty() and _has_rich()):
+        return await plain_view.follow(events, note)
+    from rich.console import Console
+
+    from specrej.client.rounds_view import watch
+
+    return await watch(events, Console(stderr=True))
+
+
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def _add_describe(commands: Any) -> None:
+    parser = _add(commands, "describe", _describe, "Show models, rewards, limits and load.")
+    _add_call(parser, _ORCHESTRATOR, 10.0)
+
+
+async def _describe(given: argparse.Namespace) -> None:
+    async with _client(given) as client:
+        description = await client.describe()
+    if given.json:
+        _print_json(wire.to_plain(description))
+        return
+    for name, value in _facts(description).items():
+        print(f"{name:<12}  {value}")
+
+
+def _add_trace(commands: Any) -> None:
+    text = """Show the phases of a REQUEST, its rounds and its candidates' rewards. The orchestrator
+        keeps records of its latest requests, running ones included; see kept_records in
+        python -m orchestrator --help."""
+    parser = _add(commands, "trace", _trace, text)
+    parser.add_argument("request", metavar="REQUEST", help="its id, as generate prints it")
+    _add_call(parser, _ORCHESTRATOR, 10.0)
+
+
+async def _trace(given: argparse.Namespace) -> None:
+    async with _client(given) as client:
+        record = await client.record(given.request)
+    if given.json:
+        _print_json(wire.to_plain(record))
+    elif _has_rich():
+        from rich.console import Console
+
+        from specrej.client.trace_view import drawing
+
+        Console().print(drawing(record))
+    else:
+        print(*plain_view.record_lines(record), sep="\n")
+
+
+def _add_score(commands: Any) -> None:
+    parser = _add(commands, "score", _score, "Score RESPONSEs to a prompt; higher is better.")
+    parser.add_argument("responses", metavar="RESPONSE", nargs="+")
+    parser.add_argument("--prompt", required=True, help="the prompt; - reads it from stdin")
+    parser.add_argument("--reward", default="", help="the reward's name; empty: the default")
+    parser.add_argument(
+        "--unfinished", action="store_true", help="the responses are beginnings of answers"
+    )
+    _add_call(parser, _REWARD, 60.0)
+
+
+async def _score(given: argparse.Namespace) -> None:
+    credentials = credentials_of(given)
+    async with RewardClient(given.address, timeout_s=given.timeout, **credentials) as client:
+        scores = await client.score(
+            _prompt("", given.prompt),
+            given.responses,
+            reward=given.reward,
+            unfinished=given.unfinished,
+        )
+    if given.json:
+        _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
+        return
+    for value, response in zip(scores.values, given.responses, strict=True):
+        print(f"{value:8.4f}  {' '.join(response.split())}")
+
+
+def _add_health(commands: Any) -> None:
+    text = "Check a service's health: exit code 0 if it is SERVING, else 1."
+    parser = _add(commands, "health", _health, text)
+    parser.add_argument("address", metavar="HOST:PORT", help="any of the services")
+    parser.add_argument(
+        "--service", default="", help="a service's name, or liveness; empty: readiness"
+    )
+    parser.add_argument("--timeout", type=_seconds, default=5.0, help="maximum seconds to wait")
+    add_credentials(parser)
+
+
+def _health(given: argparse.Namespace) -> None:
+    async def check() -> str:
+        credentials = credentials_of(given)
+        async with open_channel(given.address, retries=False, **credentials) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service=given.service)
+            # grpc has no infinite timeout.
+            answer = await stub.Check(request, timeout=min(given.timeout, 1e6))
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    try:
+        state = asyncio.run(check())
+    except grpc.aio.AioRpcError as error:
+        state = f"{error.code().name} {error.details()}"
+    except (OSError, ValueError) as error:  # of the credentials
+        state = str(error)
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+    if state != "SERVING":
+        _fail(state)
+
+
+def _add_token(commands: Any) -> None:
+    text = """Make a token for TENANT. The token is printed to stdout and not stored. Its line for a
+        tokens file, with only its SHA-256, goes to stderr or is appended to a file:
+        specrej token acme --append tokens.jsonl > acme.token. With --revoke, make none, and remove
+        all of the tenant's lines from a file."""
+    parser = _add(commands, "token", _token, text)
+    parser.add_argument("tenant", metavar="TENANT", help="the tenant that the token identifies")
+    parser.add_argument(
+        "--role",
+        type=Role,
+        action="append",
+        choices=list(Role),
+        help="what the token permits; repeatable: generate (the default), gateway (generate for the"
+        " tenants that the metadata specrej-tenant names) or admin (describe only)",
+    )
+    parser.add_argument(
+        "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
+    )
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--append", type=Path, metavar="FILE", help="append the line to this tokens file instead"
+    )
+    files.add_argument(
+        "--revoke",
+        type=Path,
+        metavar="FILE",
+        help="remove the tenant's lines from this tokens file",
+    )
+
+
+def _token(given: argparse.Namespace) -> None:
+    if not given.tenant:
+        _fail("TENANT must not be empty", 2)
+    if given.revoke is not None:
+        _revoke(given.revoke, given.tenant)
+        return
+    if given.expires:
+        try:
+            time_of(given.expires)
+        except ValueError as error:
+            _fail(f"--expires {error}", 2)
+    made, line = new_token(given.tenant, given.role or (), given.expires)
+    if given.append is None:
+        note(line)
+    else:
+        try:
+            append_line(given.append, line)
+        except OSError as error:
+            _fail(str(error))
+    print(made)
+
+
+def _revoke(path: Path, tenant: str) -> None:
+    try:
+        number = revoke(path, tenant)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    if not number:
+        _fail(f"{path} has no token of {tenant}")
+    note(f"{number} tokens of {tenant} removed from {path}")
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise errors.InvalidRequest([errors.Violation("stdin", f"is no text: {error}")]) from None
+
+
+def _prompt(system: str, text: str) -> Prompt:
+    turns = [Message("system", system)] if system else []
+    return Prompt(messages=(*turns, Message("user", text)))
+
+
+def _print_answers(generation: Generation) -> None:
+    if len(generation.candidates) == 1:
+        print(generation.best.text)
+        return
+    for ranked in generation.candidates:
+        vetoed = ", vetoed" if ranked.vetoed else ""
+        print(f"[{ranked.score:.4f}, candidate {ranked.id}{vetoed}] {ranked.text}")
+
+
+def _facts(description: ServiceDescription) -> dict[str, str]:
+    generator, slots = description.generator, description.generator.slots
+    return {
+        "model": f"{generator.model} ({generator.device})",
+        "fingerprint": generator.fingerprint,
+        "rejection": "none before the end: whole answers (Best-of-N)"
+        if generator.whole_answers
+        else "at decision tokens",
+        "context": f"{generator.context_tokens:,} tokens",
+        "candidates": f"at most {generator.max_candidates:,}",
+        "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",
+        "rewards": ", ".join(description.rewards),
+        "schedule": str(description.default_schedule),
+        "cache": "available" if description.cache_available else "not available",
+        "requests": f"{description.running} running, {description.queued} queued",
+        "answers": f"{description.num_answers:,} made, {description.num_degraded:,} degraded,"
+        f" {description.num_hurried:,} hurried",
+    }
+
+
+if __name__ == "__main__":
+    main()

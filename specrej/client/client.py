@@ -1,0 +1,448 @@
+"""Typed clients of the public API and of the reward service.
+
+They build messages from plain arguments, return the contract's values and raise the exceptions of
+`errors.py`. Validation is the server's, which reports all violations at once. An omitted argument
+stays absent on the wire, so that the server's default applies. Calls are traced if OpenTelemetry
+(the extra `telemetry`) is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, Self, TypeVar, Unpack
+
+import grpc.aio
+from google.protobuf.message import Message as ProtobufMessage
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
+from specrej.client.channel import open_channel
+from specrej.client.retries import LONGEST_S, Attempts
+from specrej.client.retries import Retries as Retries
+from specrej.contracts import (
+    Event,
+    Finished,
+    Generation,
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    Prompt,
+    RequestRecord,
+    RewardDescription,
+    Sampling,
+    Scores,
+    Selection,
+    ServiceDescription,
+    TokenBias,
+    WeightedReward,
+    wire,
+)
+from specrej.contracts import Options as Options
+from specrej.contracts.errors import (
+    InternalError,
+    InvalidRequest,
+    SpecrejError,
+    Unauthenticated,
+    Violation,
+)
+from specrej.contracts.status import from_rpc_error
+from specrej.credentials import Credentials, check_token
+from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
+
+# The namespace package `opentelemetry` alone is not enough: other packages may install it.
+_TRACED = bool(
+    importlib.util.find_spec("opentelemetry")
+    and importlib.util.find_spec("opentelemetry.metrics")
+    and importlib.util.find_spec("opentelemetry.trace")
+)
+
+# One user turn, a whole prompt, or a conversation.
+PromptLike = str | Prompt | Sequence[Message]
+M = TypeVar("M", bound=ProtobufMessage)
+T = TypeVar("T")
+
+# Names in lower case, and values.
+Metadata = Sequence[tuple[str, str]]
+# Converting so many bytes of an event takes some milliseconds.
+_LARGE_BYTES = 8192
+_NAME, _TEXT = re.compile("[0-9a-z_.-]+(?<!-bin)"), re.compile("[ -~]*")
+
+
+def build_request(
+    prompt: PromptLike, **options: Unpack[Options]
+) -> orchestrator_pb2.GenerateRequest:
+    """The message for a prompt and `Options`.
+
+    Raises:
+        TypeError: an unknown option.
+        InvalidRequest: a value that no message can hold, such as a number beyond 64 bits.
+    """
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in ("stop", "bad_words"):  # a text is a sequence of texts, its characters
+        if isinstance(text := given.get(name), str):
+            given[name] = [text]
+    if isinstance(rewards := given.get("rewards"), Mapping):
+        given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
+    if isinstance(biases := given.get("logit_bias"), Mapping):
+        given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
+    if isinstance(schema := given.get("structured_output"), Mapping):
+        given["structured_output"] = JsonSchema(
+            json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        )
+    request = _part(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
+    request.sampling.CopyFrom(_part(Sampling, given, common_pb2.Sampling, "sampling."))
+    selection = _part(Selection, given, orchestrator_pb2.Selection, "selection.")
+    request.selection.CopyFrom(selection)
+    with _valid("prompt"):
+        request.prompt.CopyFrom(_prompt(prompt))
+    return request
+
+
+def _part(contract: Any, given: Mapping[str, Any], message: type[M], path: str = "") -> M:
+    """The message with those options that are fields of the contract.
+
+    Raises:
+        InvalidRequest: the first value that the message cannot hold.
+    """
+    try:
+        return wire.part_to_message(contract, given, message)
+    except ValueError:
+        for name, value in given.items():
+            with _valid(path + name):
+                wire.part_to_message(contract, {name: value}, message)
+        raise
+
+
+@contextmanager
+def _valid(path: str) -> Iterator[None]:
+    """Raises InvalidRequest: a value that no message can hold."""
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidRequest([Violation(path, str(error))]) from None
+
+
+class _Connection:
+    """A channel, open for its context, and the default deadline and retries of its calls.
+
+    Create it inside a running event loop; it connects at the first call.
+    """
+
+    _service: str  # its full name
+    _stub: Any
+
+    def __init__(
+        self, address: str, timeout_s: float, retries: Retries | None, credentials: Credentials
+    ) -> None:
+        try:
+            # Retries are in one layer: without ours, the channel has those of its service config.
+            self._channel = open_channel(address, retries=retries is None, **credentials)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest([Violation("credentials", str(error))]) from error
+        self._timeout_s, self._retries = timeout_s, retries
+        self._address, self._credentials = address, credentials
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel running calls and disconnect."""
+        await self._channel.close()
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _call(
+        self,
+        method: str,
+        request: ProtobufMessage,
+        timeout_s: float | None,
+        token: str = "",
+        metadata: Metadata = (),
+    ) -> Any:
+        """The answer to a unary call."""
+        attempts, start = self._attempts(timeout_s), getattr(self._stub, method)
+        while True:
+            try:
+                with _calling(f"{self._service}/{method}") as span:
+                    sent = self._metadata(span, token, metadata)
+                    return await start(request, timeout=attempts.left_s, metadata=sent)
+            except SpecrejError as error:
+                await attempts.after(error)
+
+    def _metadata(self, span: _Span, token: str, metadata: Metadata) -> Metadata:
+        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
+        InvalidRequest: gRPC cannot send a name or value, or the name is `authorization`.
+        """
+        for name, value in metadata:
+            if name == "authorization":
+                raise InvalidRequest([Violation(f"metadata {name!a}", "pass token instead")])
+            if not (_NAME.fullmatch(name) and _TEXT.fullmatch(value)):
+                accepted = "lower-case names without -bin, and printable ASCII"
+                raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])
+        if not token:
+            return (*span.metadata, *metadata)
+        try:
+            check_token(token, self._address, self._credentials)
+        except ValueError as error:
+            raise Unauthenticated(str(error)) from None
+        return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
+
+
+class Client(_Connection):
+    """A client of the orchestrator at `address` ("host:port").
+
+    Every call has a deadline of `timeout_s` seconds, or its own. Without `retries`, a call to an
+    unavailable server is sent four times in all. `credentials` are the fields of
+    `specrej.credentials.Credentials`: tokens, TLS and client certificates. A call's own `token`
+    replaces theirs; its `metadata` is sent with it.
+
+    Raises:
+        InvalidRequest: the credentials cannot be used, or not with this address.
+    """
+
+    _service = "specrej.v1.OrchestratorService"
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50050",
+        *,
+        timeout_s: float = 300.0,
+        retries: Retries | None = None,
+        **credentials: Unpack[Credentials],
+    ) -> None:
+        super().__init__(address, timeout_s, retries, credentials)
+        self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+        **options: Unpack[Options],
+    ) -> Generation:
+        """The best answer.
+
+        Raises:
+            SpecrejError: the call failed; its subclasses are in `specrej.contracts.errors`.
+        """
+        request = build_request(prompt, **options)
+        answer = await self._call("Generate", request, timeout_s, token, metadata)
+        return await _in_thread(wire.generation_from_message, answer)
+
+    async def stream(
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+        progress: bool = False,
+        text_deltas: bool = False,
+        texts: bool = False,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Event, None]:
+        """`generate` with an event at admission and after every round; `Finished` is the last.
+
+        With `progress` there are `Progress` events within rounds; with `text_deltas` the answer's
+        text comes in `TextDelta` events once one candidate is certain to win; with `texts` rounds
+        have the texts of their candidates.
+        Leaving the loop early cancels the call and frees its slots, at once under
+        `contextlib.aclosing`.
+
+        Raises:
+            SpecrejError: one of its kinds.
+        """
+        request = orchestrator_pb2.GenerateStreamRequest(
+            request=build_request(prompt, **options),
+            progress=progress,
+            text_deltas=text_deltas,
+            texts=texts,
+        )
+        attempts = self._attempts(timeout_s)
+        event: Event | None = None
+        while not isinstance(event, Finished):
+            try:
+                with _calling(f"{self._service}/GenerateStream") as span:
+                    sent = self._metadata(span, token, metadata)
+                    call = self._stub.GenerateStream(
+                        request, timeout=attempts.left_s, metadata=sent
+                    )
+                    try:
+                        async for message in call:
+                            if message.ByteSize() > _LARGE_BYTES:
+                                event = await _in_thread(wire.event_from_message, message)
+                            else:
+                                event = wire.event_from_message(message)
+                            if isinstance(event, Finished):  # after which callers may leave
+                                span.end(grpc.StatusCode.OK.name)
+                            yield event
+                    finally:
+                        call.cancel()
+                if not isinstance(event, Finished):
+                    raise InternalError("the stream ended without an answer")
+            except SpecrejError as error:
+                if isinstance(event, Finished):  # the answer is there; only its status is lost
+                    return
+                if event:
+                    raise
+                await attempts.after(error)
+
+    async def describe(
+        self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
+    ) -> ServiceDescription:
+        """Models, rewards, limits and defaults."""
+        request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
+        answer = await self._call("Describe", request, timeout_s, token, metadata)
+        return wire.from_message(answer, ServiceDescription)
+
+    async def is_serving(self, *, timeout_s: float = 1.0) -> bool:
+        """Whether the orchestrator reports that it serves; needs no token."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service=self._service)
+        try:
+            answer = await stub.Check(request, timeout=min(timeout_s, LONGEST_S))
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def record(
+        self,
+        request_id: str,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+    ) -> RequestRecord:
+        """The record of one of the caller's latest requests, running or ended.
+
+        Raises:
+            NotFound: the server has no record of it for this tenant.
+            InvalidRequest: the id is no Unicode.
+        """
+        with _valid("request_id"):
+            request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
+        answer = await self._call("GetRecord", request, timeout_s, token, metadata)
+        return await _in_thread(lambda of: wire.from_message(of, RequestRecord), answer.record)
+
+    async def records(
+        self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
+    ) -> tuple[RequestRecord, ...]:
+        """The caller's latest requests, at most 64, the latest first, without their rounds."""
+        request = orchestrator_pb2.ListRecordsRequest()
+        answer = await self._call("ListRecords", request, timeout_s, token, metadata)
+        return tuple(wire.from_message(record, RequestRecord) for record in answer.records)
+
+
+class RewardClient(_Connection):
+    """A client of the reward service at `address` ("host:port"); arguments as of `Client`."""
+
+    _service = "specrej.backend.v1.RewardService"
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50052",
+        *,
+        timeout_s: float = 60.0,
+        retries: Retries | None = None,
+        **credentials: Unpack[Credentials],
+    ) -> None:
+        super().__init__(address, timeout_s, retries, credentials)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def score(
+        self,
+        prompt: PromptLike,
+        responses: Sequence[str],
+        *,
+        reward: str = "",
+        unfinished: bool = False,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """One score per response, in order; higher is better. `reward` "": the service's first.
+
+        `unfinished`: the responses are beginnings of answers.
+
+        Raises:
+            SpecrejError: one of its kinds.
+        """
+        if isinstance(responses, str):
+            responses = [responses]
+        with _valid("request"):
+            request = reward_pb2.ScoreRequest(
+                reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
+            )
+        answer = await self._call("Score", request, timeout_s)
+        return Scores(tuple(answer.scores), answer.computed_tokens)
+
+    async def describe(self, *, timeout_s: float | None = None) -> tuple[RewardDescription, ...]:
+        """The rewards that are served; the first is the default."""
+        request = reward_pb2.RewardServiceDescribeRequest()
+        answer = await self._call("Describe", request, timeout_s)
+        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
+
+
+def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
+    if isinstance(prompt, str):
+        prompt = Prompt.from_user(prompt)
+    elif not isinstance(prompt, Prompt):
+        prompt = Prompt(messages=tuple(prompt))
+    return wire.to_message(prompt, common_pb2.Prompt)
+
+
+async def _in_thread(convert: Callable[[M], T], message: M) -> T:
+    """Convert a large message beside the event loop, or in it once the main thread has ended."""
+    try:
+        return await asyncio.to_thread(convert, message)
+    except RuntimeError:  # executors accept no more work
+        return convert(message)
+
+
+class _Span(Protocol):
+    """The span of a call; see `specrej.telemetry.ClientSpan`."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]: ...
+
+    def end(self, code: str) -> None: ...
+
+
+class _NoSpan:
+    metadata = ()
+
+    def end(self, code: str) -> None:
+        pass
+
+
+def _span_of(method: str) -> _Span:
+    if not _TRACED:
+        return _NoSpan()
+    from specrej import telemetry
+
+    return telemetry.ClientSpan(method)
+
+
+@contextmanager
+def _calling(method: str) -> Iterator[_Span]:
+    """One call with its span; a failure is raised as a SpecrejError."""
+    span = _span_of(method)
+    try:
+        yield span
+        span.end(grpc.StatusCode.OK.name)
+    except grpc.aio.AioRpcError as failure:
+        span.end(failure.code().name)
+        raise from_rpc_error(failure) from failure
+    finally:
+        span.end(grpc.StatusCode.CANCELLED.name)  # no effect if it has ended already

@@ -1,0 +1,274 @@
+"""Checks of requests, made by every port before anything else; all violations at once.
+
+They work on contract values, after `limits` has bounded the lengths of their messages. The schema
+has the ranges as rules for other languages; to evaluate those takes too long per request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from specrej.contracts import (
+    MAX_INT32,
+    Accepted,
+    Algorithm,
+    GenerationRequest,
+    GeometricSchedule,
+    Grammar,
+    JsonSchema,
+    Normalization,
+    Prompt,
+    Regex,
+    Sampling,
+    Schedule,
+    Selection,
+    TokensSchedule,
+    WeightedReward,
+)
+from specrej.contracts.errors import Violation
+from specrej.contracts.limits import MAX_DECISION_TOKENS, MAX_PROMPT_CHARACTERS, MAX_REWARDS
+
+ROLES = ("system", "user", "assistant")
+NORMALIZATIONS = ("none", "fixed", "batch")
+# Closer to 1, computing the next decision token would take very many steps.
+MIN_FACTOR = 1.01
+MAX_FACTOR = 16.0
+MAX_WEIGHT = 1e6
+MAX_REWARD = 1e12  # thresholds, means and deviations
+MIN_DEVIATION = 1e-12
+MAX_BIAS = 100.0
+MAX_ALL_TOP_LOGPROBS = 2**20  # of one request
+
+_REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
+
+
+def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
+    """Exactly one of messages and text, neither too long; special tokens in text only. Texts and
+    users' messages are not blank; other messages may be: an answer can be empty."""
+    if bool(prompt.messages) == bool(prompt.text):
+        yield Violation(path, "must have exactly one of messages and text")
+    if prompt.messages and prompt.allow_special_tokens:
+        yield Violation(f"{path}.allow_special_tokens", "must be false with messages")
+    if prompt.text and not prompt.text.strip():
+        yield Violation(f"{path}.text", "must not be blank")
+    for index, message in enumerate(prompt.messages):
+        where = f"{path}.messages[{index}]"
+        if message.role not in ROLES:
+            yield Violation(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+        if message.role == "user" and not message.content.strip():
+            yield Violation(f"{where}.content", "must not be blank")
+    if prompt.messages and prompt.messages[-1].role != "user":
+        yield Violation(
+            f"{path}.messages[{len(prompt.messages) - 1}].role", "must be user (last turn)"
+        )
+    size = len(prompt.text) + sum(len(message.content) for message in prompt.messages)
+    if size > MAX_PROMPT_CHARACTERS:
+        yield Violation(path, f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {size}")
+
+
+def check_sampling(
+    sampling: Sampling, n: int, context_tokens: int, vocabulary: int, path: str = "sampling"
+) -> Iterator[Violation]:
+    """Every field of Sampling; `n`, because greedy candidates would all be equal."""
+    yield from _check_lengths(sampling, context_tokens, path)
+    if sampling.temperature == 0 and n != 1:
+        yield Violation(f"{path}.temperature", f"0 is greedy: n must be 1, is {n}")
+    yield from _check_ranges(sampling, path)
+    if sampling.top_logprobs > 0 and not sampling.logprobs:
+        yield Violation(f"{path}.top_logprobs", "must be 0 without logprobs")
+    for index, text in enumerate(sampling.stop):
+        if not text:
+            yield Violation(f"{path}.stop[{index}]", "must not be empty")
+    for index, text in enumerate(sampling.bad_words):
+        if not text.strip():
+            yield Violation(f"{path}.bad_words[{index}]", "must not be blank")
+    yield from _check_token_ids(sampling, vocabulary, path)
+    yield from _check_structured_output(sampling, path)
+
+
+def _check_structured_output(sampling: Sampling, path: str) -> Iterator[Violation]:
+    """The generator checks the rest, as it depends on the tokenizer."""
+    where = f"{path}.structured_output"
+    match sampling.structured_output:
+        case None:
+            return
+        case JsonSchema(schema) if not _is_object(schema):
+            yield Violation(f"{where}.json_schema.schema", "must be an object in JSON")
+        case Regex(pattern) if not pattern:
+            yield Violation(f"{where}.regex.pattern", "must not be empty")
+        case Grammar(lark) if not lark.strip():
+            yield Violation(f"{where}.grammar.lark", "must not be blank")
+    for name in ("stop", "stop_token_ids", "ignore_eos"):
+        if getattr(sampling, name):
+            yield Violation(f"{path}.{name}", "must be absent: structured_output decides the end")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def check_top_logprobs(
+    sampling: Sampling, candidates: int, path: str = "sampling"
+) -> Iterator[Violation]:
+    """Not too many over all candidates: each takes about 70 bytes."""
+    num = candidates * sampling.max_tokens * sampling.top_logprobs
+    if num > MAX_ALL_TOP_LOGPROBS:
+        most = MAX_ALL_TOP_LOGPROBS // (candidates * sampling.max_tokens)
+        tokens = f"{candidates} candidates of {sampling.max_tokens} tokens"
+        yield _out_of(f"{path}.top_logprobs", sampling.top_logprobs, f"0 .. {most} with {tokens}")
+
+
+def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
+    longest = sampling.max_tokens
+    if not 1 <= longest <= context_tokens:
+        yield _out_of(f"{path}.max_tokens", longest, f"1 .. {context_tokens}")
+    # A negative max_tokens does not make the default of 0 a violation, too.
+    if not 0 <= sampling.min_tokens <= max(longest, 0):
+        yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
+
+
+def _check_token_ids(sampling: Sampling, vocabulary: int, path: str) -> Iterator[Violation]:
+    accepted = f"0 .. {vocabulary - 1}"
+    for index, token_id in enumerate(sampling.stop_token_ids):
+        if not 0 <= token_id < vocabulary:
+            yield _out_of(f"{path}.stop_token_ids[{index}]", token_id, accepted)
+    biased = [item.token_id for item in sampling.logit_bias]
+    if len(set(biased)) < len(biased):
+        yield Violation(f"{path}.logit_bias", "must have each token once")
+    for index, item in enumerate(sampling.logit_bias):
+        where = f"{path}.logit_bias[{index}]"
+        if not 0 <= item.token_id < vocabulary:
+            yield _out_of(f"{where}.token_id", item.token_id, accepted)
+        if not abs(item.bias) <= MAX_BIAS:
+            yield _out_of(f"{where}.bias", item.bias, f"-{MAX_BIAS:g} .. {MAX_BIAS:g}")
+
+
+def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violation]:
+    """N within the generator's hard limit."""
+    if not 0 <= n <= max_candidates:
+        yield _out_of(path, n, f"0 (as many as fit) .. {max_candidates}")
+
+
+def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
+    """Decision tokens ascend, a geometric schedule grows."""
+    if isinstance(schedule, TokensSchedule):
+        where = f"{path}.tokens.decision_tokens"
+        tokens = schedule.tokens
+        if not 1 <= len(tokens) <= MAX_DECISION_TOKENS:
+            yield Violation(where, f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
+        if any(later <= earlier for earlier, later in zip((0, *tokens), tokens, strict=False)):
+            yield Violation(where, "must be 1 or more and strictly ascending")
+    elif not 1 <= schedule.first <= MAX_INT32:
+        yield _out_of(f"{path}.{schedule.kind}.first", schedule.first, "1 or more")
+    if isinstance(schedule, GeometricSchedule) and not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
+        accepted = f"{MIN_FACTOR} .. {MAX_FACTOR}"
+        yield _out_of(f"{path}.geometric.factor", schedule.factor, accepted)
+
+
+def check_selection(
+    selection: Selection, max_candidates: int, path: str = "selection"
+) -> Iterator[Violation]:
+    """Every field of Selection; the orchestrator checks that the rewards exist."""
+    yield from check_candidates(selection.n, max_candidates, f"{path}.n")
+    yield from _check_ranges(selection, path)
+    yield from check_schedule(selection.schedule, f"{path}.schedule")
+    yield from check_rewards(selection.rewards, f"{path}.rewards")
+    yield from _check_min_answers(selection, max_candidates, f"{path}.min_answers")
+    if selection.branching:
+        yield from _check_branching(selection, max_candidates, f"{path}.branching")
+
+
+def _check_min_answers(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+    most, name = max_candidates, ""
+    if 1 <= selection.n < most:
+        most, name = selection.n, "n"
+    if selection.branching and 1 <= selection.branching.keep < most:
+        most, name = selection.branching.keep, "branching.keep"
+    if not 1 <= selection.min_answers <= most:
+        accepted = f"1 .. {name} ({most})" if name else f"1 .. {most}"
+        yield _out_of(path, selection.min_answers, accepted)
+
+
+def _check_branching(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+    assert selection.branching
+    width, keep = selection.branching.width, selection.branching.keep
+    if selection.algorithm is Algorithm.BEST_OF_N:
+        yield Violation(path, "must be absent with Best-of-N, which rejects nothing")
+    if not 2 <= width <= max_candidates:
+        yield _out_of(f"{path}.width", width, f"2 .. {max_candidates}")
+    if not 1 <= keep < max(2, width):
+        yield _out_of(f"{path}.keep", keep, f"1 .. width - 1 ({width - 1})")
+    if not 0 <= selection.branching.taper <= 1:
+        yield _out_of(f"{path}.taper", selection.branching.taper, "0 .. 1")
+
+
+def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:
+    """Not too many, each once, and every field of each."""
+    names = [reward.name for reward in rewards]
+    if len(names) > MAX_REWARDS or len(set(names)) < len(names):
+        yield Violation(path, f"must have at most {MAX_REWARDS}, each name once")
+    for index, reward in enumerate(rewards):
+        yield from _check_reward(reward, f"{path}[{index}]")
+
+
+def _check_reward(reward: WeightedReward, path: str) -> Iterator[Violation]:
+    if not reward.name:
+        yield Violation(f"{path}.name", "must not be empty")
+    if not 0 < abs(reward.weight) <= MAX_WEIGHT:
+        accepted = f"-{MAX_WEIGHT:g} .. {MAX_WEIGHT:g} and not 0"
+        yield _out_of(f"{path}.weight", reward.weight, accepted)
+    yield from _check_normalization(reward.normalization, f"{path}.normalization")
+    if reward.veto_below is not None and not abs(reward.veto_below) <= MAX_REWARD:
+        yield _out_of(f"{path}.veto_below", reward.veto_below, _REWARD_RANGE)
+
+
+def _check_normalization(normalization: Normalization, path: str) -> Iterator[Violation]:
+    kind, mean, deviation = normalization.kind, normalization.mean, normalization.deviation
+    if kind == "fixed":
+        if not abs(mean) <= MAX_REWARD:
+            yield _out_of(f"{path}.fixed.mean", mean, _REWARD_RANGE)
+        if not MIN_DEVIATION <= deviation <= MAX_REWARD:
+            accepted = f"{MIN_DEVIATION:g} .. {MAX_REWARD:g}"
+            yield _out_of(f"{path}.fixed.deviation", deviation, accepted)
+    elif kind not in NORMALIZATIONS:
+        yield Violation(f"{path}.kind", f"must be one of {', '.join(NORMALIZATIONS)}")
+    elif normalization != Normalization(kind):
+        # Probably the kind is missing.
+        yield Violation(path, "has a mean and a deviation only if its kind is fixed")
+
+
+def check_request(
+    request: GenerationRequest, context_tokens: int, max_candidates: int, vocabulary: int
+) -> Iterator[Violation]:
+    """Every field of a public request."""
+    yield from check_prompt(request.prompt)
+    yield from check_sampling(request.sampling, request.selection.n, context_tokens, vocabulary)
+    yield from check_selection(request.selection, max_candidates)
+    if request.sampling.temperature == 0 and request.selection.branching:
+        yield Violation("selection.branching", "must be absent at temperature 0: forks are equal")
+
+
+def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:
+    """Every option with an accepted range in the contract."""
+    kind: Any = type(value)
+    for name, accepted in _accepted(kind):
+        number = getattr(value, name)
+        if not accepted.contains(number):
+            yield _out_of(f"{path}.{name}", number, accepted.text)
+
+
+@cache
+def _accepted(kind: Any) -> tuple[tuple[str, Accepted], ...]:
+    ranges = ((item.name, item.metadata.get("accepted")) for item in fields(kind))
+    return tuple((name, accepted) for name, accepted in ranges if accepted)
+
+
+def _out_of(field: str, value: float, accepted: str) -> Violation:
+    return Violation(field, f"must be {accepted}, is {value}")

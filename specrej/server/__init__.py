@@ -1,0 +1,1 @@
+"""The gRPC server of every service: admission of callers, statuses, health, drain."""

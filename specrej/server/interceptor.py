@@ -1,0 +1,295 @@
+"""The interceptor of every server: admits callers, sets deadlines, opens spans, maps errors.
+
+Handlers raise `SpecrejError`s and never catch; this is the only place where they become statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Never
+
+import grpc.aio
+
+from specrej import telemetry
+from specrej.contracts import limits
+from specrej.contracts.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    SpecrejError,
+    Violation,
+    is_late,
+)
+from specrej.contracts.status import to_status
+from specrej.security import OURS, Access, Caller, set_caller
+from specrej.server.call_bounds import (
+    CallBounds,
+    Context,
+    Handler,
+    RpcHandler,
+    Unread,
+    Waits,
+    bounded,
+)
+from specrej.server.connections import Connections
+
+log = logging.getLogger(__name__)
+
+# Calls that may wait for their first message at once, and for how long; others displace them.
+_MAX_WAITING = 128
+_MESSAGE_S = 10.0
+_REPLY_S = 60.0  # the time to read a reply
+# The same for each method of health and reflection, whose messages are small; how many of its
+# calls may run, and for how long; how many of them may wait for the reader of their reply.
+_MAX_WAITING_PROBES = 4
+_MAX_UNREAD_PROBES = 32
+_PROBE_MESSAGE_S = 2.0
+_PROBE_REPLY_S = 2.0
+_MAX_PROBE_BYTES = 4096
+_MAX_PROBES = 64
+_PROBE_S = 600.0
+
+_RECHECK_S = 2.0  # between two checks of a running call's token
+
+# The deadline of the call in this context, by time.monotonic().
+_deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
+
+
+def time_left_s() -> float | None:
+    """Seconds until the deadline of the current call, the client's or the server's default."""
+    deadline = _deadline.get()
+    return None if deadline is None else deadline - time.monotonic()
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Runs each handler in a span, within its deadline, and maps its exception to a status.
+
+    Calls that `access` does not admit are refused here, before any handler, for every method.
+    `default_deadline_s` bounds calls without a deadline, `max_deadline_s` those with one; None
+    leaves them unbounded. At most `max_calls` of the services run at once.
+    """
+
+    def __init__(
+        self,
+        default_deadline_s: float | None,
+        access: Access,
+        max_deadline_s: float | None,
+        *,
+        max_calls: int,
+    ) -> None:
+        self._default_deadline_s = default_deadline_s
+        self._max_deadline_s = max_deadline_s
+        self._access = access
+        self._bounds = CallBounds(
+            max_calls, Waits(_MAX_WAITING, _MESSAGE_S), Waits(max_calls, _REPLY_S)
+        )
+        self._probe_bounds: dict[str, CallBounds] = {}  # by method of health and reflection
+        self._connections = Connections()
+        self._num_running = 0
+        self.idle = asyncio.Event()  # set while no call of a service runs
+        self.idle.set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        admit = partial(self._access.admit, details.method, details.invocation_metadata or ())
+        try:
+            caller = admit()
+        except Exception as error:
+            # Unauthenticated callers cannot choose span names.
+            return self._refuse(details.method if handler else "unknown", error)
+        if handler is None:
+            return None
+        if details.method.startswith(OURS):
+            wrap = partial(self._guard, details.method, caller=caller, admit=admit)
+            return bounded(handler, self._bounds, limits.check, wrap, caller.tenant)
+        bounds = self._probe_bounds.get(details.method)
+        if bounds is None:
+            bounds = CallBounds(
+                _MAX_PROBES,
+                Waits(_MAX_WAITING_PROBES, _PROBE_MESSAGE_S),
+                Waits(_MAX_UNREAD_PROBES, _PROBE_REPLY_S),
+            )
+            self._probe_bounds[details.method] = bounds
+        wrap = partial(self._with_status, details.method, admit=admit)
+        return bounded(handler, bounds, _check_probe, wrap, "")
+
+    def _refuse(self, method: str, error: Exception) -> RpcHandler:
+        """A handler for any method that fails before it reads a message."""
+
+        async def refuse(request: Any, context: Context) -> None:
+            raise error
+
+        return grpc.stream_stream_rpc_method_handler(self._guard(method, refuse, Caller(), Caller))
+
+    def _guard(
+        self, method: str, behavior: Handler, caller: Caller, admit: Callable[[], Caller]
+    ) -> Handler:
+        name = method.lstrip("/")
+
+        async def guarded(request: Any, context: Context) -> Any:
+            metadata = context.invocation_metadata() or ()
+            left_s = self._deadline_s(context)
+            with self._counted(), telemetry.served(name, metadata) as call:
+                try:
+                    set_caller(caller)
+                    _deadline.set(None if left_s is None else time.monotonic() + left_s)
+                    async with asyncio.timeout(left_s), self._admitted(method, context, admit):
+                        return await behavior(request, context)
+                except Unread:
+                    call.code = grpc.StatusCode.CANCELLED.name
+                    self._reset(context)
+                except Exception as error:
+                    await self._abort(context, method, error, call)
+                except asyncio.CancelledError as error:
+                    call.code = _code_of_cancellation(context, left_s).name
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    # The task was not cancelled: without a status the client would wait for ever.
+                    await self._abort(context, method, error, call)
+
+        return guarded
+
+    def _with_status(self, method: str, behavior: Handler, admit: Callable[[], Caller]) -> Handler:
+        """A handler of health or reflection: without span, with our statuses."""
+
+        async def with_status(request: Any, context: Context) -> Any:
+            try:
+                async with asyncio.timeout(_PROBE_S), self._admitted(method, context, admit):
+                    return await behavior(request, context)
+            except Unread:
+                self._reset(context)
+            except Exception as error:
+                await self._abort(context, method, error, telemetry.Call("OK"))
+
+        return with_status
+
+    def _reset(self, context: Context) -> Never:
+        """End a call whose reply is unread: grpc cannot, so its connection is shut."""
+        self._shut(context)
+        raise asyncio.CancelledError
+
+    def _shut(self, context: Context) -> None:
+        telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason="connection")
+        self._connections.shut(context.peer())
+
+    async def _abort(
+        self, context: Context, method: str, error: BaseException, call: telemetry.Call
+    ) -> None:
+        """End the call with the error's status.
+
+        grpc holds the status back until the client has read all earlier messages. If that takes
+        longer than `_STATUS_S` and `_LATE_STATUS_S` together, the connection is shut.
+        """
+        code, text, trailers = to_status(_presentable(method, error))
+        call.code = code.name
+        ending = asyncio.ensure_future(context.abort(code, text, trailers))
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # else logged
+        _, held = await asyncio.wait({ending}, timeout=_STATUS_S)
+        if held:
+            asyncio.get_running_loop().call_later(_LATE_STATUS_S, self._give_up, ending, context)
+
+    def _give_up(self, ending: asyncio.Task[Never], context: Context) -> None:
+        if not ending.done():
+            ending.cancel()
+            self._shut(context)
+
+    @asynccontextmanager
+    async def _admitted(
+        self, method: str, context: Context, admit: Callable[[], Caller]
+    ) -> AsyncIterator[None]:
+        """Check the peer, then call `admit` every two seconds; its error ends what runs inside.
+
+        So a token that is revoked or expires ends its open calls.
+        """
+        # Only here: interceptors do not receive the peer's certificate.
+        if self._access.allowed_clients:
+            self._access.check_peer(method, context.auth_context())
+        loop, refusal = asyncio.get_running_loop(), None
+        timer: asyncio.TimerHandle
+
+        # `check` receives itself: a closure over its own name is a cycle of references, which only
+        # the garbage collector frees.
+        def check(again: Callable[[Any], None]) -> None:
+            nonlocal timer, refusal
+            try:
+                admit()
+                timer = loop.call_later(_RECHECK_S, again, again)
+            except Exception as error:
+                refusal = error
+                bound.reschedule(loop.time())
+
+        timer = loop.call_later(_RECHECK_S, check, check)
+        try:
+            async with asyncio.timeout(None) as bound:
+                yield
+        except TimeoutError:
+            if refusal:
+                raise refusal from None
+            raise
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self.idle.set()
+
+    def _deadline_s(self, context: Context) -> float | None:
+        remaining = context.time_remaining()
+        # grpc reports "no deadline" as None or as one many years ahead.
+        if remaining is None or remaining > 1e9:
+            return self._default_deadline_s
+        return min(remaining, self._max_deadline_s or remaining)
+
+
+# The time for a status to leave, and for a client that reads later to receive it.
+_STATUS_S = 1.0
+_LATE_STATUS_S = 10.0
+
+
+def _code_of_cancellation(context: Context, total_s: float | None) -> grpc.StatusCode:
+    left_s = context.time_remaining()
+    late = left_s is not None and total_s is not None and is_late(left_s, total_s)
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+
+
+def _presentable(method: str, error: BaseException) -> SpecrejError:
+    """The error for the caller: a SpecrejError as it is; anything else is logged and opaque."""
+    if isinstance(error, SpecrejError):
+        return error
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("deadline exceeded")
+    if isinstance(error, asyncio.CancelledError):
+        log.error("bug in %s: a call was cancelled within the server", method, exc_info=error)
+        return Cancelled("cancelled by the server")
+    if isinstance(error, grpc.aio.InternalError):
+        return Cancelled("the client is gone")  # grpc accepts no message for a call that is over
+    request_id = uuid.uuid4().hex
+    log.error("bug in %s (error %s)", method, request_id, exc_info=error)
+    return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
+
+
+def _check_probe(data: bytes, _: Any) -> None:
+    """Raises InvalidRequest: a message of health or reflection is too long."""
+    if len(data) > _MAX_PROBE_BYTES:
+        most = f"must have at most {_MAX_PROBE_BYTES} bytes, has {len(data)}"
+        raise InvalidRequest([Violation("request", most)])

@@ -1,0 +1,1 @@
+"""What both model services share: checkpoints, the network, attention, KV and slots; no grpc."""

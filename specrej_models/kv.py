@@ -1,0 +1,234 @@
+"""The tensors behind the slots: one prompt's keys and values once, and its candidates' suffixes.
+
+All live candidates of a session have the same suffix length, so a suffix store is dense and needs
+no padding: per layer [rows, kv_heads, tokens, head_dim], the first `live` rows in use. It is
+independent of sessions, shares and sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrej_models.sizes import slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one slot holds."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of keys and values of one token across all layers."""
+        return slot_bytes(self.layers, self.kv_heads, self.head_dim, self.dtype.itemsize)
+
+    def empty(self, *size: int) -> Tensor:
+        return torch.empty(*size, self.head_dim, dtype=self.dtype, device=self.device)
+
+
+class PromptKV:
+    """Keys and values of some prompt tokens, shared by candidates and sessions.
+
+    Per layer [kv_heads, tokens, d].
+    """
+
+    def __init__(self, shape: KVShape, num_tokens: int) -> None:
+        self._shape = shape
+        self.num_tokens = num_tokens
+        self.keys = [shape.empty(shape.kv_heads, num_tokens) for _ in range(shape.layers)]
+        self.values = [shape.empty(shape.kv_heads, num_tokens) for _ in range(shape.layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """What is really allocated."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def head(self, count: int) -> PromptKV:
+        """The first `count` tokens, in the same memory."""
+        if count == self.num_tokens:
+            return self
+        view = PromptKV(self._shape, 0)
+        view.num_tokens = count
+        view.keys = [key[:, :count] for key in self.keys]
+        view.values = [value[:, :count] for value in self.values]
+        return view
+
+    def grown(self, num_tokens: int, filled: int) -> PromptKV:
+        """A store with room for `num_tokens` tokens, the first `filled` copied from this one."""
+        store = PromptKV(self._shape, num_tokens)
+        for layer in range(len(store.keys)):
+            keys, values = self.keys[layer][:, :filled], self.values[layer][:, :filled]
+            store.write(layer, 0, keys, values)
+        return store
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Store a chunk, each [kv_heads, chunk, d], at positions start ..."""
+        end = start + keys.shape[1]
+        self.keys[layer][:, start:end] = keys
+        self.values[layer][:, start:end] = values
+
+    def split(self, at: int) -> tuple[PromptKV, PromptKV]:
+        """The first `at` tokens and the rest, copied layer by layer; gives up this store.
+
+        If memory runs out on the way, this store is put together again: others may use it.
+        """
+        front, rest = PromptKV(self._shape, 0), PromptKV(self._shape, 0)
+        front.num_tokens, rest.num_tokens = at, self.num_tokens - at
+        stores = ((self.keys, front.keys, rest.keys), (self.values, front.values, rest.values))
+        try:
+            for store, fronts, rests in stores:
+                for layer, whole in enumerate(store):
+                    fronts[layer], rests[layer] = whole[:, :at].clone(), whole[:, at:].clone()
+                    store[layer] = fronts[layer]  # the whole is not needed any more
+        except BaseException:
+            for store, fronts, rests in stores:
+                _rejoin(store, fronts, rests)
+            raise
+        return front, rest
+
+
+def _rejoin(store: list[Tensor], fronts: list[Tensor], rests: list[Tensor]) -> None:
+    """Undo an incomplete split; empty a store that cannot be restored, so that no half of it is
+    used."""
+    try:
+        for layer, front in enumerate(fronts):
+            if store[layer] is front:
+                store[layer] = torch.cat((front, rests[layer]), dim=1)
+    except BaseException:
+        store.clear()
+        raise
+
+
+class SuffixKV:
+    """Keys and values of the candidates' own tokens.
+
+    `length` tokens are stored per live row; the store has room for `tokens_room` of them.
+    """
+
+    def __init__(self, shape: KVShape, rows: int) -> None:
+        self._shape = shape
+        self.live = rows
+        self.length = 0
+        self.tokens_room = 0
+        empty = [torch.empty(0, dtype=shape.dtype, device=shape.device)] * shape.layers
+        self._keys: list[Tensor] = list(empty)
+        self._values: list[Tensor] = list(empty)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is really allocated."""
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+
+    def keys(self, layer: int) -> Tensor:
+        """[rows, kv_heads, tokens_room, d]; the first `live` rows and `length` tokens are set."""
+        return self._view(self._keys[layer], self.tokens_room)
+
+    def values(self, layer: int) -> Tensor:
+        """As `keys`."""
+        return self._view(self._values[layer], self.tokens_room)
+
+    def key_addresses(self) -> list[int]:
+        """Of each layer's keys, for compiled code that writes and reads them itself."""
+        return [tensor.data_ptr() for tensor in self._keys]
+
+    def value_addresses(self) -> list[int]:
+        """As `key_addresses`."""
+        return [tensor.data_ptr() for tensor in self._values]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the next token of every live row, [live, kv_heads, d]; `advance` makes it count."""
+        self.keys(layer)[: self.live, :, self.length] = keys
+        self.values(layer)[: self.live, :, self.length] = values
+
+    def advance(self) -> None:
+        """All layers have written the next token."""
+        self.length += 1
+
+    def reserve(self, tokens_room: int, slots: int = 0) -> None:
+        """Make room for `tokens_room` tokens per live row: layer by layer, in place if it fits.
+
+        A layer that is too small moves to a tensor of at least `slots`, so that it moves only once.
+        """
+        for store in (self._keys, self._values):
+            for layer, flat in enumerate(store):
+                store[layer] = self._restride(flat, tokens_room, slots)
+        self.tokens_room = tokens_room
+
+    def keep(self, rows: Sequence[int], slots: int) -> None:
+        """Make some live rows the only ones, in this order; a repeated row is copied.
+
+        Takes the extra memory of one layer. If the rows do not fit into the store, it also grows:
+        to at most `slots`, or to what the stored tokens need.
+        """
+        index = torch.tensor(rows, dtype=torch.long, device=self._shape.device)
+        tokens_room = self.tokens_room
+        values = self._shape.kv_heads * self._shape.head_dim
+        if len(rows) * tokens_room * values > self._keys[0].numel():
+            tokens_room = min(tokens_room, max(self.length, slots // len(rows)))
+        for store in (self._keys, self._values) if self.tokens_room else ():
+            for layer, flat in enumerate(store):
+                store[layer] = self._gathered(flat, index, tokens_room)
+        self.live, self.tokens_room = len(rows), tokens_room
+
+    def drop(self, row: int) -> None:
+        """Free one live row: the last live row moves into its place."""
+        last = self.live - 1
+        if row != last:
+            for view in self._views():
+                view[row, :, : self.length] = view[last, :, : self.length]
+        self.live = last
+
+    def shrink(self, slots: int) -> None:
+        """Return memory beyond `slots` to the allocator, one layer at a time."""
+        if self._keys[0].numel() <= slots * self._shape.kv_heads * self._shape.head_dim:
+            return
+        tokens_room = min(self.tokens_room, slots // self.live) if self.live else 0
+        for store in (self._keys, self._values):
+            for layer, flat in enumerate(store):
+                store[layer] = self._copied(flat, tokens_room)
+        self.tokens_room = tokens_room
+
+    def _gathered(self, flat: Tensor, rows: Tensor, tokens_room: int) -> Tensor:
+        kept = self._stored(flat)[rows]
+        slots = len(rows) * tokens_room
+        if slots * self._shape.kv_heads * self._shape.head_dim > flat.numel():
+            flat = self._shape.empty(slots, self._shape.kv_heads).view(-1)
+        self._view(flat, tokens_room)[: len(rows), :, : self.length] = kept
+        return flat
+
+    def _restride(self, flat: Tensor, tokens_room: int, slots: int) -> Tensor:
+        needed = self.live * tokens_room * self._shape.kv_heads * self._shape.head_dim
+        if needed > flat.numel():
+            return self._copied(flat, tokens_room, slots)
+        stored = self._stored(flat).clone()
+        self._view(flat, tokens_room)[: self.live, :, : self.length] = stored
+        return flat
+
+    def _copied(self, flat: Tensor, tokens_room: int, slots: int = 0) -> Tensor:
+        slots = max(slots, self.live * tokens_room)
+        fresh = self._shape.empty(slots, self._shape.kv_heads).view(-1)
+        if self.live:  # else nothing is to be copied, and the shapes may differ
+            view = self._view(fresh, tokens_room)
+            view[: self.live, :, : self.length] = self._stored(flat)
+        return fresh
+
+    def _stored(self, flat: Tensor) -> Tensor:
+        return self._view(flat, self.tokens_room)[: self.live, :, : self.length]
+
+    def _views(self) -> list[Tensor]:
+        return [self._view(flat, self.tokens_room) for flat in (*self._keys, *self._values)]
+
+    def _view(self, flat: Tensor, tokens_room: int) -> Tensor:
+        heads, dim = self._shape.kv_heads, self._shape.head_dim
+        rows = flat.numel() // (heads * tokens_room * dim) if tokens_room else self.live
+        used = flat[: rows * heads * tokens_room * dim]
+        return used.view(rows, heads, tokens_room, dim)

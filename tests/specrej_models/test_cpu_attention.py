@@ -1,0 +1,348 @@
+"""Compiled attention equals the torch operations that specify it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specrej_models.attention import (
+    DecodeSegment,
+    PrefillSegment,
+    Scaling,
+    Segment,
+    attend_rows,
+)
+from specrej_models.cpu.layout import CPUAttention
+from specrej_models.cpu.tiles import LANES, PANEL
+from specrej_models.kv import KVShape, PromptKV, SuffixKV
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sessions as (tokens of each prompt piece, rows, own tokens), and the attention's shape."""
+
+    sessions: tuple[tuple[tuple[int, ...], int, int], ...]
+    kv_heads: int = 2
+    group: int = 3
+    dim: int = 16
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def scaled(self) -> Scaling:
+        return Scaling(self.dim**-0.5, self.softcap, self.window)
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(1, self.kv_heads, self.dim, torch.float32, torch.device("cpu"))
+
+
+CASES = {
+    "one": Case((((5,), 1, 0),)),
+    "rows beyond a chunk": Case((((7,), 9, 3),)),
+    "pieces": Case((((4, 1, 6), 3, 2),)),
+    "several sessions": Case((((5,), 2, 0), ((3, 2), 6, 5), ((1,), 1, 11))),
+    "no group": Case((((5,), 4, 3),), group=1),
+    "a window inside the prompt": Case((((4, 6), 3, 2),), window=5),
+    "a window inside the answer": Case((((4, 6), 3, 9),), window=4),
+    "a soft cap": Case((((5,), 4, 3),), softcap=2.0),
+    "many rows": Case((((90,), 64, 3),)),
+    "many rows behind pieces": Case(
+        (((70, 30), 48, 2), ((3,), 2, 1)),
+    ),
+    "more queries of a key than lanes": Case((((20, 3), 3, 5),), group=LANES + 1),
+    "heads of the usual size": Case((((40,), 11, 9), ((17, 20), 6, 4)), group=3, dim=64),
+    "large heads": Case((((40,), 5, 18),), group=4, dim=128),
+    "heads of a size between": Case((((20,), 5, 18),), group=5, dim=80),
+    "many rows in a window": Case((((70, 80), 64, 2),), window=90),
+}
+
+
+def segments_of(case: Case) -> list[Segment]:
+    """Stores with random contents, the same for every call."""
+    torch.manual_seed(1)
+    segments: list[Segment] = []
+    for pieces, rows, length in case.sessions:
+        stores = tuple(PromptKV(case.shape, tokens) for tokens in pieces)
+        suffix = SuffixKV(case.shape, rows)
+        suffix.reserve(length + 2)
+        for tensor in [t for store in stores for t in (*store.keys, *store.values)]:
+            tensor.normal_()
+        for _ in range(length):
+            suffix.write(0, *torch.randn(2, rows, case.kv_heads, case.dim))
+            suffix.advance()
+        segments.append(DecodeSegment(stores, suffix))
+    return segments
+
+
+def rows_of(case: Case, segments: list[Segment]) -> QKV:
+    """Query, key and value as a layer hands them over: views into one product."""
+    heads = case.kv_heads * (case.group + 2)
+    rows = sum(segment.num_rows for segment in segments)
+    product = torch.randn(rows, heads * case.dim, generator=torch.Generator().manual_seed(2))
+    by_head = product.view(rows, heads, case.dim).transpose(0, 1)
+    sizes = [case.kv_heads * case.group, case.kv_heads, case.kv_heads]
+    query, key, value = torch.split(by_head, sizes)
+    return query, key, value
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a prompt: tokens of the pieces before theirs, what of theirs is stored, how many."""
+
+    earlier: tuple[int, ...]
+    offset: int
+    rows: int
+    heads_of: int = 0  # the earlier pieces are views of stores that are so much longer
+
+
+def prompts_of(case: Case, chunks: tuple[Chunk, ...]) -> list[Segment]:
+    """Stores with random contents, the same for every call; what is not stored yet is not a number.
+
+    What no row may see would show.
+    """
+    torch.manual_seed(3)
+    segments: list[Segment] = []
+    for chunk in chunks:
+        longer = [PromptKV(case.shape, tokens + chunk.heads_of) for tokens in chunk.earlier]
+        own = PromptKV(case.shape, chunk.offset + chunk.rows + 2)
+        for store in (*longer, own):
+            for tensor in (*store.keys, *store.values):
+                tensor.normal_()
+        for tensor in (*own.keys, *own.values):
+            tensor[:, chunk.offset :] = torch.nan
+        earlier = [store.head(tokens) for store, tokens in zip(longer, chunk.earlier, strict=True)]
+        start = sum(chunk.earlier) + chunk.offset
+        segments.append(PrefillSegment((*earlier, own), start, chunk.offset, chunk.rows))
+    return segments
+
+
+def attend(case: Case, segments: list[Segment], qkv: QKV, scaled: Scaling | None = None) -> Tensor:
+    """By the compiled kernel."""
+    compiled = CPUAttention(case.shape, case.kv_heads * case.group, segments)
+    return attend_rows(0, qkv, segments, scaled or case.scaled, compiled)
+
+
+def stored(segment: Segment) -> list[Tensor]:
+    """What a pass over the segment may have written."""
+    tensors = [kv for piece in segment.pieces for kv in (piece.keys[0], piece.values[0])]
+    if isinstance(segment, DecodeSegment):
+        tensors.append(segment.suffix.keys(0)[:, :, : segment.suffix.length + 1])
+    return tensors
+
+
+def assert_equal(
+    case: Case,
+    chunks: tuple[Chunk, ...] = (),
+    scaled: Scaling | None = None,
+    tolerance: float = 1e-5,
+) -> None:
+    slow, fast = ([*prompts_of(case, chunks), *segments_of(case)] for _ in range(2))
+    qkv = rows_of(case, slow)
+    expected = attend_rows(0, qkv, slow, scaled or case.scaled, None)
+    actual = attend(case, fast, qkv, scaled)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    for one, other in zip(slow, fast, strict=True):
+        torch.testing.assert_close(stored(other), stored(one), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_torch_operations(name: str) -> None:
+    """Guards against a compiled kernel that reads a wrong row, piece, head or token."""
+    assert_equal(CASES[name])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_rows_equal_all_rows_at_once(
+    name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards torch's attention in blocks: their positions, masks, windows and places."""
+    case = CASES[name]
+    chunks = (Chunk((4, 3), 2, 8), Chunk((), 0, 9))
+    segments, again = ([*prompts_of(case, chunks), *segments_of(case)] for _ in range(2))
+    qkv = rows_of(case, segments)
+    expected = attend_rows(0, qkv, segments, case.scaled, None)
+    longest = max(s.start + s.num_rows for s in segments if isinstance(s, PrefillSegment))
+    scores = num_rows * case.kv_heads * case.group * longest
+    monkeypatch.setattr("specrej_models.attention.SCORES_AT_ONCE", scores)
+    actual = attend_rows(0, qkv, again, case.scaled, None)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(4, 6), slice(3, 11)])
+def test_a_rows_attention_does_not_depend_on_its_batch(group: int, rows: slice) -> None:
+    """Survivors of a cut go on exactly as they would have, to the last bit, in whatever lane."""
+    case = Case((((40, 7), 11, 9),), group=group, dim=64)
+    (whole,) = segments_of(case)
+    assert isinstance(whole, DecodeSegment)
+    part = SuffixKV(case.shape, rows.stop - rows.start)
+    part.reserve(11)
+    part.keys(0)[:] = whole.suffix.keys(0)[rows]
+    part.values(0)[:] = whole.suffix.values(0)[rows]
+    part.length = whole.suffix.length
+    some = DecodeSegment(whole.pieces, part)
+    query, key, value = rows_of(case, [whole])
+    expected = attend(case, [whole], (query, key, value))[rows]
+    actual = attend(case, [some], (query[:, rows], key[:, rows], value[:, rows]))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+            st.integers(1, 11),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 4, 5, 7, 8, 17, PANEL]),
+    st.sampled_from([16, 48, 64, 80, 128]),
+    st.none() | st.integers(1, 12),
+)
+def test_equals_the_torch_operations_for_any_sessions(
+    sessions: tuple[tuple[tuple[int, ...], int, int], ...],
+    kv_heads: int,
+    group: int,
+    dim: int,
+    window: int | None,
+) -> None:
+    """Guards the kernel's tables over arbitrary sizes."""
+    assert_equal(Case(sessions, kv_heads, group, dim, window))
+
+
+_ANSWERS = (((3, 2), 6, 5),)
+PROMPTS = {
+    "one token": (Case(_ANSWERS), (Chunk((), 0, 1),)),
+    "a whole prompt": (Case(_ANSWERS), (Chunk((), 0, 20),)),
+    "more rows than a panel": (Case(_ANSWERS, dim=64), (Chunk((7,), 0, 131),)),
+    "a later chunk": (Case(_ANSWERS), (Chunk((), 9, 14),)),
+    "pieces": (Case(_ANSWERS), (Chunk((4, 1, 30), 3, 11),)),
+    "views of longer stores": (Case(_ANSWERS), (Chunk((4, 6), 0, 11, heads_of=5),)),
+    "several prompts": (Case(_ANSWERS), (Chunk((), 0, 5), Chunk((8,), 2, 40), Chunk((1,), 0, 1))),
+    "a window inside the rows": (Case(_ANSWERS, window=4), (Chunk((9,), 2, 20),)),
+    "a window inside a piece": (Case(_ANSWERS, window=17), (Chunk((5, 9), 2, 20),)),
+    "a soft cap": (Case(_ANSWERS, softcap=2.0), (Chunk((9,), 2, 20),)),
+    "no answers beside": (Case(()), (Chunk((9,), 2, 20),)),
+    "many rows beside": (Case((((90,), 64, 3),)), (Chunk((9,), 2, 20),)),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_equal_the_torch_operations(name: str) -> None:
+    """Guards against a row that sees a token after it, or one that is not there."""
+    assert_equal(*PROMPTS[name])
+
+
+@given(
+    st.lists(
+        st.builds(
+            Chunk,
+            st.lists(st.integers(1, 40), max_size=3).map(tuple),
+            st.integers(0, 20),
+            st.integers(1, 70),
+        ),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([16, 48, 64]),
+    st.none() | st.integers(1, 60),
+    st.none() | st.just(3.0),
+)
+def test_prompts_equal_the_torch_operations_for_any_sizes(
+    chunks: tuple[Chunk, ...],
+    kv_heads: int,
+    group: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Guards panels, tiles and windows over arbitrary sizes."""
+    assert_equal(Case((), kv_heads, group, dim, window, softcap), chunks)
+
+
+def test_rows_whose_keys_are_stored_do_not_write() -> None:
+    """Guards against an equal prompt's KV, shared with others, being written again."""
+    case, chunk = Case(()), Chunk((), 0, 6)
+    (computed,) = prompts_of(case, (chunk,))
+    assert isinstance(computed, PrefillSegment)
+    query, key, value = rows_of(case, [computed])
+    expected = attend(case, [computed], (query, key, value))
+    again = replace(computed, stored=True)
+    before = [tensor.clone() for tensor in stored(again)]
+    others = query, torch.randn_like(key), torch.randn_like(value)  # must be neither read nor kept
+    torch.testing.assert_close(attend(case, [again], others), expected, rtol=0, atol=0)
+    for tensor, old in zip(stored(again), before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_prompt_rows_in_the_same_step_stay_where_they_are() -> None:
+    """Guards against decode rows that are taken from where a chunk of a prompt stands."""
+    case = CASES["several sessions"]
+    decode = segments_of(case)
+    chunk = PromptKV(case.shape, 4)
+    mixed: list[Segment] = [decode[0], PrefillSegment((chunk,), 0, 0, 4), *decode[1:]]
+    query, key, value = rows_of(case, mixed)
+    actual = attend(case, mixed, (query, key, value))
+    alone = [*range(2), *range(6, query.shape[1])]
+    again = segments_of(case)
+    rows = (query[:, alone], key[:, alone], value[:, alone])
+    expected = attend_rows(0, rows, again, case.scaled, None)
+    torch.testing.assert_close(actual[alone], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_segment_sees_what_another_one_of_the_pass_stores() -> None:
+    """Guards against a share that begins before those that store what it sees, as on threads of a
+    busy machine: here the text, which sees all of its prompt, has the first shares."""
+    case = CASES["several sessions"]
+    rows = [6, 4]
+
+    def pair() -> list[Segment]:
+        prompt, text = (PromptKV(case.shape, count) for count in rows)
+        for tensor in (*prompt.keys, *prompt.values, *text.keys, *text.values):
+            tensor.fill_(torch.nan)
+        first = PrefillSegment((prompt,), 0, 0, rows[0])
+        return [first, PrefillSegment((prompt, text), rows[0], 0, rows[1])]
+
+    query, key, value = rows_of(case, pair())
+    expected = attend_rows(0, (query, key, value), pair(), case.scaled, None)
+    turned = [*range(rows[0], sum(rows)), *range(rows[0])]
+    actual = attend(case, pair()[::-1], (query[:, turned], key[:, turned], value[:, turned]))
+    torch.testing.assert_close(actual, expected[turned], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
+def test_weights_survive_large_scores(spread: float) -> None:
+    """Guards the kernel's own exponential: scores far apart neither overflow nor become NaN."""
+    scaled = Scaling(spread, None, None)
+    assert_equal(Case((((6,), 5, 4),)), scaled=scaled, tolerance=2e-5)
+
+
+@pytest.mark.long
+def test_scratch_memory_is_not_freed_while_it_is_used() -> None:
+    """Guards against wrong tokens and a corrupted heap: numba frees an array after its last use,
+    although its address is still in use."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.specrej_models.shared_arena"],
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr

@@ -1,0 +1,294 @@
+"""The tensors behind the slots: what they hold, and the memory they take, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from generator_service.engine.commands import OpenCommand
+from generator_service.engine.engine import Engine
+from specrej.contracts import Sampling
+from specrej_models.attention import Segment
+from specrej_models.kv import KVShape, PromptKV, SuffixKV
+from tests.generator_service import stepping
+
+S = TypeVar("S")
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Bytes above those at the start: the most at any moment, and those that stay."""
+
+    peak: int
+    stays: int
+
+
+def allocated(action: Callable[[S], object], before: Callable[[], S]) -> Allocated:
+    """What `action` on the result of `before` allocates and frees, by torch's own record."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        state = before()  # within the profile: only what it has seen coming does it see going
+        with record_function("measured"):
+            kept = action(state)
+    del state, kept
+    assert profiler.profiler and profiler.profiler.kineto_results
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    start, *_ = (event.start_ns() for event in events if event.name() == "measured")
+    memory = [event for event in events if event.name() == "[memory]"]
+    now = sum(event.nbytes() for event in memory if event.start_ns() < start)
+    steady = peak = now
+    for event in memory:
+        if event.start_ns() >= start:
+            now += event.nbytes()
+            peak = max(peak, now)
+    return Allocated(peak - steady, now - steady)
+
+
+def nothing() -> None:
+    """There was nothing before."""
+
+
+def shape_of(
+    layers: int = 8, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> KVShape:
+    return KVShape(layers, kv_heads, head_dim, dtype, CPU)
+
+
+def test_the_measure_sees_peaks() -> None:
+    """A positive control: two more tensors at once, then two less."""
+
+    def action(tensors: list[Tensor]) -> None:
+        tensors.append(tensors[0].clone().clone())
+        tensors[:] = tensors[:1]
+        tensors[0] = torch.empty(0)
+
+    assert allocated(action, lambda: [torch.empty(1000)]) == Allocated(peak=8000, stays=-4000)
+
+
+SHAPES = [
+    shape_of(1, 1, 1, torch.float32),
+    shape_of(3, 2, 8, torch.float32),
+    shape_of(30, 3, 64, torch.float32),
+    shape_of(5, 8, 128, torch.bfloat16),
+    shape_of(2, 5, 48, torch.float16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_prompt_takes_its_slots_in_bytes(shape: KVShape, tokens: int) -> None:
+    """Capacity is bytes divided by this: a forgotten factor is memory that runs out."""
+    memory = allocated(lambda _: PromptKV(shape, tokens), nothing)
+    assert memory.stays == memory.peak == tokens * shape.slot_bytes
+    assert PromptKV(shape, tokens).num_bytes == tokens * shape.slot_bytes
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (7, 13)])
+def test_candidates_take_their_slots_in_bytes(shape: KVShape, rows: int, tokens: int) -> None:
+    """As above, for the room that a session reserves within its share."""
+
+    def reserved() -> SuffixKV:
+        suffix = SuffixKV(shape, rows)
+        suffix.reserve(tokens)
+        return suffix
+
+    assert allocated(lambda _: reserved(), nothing).stays == rows * tokens * shape.slot_bytes
+    assert reserved().num_bytes == rows * tokens * shape.slot_bytes
+
+
+def written(shape: KVShape, num_tokens: int) -> tuple[PromptKV, list[Tensor], list[Tensor]]:
+    """A prompt, and its keys and values per layer."""
+    prompt = PromptKV(shape, num_tokens)
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.layers, shape.kv_heads, num_tokens, shape.head_dim)
+    keys, values = torch.randn(2, *size, generator=generator).unbind()
+    for layer in range(shape.layers):
+        prompt.write(layer, 0, keys[layer], values[layer])
+    return prompt, [*keys], [*values]
+
+
+def is_whole(prompt: PromptKV, keys: list[Tensor], values: list[Tensor]) -> bool:
+    """Whether these are all of its keys and values."""
+    pairs = [*zip(prompt.keys, keys, strict=True), *zip(prompt.values, values, strict=True)]
+    return all(torch.equal(memory, expected) for memory, expected in pairs)
+
+
+def test_a_split_prompt_holds_what_it_held() -> None:
+    """Both parts, in stores of their own: neither may keep the other's memory."""
+    prompt, keys, values = written(shape_of(), 10)
+    front, rest = prompt.split(3)
+    assert is_whole(front, [k[:, :3] for k in keys], [v[:, :3] for v in values])
+    assert is_whole(rest, [k[:, 3:] for k in keys], [v[:, 3:] for v in values])
+    assert (front.num_tokens, rest.num_tokens) == (3, 7)
+    for part in (front, rest):
+        tensors = [*part.keys, *part.values]
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == part.num_bytes
+
+
+def test_a_split_takes_one_layer_more() -> None:
+    """A prompt that fills the memory can be split all the same."""
+    shape = shape_of()
+    memory = allocated(lambda prompt: prompt.split(400), lambda: PromptKV(shape, 1000))
+    assert memory.peak <= 1000 * shape.slot_bytes // shape.layers // 2
+    assert memory.stays == 0
+
+
+def test_a_split_that_fails_halfway_leaves_the_prompt_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that runs out at the third layer: the sessions on this prompt go on with it."""
+    prompt, keys, values = written(shape_of(), 10)
+    clone, calls = Tensor.clone, iter(range(100))
+
+    def exhausted(tensor: Tensor) -> Tensor:
+        if next(calls) >= 4:
+            raise MemoryError
+        return clone(tensor)
+
+    monkeypatch.setattr(Tensor, "clone", exhausted)
+    with pytest.raises(MemoryError):
+        prompt.split(3)
+    monkeypatch.undo()
+    assert prompt.num_tokens == 10
+    assert is_whole(prompt, keys, values)
+
+
+def grown(shape: KVShape, rows: int, tokens: int, live: int | None = None) -> SuffixKV:
+    """A store of that many tokens per row, all room used, cut down to `live` rows."""
+    suffix = SuffixKV(shape, rows)
+    suffix.reserve(tokens)
+    suffix.length = tokens
+    suffix.keep(range(rows if live is None else live), rows * tokens)
+    return suffix
+
+
+def layer_bytes(shape: KVShape, slots: int) -> int:
+    """One layer's keys, or values, of some slots."""
+    return slots * shape.slot_bytes // shape.layers // 2
+
+
+SLACK = 4096  # indices of rows and the like
+
+
+def test_keeping_half_takes_half_a_layer_more() -> None:
+    """Survivors move in place, layer by layer; all layers at once would be half the store."""
+    shape = shape_of()
+    memory = allocated(
+        lambda suffix: suffix.keep(range(0, 64, 2), 6400), lambda: grown(shape, 64, 100)
+    )
+    assert memory.peak <= layer_bytes(shape, 32 * 100) + SLACK
+    assert memory.stays == 0
+
+
+def test_shrinking_takes_one_layer_more_and_gives_back_the_rest() -> None:
+    """Guards against a copy of the whole store, which would need its memory twice."""
+    shape = shape_of()
+    memory = allocated(
+        lambda suffix: suffix.shrink(32 * 100), lambda: grown(shape, 64, 100, live=32)
+    )
+    assert memory.peak <= layer_bytes(shape, 32 * 100) + SLACK
+    assert memory.stays == -32 * 100 * shape.slot_bytes
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(64, 200), (16, 400)], ids=["larger", "in place"])
+def test_growing_takes_one_layer_more_than_what_stays(rows: int, tokens: int) -> None:
+    """A store moves to a larger one, or to longer rows after a cut, one layer at a time."""
+    shape = shape_of()
+    memory = allocated(
+        lambda suffix: suffix.reserve(tokens), lambda: grown(shape, 64, 100, live=rows)
+    )
+    assert memory.stays == (rows * tokens - 64 * 100) * shape.slot_bytes
+    assert memory.peak <= memory.stays + layer_bytes(shape, 64 * 100) + SLACK
+
+
+class Constant:
+    """A model that only stands for the shape of its keys and values."""
+
+    eos_ids: frozenset[int] = frozenset()
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+
+    def forward(
+        self, token_ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> Tensor:
+        return torch.zeros(len(last), 4)
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_a_prune_takes_one_layer_more(num_waiting: int) -> None:
+    """Half of many candidates go, and with them the room they had: not a layer beyond that.
+
+    The most that a cut ever needs at once decides how much capacity a memory is good for.
+    """
+    shape = shape_of()
+    command = OpenCommand([1], 64, Sampling(max_tokens=101, ignore_eos=True), 101)
+    engine = Engine(Constant(shape), 64 * 100 + 1)
+
+    def before() -> int:
+        session = engine.open(engine.new_session(command))
+        stepping.grown(engine, session.id, 100)
+        for _ in range(num_waiting):
+            engine.open(engine.new_session(command))
+        return session.id
+
+    def prune(session_id: int) -> None:
+        assert engine.prune(session_id, range(0, 64, 2)).freed_slots == 32 * 99
+
+    memory = allocated(prune, before)
+    # Room for 99 tokens was reserved; those of the survivors stay.
+    assert memory.stays == -32 * 99 * shape.slot_bytes
+    assert memory.peak <= layer_bytes(shape, 64 * 99) + SLACK
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "rows", [[0, 2, 2, 2], [3, 1, 3, 0, 1, 1, 1, 2, 0, 3], [1] * 40], ids=["few", "more", "many"]
+)
+def test_a_repeated_row_is_copied(rows: list[int]) -> None:
+    """A fork has its parent's keys and values, also where the store has too few rows."""
+    shape = shape_of()
+    suffix = grown(shape, 4, 10)
+    suffix.length = 6
+
+    def views() -> list[Tensor]:
+        return [view for n in range(shape.layers) for view in (suffix.keys(n), suffix.values(n))]
+
+    stored = [view[:4, :, :6].normal_().clone() for view in views()]
+    suffix.keep(rows, 1000)
+    suffix.reserve(11)
+    assert (suffix.live, suffix.length) == (len(rows), 6)
+    for view, before in zip(views(), stored, strict=True):
+        assert torch.equal(view[: len(rows), :, :6], before[rows])
+
+
+def test_forks_stay_within_their_slots() -> None:
+    """Guards against the room of few long rows that each of many gets: nearly twice the share."""
+    shape = shape_of()
+    suffix = grown(shape, 2, 80)
+    suffix.length = 44
+    stored = suffix.keys(0)[:2, :, :44].normal_().clone()
+    suffix.keep([0] * 20 + [1], 1000)
+    assert suffix.num_bytes <= 1000 * shape.slot_bytes
+    assert torch.equal(suffix.keys(0)[[0, 19, 20], :, :44], stored[[0, 0, 1]])
+
+
+def test_later_rounds_need_no_new_memory() -> None:
+    """Tokens that no longer fit by a few moved to new memory beside the old, layer by layer."""
+    shape = shape_of()
+    suffix = SuffixKV(shape, 7)
+    suffix.reserve(4, slots=30)
+    before = suffix.key_addresses(), suffix.value_addresses()
+    for rows in (range(3), range(2), range(1)):
+        suffix.keep(rows, 30)
+        suffix.reserve(30 // suffix.live, slots=30)
+    assert (suffix.key_addresses(), suffix.value_addresses()) == before
+    assert suffix.num_bytes == 30 * shape.slot_bytes

@@ -1,0 +1,134 @@
+"""Slot accounting: no slot is owned twice or lost, and every session is admitted."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from specrej_models.slots import SlotLedger
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Random sessions that stay within their room: the books balance at every moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = SlotLedger(200)
+        self.owned: dict[int, int] = {}
+        self.next_id = 1
+
+    @rule(floor=st.integers(1, 120), extra=st.integers(0, 300), waiting=st.integers(0, 3))
+    def admit(self, floor: int, extra: int, waiting: int) -> None:
+        if self.ledger.can_admit(floor):
+            self.ledger.admit(self.next_id, floor, floor + extra, waiting)
+            assert self.ledger.share_of(self.next_id) >= floor
+            self.owned[self.next_id] = 0
+            self.next_id += 1
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), count=st.integers(1, 50))
+    def take(self, data: st.DataObject, count: int) -> None:
+        session = data.draw(st.sampled_from(sorted(self.owned)))
+        count = min(count, self.ledger.room_of(session))
+        self.ledger.take(session, count)
+        self.owned[session] += count
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), waiting=st.integers(0, 3), floor=st.integers(0, 60))
+    def prune(self, data: st.DataObject, waiting: int, floor: int) -> None:
+        session = data.draw(st.sampled_from(sorted(self.owned)))
+        freed = self.owned[session] // 2
+        self.ledger.give_back(session, freed)
+        self.owned[session] -= freed
+        before = self.ledger.share_of(session)
+        self.ledger.narrow(session, floor, 500, waiting)
+        assert min(before, max(floor, self.owned[session])) <= self.ledger.share_of(session)
+        assert self.ledger.share_of(session) <= before
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), waiting=st.integers(0, 1), useful=st.integers(1, 400))
+    def widen(self, data: st.DataObject, waiting: int, useful: int) -> None:
+        session = data.draw(st.sampled_from(sorted(self.owned)))
+        before = self.ledger.share_of(session)
+        self.ledger.widen(session, useful, waiting)
+        assert self.ledger.share_of(session) >= before
+        assert not waiting or self.ledger.share_of(session) == before
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.owned)))
+        assert self.ledger.close(session) == self.owned.pop(session)
+        assert self.ledger.close(session) == 0
+
+    @invariant()
+    def balances(self) -> None:
+        self.ledger.check_integrity()
+        assert self.ledger.owned == sum(self.owned.values())
+        assert all(self.ledger.owned_by(i) == count for i, count in self.owned.items())
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+def test_the_check_can_fail() -> None:
+    """A positive control: books that were cooked are found out."""
+    ledger = SlotLedger(10)
+    ledger.admit(1, 5, 5, 0)
+    ledger.take(1, 6)
+    with pytest.raises(AssertionError):
+        ledger.check_integrity()
+
+
+def test_a_lone_session_gets_all_it_wants_and_shares_when_others_wait() -> None:
+    ledger = SlotLedger(100)
+    ledger.admit(1, floor=10, useful=90, num_waiting=0)
+    assert ledger.share_of(1) == 90
+    ledger.take(1, 40)
+    ledger.give_back(1, 30)
+    ledger.narrow(1, floor=10, useful=90, num_waiting=1)
+    assert ledger.share_of(1) == 50
+    ledger.admit(2, floor=50, useful=90, num_waiting=0)
+    assert ledger.unshared == 0
+
+
+def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
+    """Describe reads it on the event loop while the engine writes: it used to raise at times."""
+    ledger, done = SlotLedger(10**6), threading.Event()
+
+    def churn() -> None:
+        try:
+            for number in range(20_000):
+                ledger.admit(number, 1, 1, 0)
+                if number >= 20:
+                    ledger.close(number - 20)
+        finally:
+            done.set()
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        """Python code in the collector: where another thread may take over."""
+
+    churning = threading.Thread(target=churn)
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        churning.start()
+        while not done.is_set():
+            assert ledger.owned == 0
+        churning.join()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collected)
+        sys.setswitchinterval(interval)
+
+
+def test_capacity_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SlotLedger(0)
