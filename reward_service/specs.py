@@ -85,7 +85,9 @@ class Spec(_Options):
     def loaded_by(self) -> Callable[..., Any]:
         """What `loader` names."""
         module, _, function = self.loader.partition(":")
-        made: Callable[..., Any] = getattr(import_module(f"reward_service.{module}"), function)
+        made: Callable[..., Any] = getattr(
+            import_module(f"reward_service.kinds.{module}"), function
+        )
         return made
 
 

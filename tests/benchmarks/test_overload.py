@@ -31,7 +31,7 @@ async def test_a_failed_health_check_is_an_infinite_one(monkeypatch: pytest.Monk
         return _STATUS(status=outcome)
 
     stub = SimpleNamespace(HealthStub=lambda _: SimpleNamespace(Check=check))
-    monkeypatch.setattr("specrej.client.health_pb2_grpc", stub)
+    monkeypatch.setattr("specrej.client.client.health_pb2_grpc", stub)
     monkeypatch.setattr(overload, "_PROBE_EVERY_S", 0.001)
     async with Client("127.0.0.1:1") as client:
         took_s = await overload._probe_health(client, seconds=0.1)
