@@ -51,7 +51,8 @@ began = time.perf_counter()
 from specrej import Client
 import_ms = (time.perf_counter() - began) * 1e3
 ours = {
-    "specrej_models", "orchestrator", "generator_service", "reward_service", "gateway", "loadtest", "deploy"
+    "specrej_models", "orchestrator", "generator_service", "reward_service", "gateway",
+    "loadtest", "deploy",
 }
 found = {name for name in ours if importlib.util.find_spec(name)}
 assert not found, found
