@@ -41,10 +41,10 @@ from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     GenerationRequest,
     Generator,
-    MemorySchedule,
     Prompt,
     Round,
     Sampling,
+    Schedule,
     Selection,
     SessionSpec,
 )
@@ -325,7 +325,7 @@ async def _memory(generator: Generator, arguments: argparse.Namespace) -> dict[s
     request = GenerationRequest(
         Prompt(text="y" * (arguments.prompt - 1)),
         Sampling(arguments.long, seed=1, ignore_eos=True),
-        Selection(n=0, schedule=MemorySchedule(arguments.long // 16)),
+        Selection(n=0, schedule=Schedule("memory", first=arguments.long // 16)),
     )
     generation = await generation_of(run(request, generator, LikelihoodScorer()))
     return {

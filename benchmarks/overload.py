@@ -28,7 +28,7 @@ from benchmarks.harness import TOYS, parse_arguments, report
 from deploy.local.stack import Stack
 from loadtest.arrivals import LATE_S, poisson, send_open_loop
 from loadtest.thresholds import percentile
-from specrej import Client, Retries, TokensSchedule
+from specrej import Client, Retries, Schedule
 from specrej.client.channel import open_channel
 from specrej.client.client import build_request
 from specrej.contracts import CacheControl
@@ -191,7 +191,7 @@ async def _send(
         n=4,
         max_tokens=_TOKENS,
         ignore_eos=True,
-        schedule=TokensSchedule((_TOKENS // 2,)),
+        schedule=Schedule("tokens", tokens=(_TOKENS // 2,)),
         cache=CacheControl.BYPASS,
     )
     late_s = time.perf_counter() - due

@@ -16,7 +16,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.harness import full_length, parse_arguments, report, round_of, running
-from specrej import MemorySchedule
+from specrej import Schedule
 from specrej.contracts import Finished, RoundCompleted, RoundTrace
 
 _PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
@@ -55,7 +55,7 @@ def main() -> None:
 async def _run(arguments: argparse.Namespace, capacity_slots: int) -> tuple[int, list[RoundTrace]]:
     """The slots of the prompt, and all rounds of the request."""
     options = full_length(arguments.n, arguments.new, seed=1)
-    options["schedule"] = MemorySchedule()
+    options["schedule"] = Schedule("memory")
     prompt_slots, rounds = 0, []
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(capacity_slots)}
     async with running(environment) as (_, client):

@@ -37,7 +37,7 @@ from benchmarks.harness import (
 from benchmarks.workers.engines import all_engines
 from benchmarks.workers.process import WorkerProcess
 from experiments.replay import decision_tokens
-from specrej.contracts import GeometricSchedule
+from specrej.contracts import Schedule
 
 # Names of results that differ from the names of their runs.
 _NAMES = {"verbs": "whole", "verbs_cut": "cut"}
@@ -137,7 +137,7 @@ def _measure(
     prompt = " ".join(words)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     bare = partial(_bare, workers["bare"], len(tokenizer.encode(prompt).ids), numbers)
-    cuts = decision_tokens(GeometricSchedule(first=16), arguments.new)
+    cuts = decision_tokens(Schedule(first=16), arguments.new)
     cases = {"": Case(n, (arguments.new,)), "_cut": Case(n, (*cuts, arguments.new))}
     runs, tokens = {}, {}
     for suffix, case in cases.items():

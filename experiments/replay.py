@@ -20,7 +20,7 @@ from experiments.trajectories import FloatArray, IntArray, OffGrid, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.rejection import cut, num_released, rank
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
-from specrej.contracts import Algorithm, FinishReason, GeometricSchedule, Schedule
+from specrej.contracts import Algorithm, FinishReason, Schedule
 
 
 def decision_tokens(schedule: Schedule, max_tokens: int) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Setting:
 
     n: int = 0
     alpha: float = 0.5
-    schedule: Schedule = field(default_factory=GeometricSchedule)
+    schedule: Schedule = field(default_factory=Schedule)
     reward: str = LIKELIHOOD
     slots: int = 0
     algorithm: Algorithm = Algorithm.SPECULATIVE_REJECTION

@@ -29,7 +29,6 @@ from specrej.contracts import (
     JsonSchema,
     Options,
     Sampling,
-    Schedule,
     Selection,
     StructuredOutput,
     WeightedReward,
@@ -158,7 +157,6 @@ def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
     own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)} - _BOTH.keys()
     hints = get_type_hints(Options) | {
-        "schedule": Annotated[Schedule, Field(discriminator="kind")],
         "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
         "rewards": Annotated[
             Annotated[dict[str, float], Tag(_BY_NAME)]

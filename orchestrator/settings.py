@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 from orchestrator.backends.fleet import PollSettings
 from orchestrator.cache import RedisAccess, Secret, check_access
 from orchestrator.loop.composition import Composite, check_composites
-from specrej.contracts import GeometricSchedule, Schedule
+from specrej.contracts import Schedule
 from specrej.contracts.errors import Violation
 from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
 from specrej.contracts.validation import check_schedule
@@ -229,8 +229,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         "recommended alpha",
     )
     default_schedule: Schedule = Field(
-        GeometricSchedule(),
-        discriminator="kind",
+        Schedule(),
         description="JSON of kind (memory, tokens, geometric), tokens, first, factor; such as "
         '{"kind": "geometric", "first": 32, "factor": 2}',
     )
@@ -273,11 +272,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
             except (OSError, ValueError) as error:
                 raise ValueError(f"backend_*: {error}") from None
         return self
-
-    @field_validator("default_schedule", mode="before")
-    @classmethod
-    def _schedule_is_geometric_by_default(cls, schedule: object) -> object:
-        return {"kind": "geometric", **schedule} if isinstance(schedule, dict) else schedule
 
     @field_validator("default_schedule")
     @classmethod

@@ -19,13 +19,13 @@ from deploy.local.stack import Stack
 from specrej.client import Client
 from specrej.client.plain_view import saved_text
 from specrej.client.rounds_view import watch
-from specrej.contracts import Generation, GeometricSchedule, Options
+from specrej.contracts import Generation, Options, Schedule
 from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.credentials import Credentials, credentials_from
 
 PROMPT = "Give three tips for staying focused while studying."
 OPTIONS = Options(
-    n=32, max_tokens=256, temperature=0.7, alpha=0.5, schedule=GeometricSchedule(first=16), seed=1
+    n=32, max_tokens=256, temperature=0.7, alpha=0.5, schedule=Schedule(first=16), seed=1
 )
 
 

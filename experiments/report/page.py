@@ -17,7 +17,7 @@ from experiments.replay import decision_tokens
 from experiments.studies.analysis import Analysis
 from experiments.studies.matched import EXPECTED, expected_saving
 from experiments.studies.tables import Table, shown
-from specrej.contracts import GeometricSchedule
+from specrej.contracts import Schedule
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _LENGTHS = (128, 512, 1024, 2048)  # for which the bound is given
@@ -76,5 +76,5 @@ def _inline(picture: Picture) -> Markup:
 
 def _bound(max_tokens: int) -> float:
     """The saving for answers of `max_tokens`, with alpha 0.5 and cuts at 16, 32, 64, ..."""
-    cuts = decision_tokens(GeometricSchedule(first=16), max_tokens)
+    cuts = decision_tokens(Schedule(first=16), max_tokens)
     return expected_saving(np.full(1, max_tokens), 0.5, cuts)

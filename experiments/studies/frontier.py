@@ -24,7 +24,7 @@ from experiments.studies.prefixes import Correlation
 from experiments.studies.statistics import MIN_PROMPTS, Estimate, bounded_mean, mean
 from experiments.studies.tables import Table
 from experiments.trajectories import FloatArray, IntArray, Trajectories
-from specrej.contracts import GeometricSchedule
+from specrej.contracts import Schedule
 
 COMPLETE, ALONE = "complete answers preferred", "reward alone"
 BEST_OF_N = "Best-of-N"
@@ -163,7 +163,7 @@ def study(
     default = default_of(measured)
     first_tokens = []
     for token in correlation.decision_tokens:
-        plan = replace(default.plan, schedule=GeometricSchedule(token.position), memory_tokens=0)
+        plan = replace(default.plan, schedule=Schedule(first=token.position), memory_tokens=0)
         if not is_scored(prompts, reward, plan):  # it also cuts at tokens that the grid lacks
             continue
         run = measure(replayers, plan, UNKNOWN)

@@ -21,15 +21,12 @@ from experiments.trajectories import FloatArray, IntArray, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import (
     FinishReason,
-    GeometricSchedule,
-    MemorySchedule,
     Schedule,
-    TokensSchedule,
 )
 
 ALPHAS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
-DOUBLING = GeometricSchedule(first=16, factor=2.0)  # the service's default
-MEMORY = MemorySchedule()
+DOUBLING = Schedule(first=16, factor=2.0)  # the service's default
+MEMORY = Schedule("memory")
 _FIRSTS = (8, 16, 32, 64)
 _EXPLICIT = ((16, 64, 256), (32,))
 _MEMORY_TOKENS = 16
@@ -79,10 +76,10 @@ def plans(
     max_tokens = min(prompt.max_tokens for prompt in prompts)
     longest = max(prompt.max_tokens for prompt in prompts)
     schedules: list[tuple[Schedule, int]] = [
-        (GeometricSchedule(first=first), 0) for first in _FIRSTS if first < max_tokens
+        (Schedule(first=first), 0) for first in _FIRSTS if first < max_tokens
     ]
     cuts = (tuple(at for at in explicit if at < max_tokens) for explicit in _EXPLICIT)
-    schedules += [(TokensSchedule(tokens), 0) for tokens in cuts if tokens]
+    schedules += [(Schedule("tokens", tokens=tokens), 0) for tokens in cuts if tokens]
     if max_tokens > _MEMORY_TOKENS:
         schedules.append((MEMORY, _MEMORY_TOKENS))
     return tuple(

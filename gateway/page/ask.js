@@ -118,8 +118,7 @@ function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }, ur
   if (selection.algorithm) selection.algorithm = constant('ALGORITHM', selection.algorithm);
   selection.rewards = Object.entries(rewards).map(([name, weight]) => ({ name, weight }));
   if (schedule) {
-    const { kind, tokens, ...rest } = schedule;
-    selection.schedule = { [kind]: tokens ? { decision_tokens: tokens } : rest };
+    selection.schedule = { ...schedule, kind: constant('SCHEDULE_KIND', schedule.kind) };
   }
   const sampling = { max_tokens, temperature, seed };
   const cache_control = constant('CACHE_CONTROL', cache);

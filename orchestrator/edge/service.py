@@ -45,7 +45,6 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
-    GeometricSchedule,
     RankedCandidate,
     RequestRecord,
     RoundCompleted,
@@ -106,7 +105,7 @@ class Orchestrator:
         must be valid. `default_reward`, `overlap_scoring`: see `Planner`. `log_texts`: a request's
         log line has its prompt and its answer.
         """
-        self.default_schedule = default_schedule or GeometricSchedule()
+        self.default_schedule = default_schedule or Schedule()
         self._planner = Planner(
             generator,
             rewards,

@@ -5,39 +5,40 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from specrej.contracts import GeometricSchedule, MemorySchedule, Schedule, TokensSchedule
+from specrej.contracts import Schedule
 
 
 def next_decision_token(schedule: Schedule, num_tokens: int, max_tokens: int) -> int:
     """The first planned decision token beyond `num_tokens`, at most `max_tokens`."""
-    match schedule:
-        case GeometricSchedule(first, factor):
+    match schedule.kind:
+        case "geometric":
             # The least floor(first * factor**i) beyond num_tokens: a small factor has equal ones.
-            exact = float(first)
+            exact = float(schedule.first)
             while math.floor(exact) <= num_tokens and exact < max_tokens:
-                exact *= factor
+                exact *= schedule.factor
             return math.floor(min(exact, max_tokens))
-        case TokensSchedule(tokens):
+        case "tokens":
+            tokens = schedule.tokens
             index = bisect_right(tokens, num_tokens)
             return min(tokens[index], max_tokens) if index < len(tokens) else max_tokens
-        case MemorySchedule():
+        case "memory":
             return max_tokens
 
 
 def most_rounds(schedule: Schedule, max_tokens: int) -> int:
     """The most rounds that the schedule plans; full slots may add some."""
-    match schedule:
-        case GeometricSchedule(first, factor):
-            growth = max(max_tokens / first, 1.0)
-            return min(max_tokens, 1 + math.ceil(math.log(growth) / math.log(factor)))
-        case TokensSchedule(tokens):
-            return 1 + bisect_right(tokens, max_tokens - 1)
-        case MemorySchedule():
+    match schedule.kind:
+        case "geometric":
+            growth = max(max_tokens / schedule.first, 1.0)
+            return min(max_tokens, 1 + math.ceil(math.log(growth) / math.log(schedule.factor)))
+        case "tokens":
+            return 1 + bisect_right(schedule.tokens, max_tokens - 1)
+        case "memory":
             return 1
 
 
 def first_round_tokens(schedule: Schedule, max_tokens: int) -> int:
     """Tokens that every candidate must be able to reach before the first cut."""
-    if isinstance(schedule, MemorySchedule):
+    if schedule.kind == "memory":
         return min(schedule.first, max_tokens)
     return next_decision_token(schedule, 0, max_tokens)

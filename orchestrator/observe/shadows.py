@@ -29,12 +29,10 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
-    GeometricSchedule,
     Round,
     RoundEnd,
     Scorer,
     SessionSpec,
-    TokensSchedule,
 )
 from specrej.telemetry import metrics, names
 from specrej.telemetry.metrics import Observed
@@ -59,14 +57,16 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Kind:
-        match request.selection.schedule:
-            case TokensSchedule(tokens):
+        planned = request.selection.schedule
+        match planned.kind:
+            case "tokens":
+                tokens = planned.tokens
                 more = ",..." if len(tokens) > _MAX_NAMED else ""
                 schedule = f"tokens {','.join(map(str, tokens[:_MAX_NAMED]))}{more}"
-            case GeometricSchedule(first, factor):
-                schedule = f"geometric {first}x{factor:g}"
-            case other:
-                schedule = other.kind
+            case "geometric":
+                schedule = f"geometric {planned.first}x{planned.factor:g}"
+            case "memory":
+                schedule = "memory"
         return cls(schedule, "+".join(reward.name for reward in request.selection.rewards))
 
 

@@ -14,11 +14,9 @@ from typing import Any, get_type_hints
 from specrej.contracts import (
     Branching,
     GenerationRequest,
-    GeometricSchedule,
     Grammar,
     JsonObject,
     JsonSchema,
-    MemorySchedule,
     Normalization,
     Options,
     Regex,
@@ -27,7 +25,6 @@ from specrej.contracts import (
     Selection,
     StructuredOutput,
     TokenBias,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.credentials import TOKEN_VARIABLE, Credentials, credentials_from
@@ -51,15 +48,15 @@ def parse_schedule(text: str) -> Schedule:
     kind, _, rest = text.partition(":")
     values = rest.split(",") if rest else []
     with _usage(text, "memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"):
-        if kind == "memory" and len(values) <= 1:
-            return MemorySchedule(int(values[0])) if values else MemorySchedule()
-        if kind == "tokens" and values:
-            return TokensSchedule(tuple(int(value) for value in values))
-        if kind == "geometric" and len(values) <= 2:
-            default = GeometricSchedule()
-            first = int(values[0]) if values else default.first
-            factor = float(values[1]) if len(values) == 2 else default.factor
-            return GeometricSchedule(first=first, factor=factor)
+        match kind, values:
+            case "tokens", [_, *_]:
+                return Schedule("tokens", tokens=tuple(map(int, values)))
+            case "memory" | "geometric", []:
+                return Schedule(kind)
+            case "memory" | "geometric", [first]:
+                return Schedule(kind, int(first))
+            case "geometric", [first, factor]:
+                return Schedule("geometric", int(first), float(factor))
         raise ValueError("unknown schedule")
 
 

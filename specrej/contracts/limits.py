@@ -34,7 +34,7 @@ _ITEMS: Mapping[str, int] = {
     "Sampling.stop_token_ids": 64,
     "Sampling.logit_bias": 1024,
     "Sampling.bad_words": 64,
-    "TokensSchedule.decision_tokens": MAX_DECISION_TOKENS,
+    "Schedule.tokens": MAX_DECISION_TOKENS,
     "Selection.rewards": MAX_REWARDS,
     "OpenSession.started": MAX_BATCH,
     "StartedCandidate.token_ids": 2**17,

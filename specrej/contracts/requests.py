@@ -182,45 +182,28 @@ class Algorithm(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GeometricSchedule:
-    """Decision tokens at `first * factor**i`, rounded down."""
+class Schedule:
+    """Where decision tokens lie. Full slots end a round early under every schedule.
 
-    first: int = 16
-    factor: float = 2.0
-    kind: Literal["geometric"] = "geometric"
-
-    def __str__(self) -> str:
-        return f"geometric:{self.first},{self.factor:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class TokensSchedule:
-    """Decision tokens at `tokens`, in ascending order."""
-
-    tokens: tuple[int, ...]
-    kind: Literal["tokens"] = "tokens"
-
-    def __str__(self) -> str:
-        return f"tokens:{','.join(map(str, self.tokens))}"
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySchedule:
-    """No planned decision tokens. A session opens with room for `first` tokens per candidate.
-
-    With n = 0 there are as many candidates as that allows: full slots end the first round there.
+    "geometric": at `first * factor**i`, rounded down. "tokens": at `tokens`, in ascending order.
+    "memory": none are planned; a session opens with room for `first` tokens per candidate, and with
+    n = 0 there are as many candidates as that allows: full slots end the first round there. `str`
+    is the text that `specrej generate --schedule` accepts.
     """
 
-    first: int = 16
-    kind: Literal["memory"] = "memory"
+    kind: Literal["geometric", "tokens", "memory"] = "geometric"
+    first: int = 16  # with "geometric" and "memory"
+    factor: float = 2.0  # only with "geometric"
+    tokens: tuple[int, ...] = ()  # only with "tokens"
 
     def __str__(self) -> str:
-        return f"memory:{self.first}"
-
-
-# Where decision tokens lie. Full slots end a round early under every schedule. `str` is the text
-# that `specrej generate --schedule` accepts.
-Schedule = GeometricSchedule | TokensSchedule | MemorySchedule
+        match self.kind:
+            case "geometric":
+                return f"geometric:{self.first},{self.factor:g}"
+            case "tokens":
+                return f"tokens:{','.join(map(str, self.tokens))}"
+            case "memory":
+                return f"memory:{self.first}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +233,7 @@ class Normalization:
     all values are equal.
     """
 
-    kind: str = "none"  # "none", "fixed" or "batch"
+    kind: Literal["none", "fixed", "batch"] = "none"
     mean: float = 0.0  # only with "fixed", as `deviation`
     deviation: float = 1.0
 
@@ -276,7 +259,7 @@ class Selection:
         Accepted("in [0, 1)", lambda value: 0 <= value < 1),
     )
     schedule: Schedule = option(
-        GeometricSchedule(),
+        Schedule(),
         "Decision tokens: memory:FIRST, geometric:FIRST,FACTOR or tokens:T,T,...",
     )
     algorithm: Algorithm = option(Algorithm.SPECULATIVE_REJECTION, "How the best is found.")

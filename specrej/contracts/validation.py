@@ -17,7 +17,6 @@ from specrej.contracts import (
     Accepted,
     Algorithm,
     GenerationRequest,
-    GeometricSchedule,
     Grammar,
     JsonSchema,
     Normalization,
@@ -26,14 +25,12 @@ from specrej.contracts import (
     Sampling,
     Schedule,
     Selection,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.contracts.errors import Violation
 from specrej.contracts.limits import MAX_DECISION_TOKENS, MAX_PROMPT_CHARACTERS, MAX_REWARDS
 
 ROLES = ("system", "user", "assistant")
-NORMALIZATIONS = ("none", "fixed", "batch")
 # Closer to 1, computing the next decision token would take very many steps.
 MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
@@ -43,6 +40,8 @@ MIN_DEVIATION = 1e-12
 MAX_BIAS = 100.0
 MAX_ALL_TOP_LOGPROBS = 2**20  # of one request
 
+# The kinds of schedules that use a field.
+_KINDS_WITH = {"first": ("geometric", "memory"), "factor": ("geometric",), "tokens": ("tokens",)}
 _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
 
@@ -157,19 +156,21 @@ def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violati
 
 
 def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
-    """Decision tokens ascend, a geometric schedule grows."""
-    if isinstance(schedule, TokensSchedule):
-        where = f"{path}.tokens.decision_tokens"
+    """Decision tokens ascend, a geometric schedule grows; no field of another kind is set."""
+    kind, default = schedule.kind, Schedule()
+    if kind == "tokens":
         tokens = schedule.tokens
         if not 1 <= len(tokens) <= MAX_DECISION_TOKENS:
-            yield Violation(where, f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
+            yield Violation(f"{path}.tokens", f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
         if any(later <= earlier for earlier, later in zip((0, *tokens), tokens, strict=False)):
-            yield Violation(where, "must be 1 or more and strictly ascending")
+            yield Violation(f"{path}.tokens", "must be 1 or more and strictly ascending")
     elif not 1 <= schedule.first <= MAX_INT32:
-        yield _out_of(f"{path}.{schedule.kind}.first", schedule.first, "1 or more")
-    if isinstance(schedule, GeometricSchedule) and not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
-        accepted = f"{MIN_FACTOR} .. {MAX_FACTOR}"
-        yield _out_of(f"{path}.geometric.factor", schedule.factor, accepted)
+        yield _out_of(f"{path}.first", schedule.first, "1 or more")
+    if kind == "geometric" and not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
+        yield _out_of(f"{path}.factor", schedule.factor, f"{MIN_FACTOR} .. {MAX_FACTOR}")
+    for name, kinds in _KINDS_WITH.items():
+        if kind not in kinds and getattr(schedule, name) != getattr(default, name):
+            yield Violation(f"{path}.{name}", f"requires kind = {' or '.join(kinds)}, is {kind}")
 
 
 def check_selection(
@@ -233,15 +234,12 @@ def _check_normalization(normalization: Normalization, path: str) -> Iterator[Vi
     kind, mean, deviation = normalization.kind, normalization.mean, normalization.deviation
     if kind == "fixed":
         if not abs(mean) <= MAX_REWARD:
-            yield _out_of(f"{path}.fixed.mean", mean, _REWARD_RANGE)
+            yield _out_of(f"{path}.mean", mean, _REWARD_RANGE)
         if not MIN_DEVIATION <= deviation <= MAX_REWARD:
             accepted = f"{MIN_DEVIATION:g} .. {MAX_REWARD:g}"
-            yield _out_of(f"{path}.fixed.deviation", deviation, accepted)
-    elif kind not in NORMALIZATIONS:
-        yield Violation(f"{path}.kind", f"must be one of {', '.join(NORMALIZATIONS)}")
+            yield _out_of(f"{path}.deviation", deviation, accepted)
     elif normalization != Normalization(kind):
-        # Probably the kind is missing.
-        yield Violation(path, "has a mean and a deviation only if its kind is fixed")
+        yield Violation(path, "mean and deviation require kind = fixed")
 
 
 def check_request(

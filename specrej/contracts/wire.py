@@ -1,10 +1,10 @@
 """Contract values to protobuf messages and back; the only module that imports both.
 
 A dataclass corresponds to its message field by field: fields of the same name, or of the alias in
-`_ALIASES`; enum values by name; `None` for an absent field; a union of dataclasses for a oneof;
-milliseconds for a Duration, seconds since 1970 for a Timestamp. A new field of a contract and its
-message needs no code here. Contract fields without a message field are not sent. `Normalization`,
-`Generation` and `Event` have functions of their own.
+`_ALIASES`; enum values by name, for literal texts in lower case; `None` for an absent field; a
+union of dataclasses for a oneof; milliseconds for a Duration, seconds since 1970 for a Timestamp. A
+new field of a contract and its message needs no code here. Contract fields without a message field
+are not sent. `Generation` and `Event` have functions of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _ALIASES = {
     "answer_id": "answer_candidate_id",
     "candidates": "prefixes",
     "trace": "round",
-    "tokens": "decision_tokens",
     "started_unix_s": "start_time",
     "start_ms": "start_offset",
     "queued_at_ms": "queued_offset",
@@ -115,7 +114,7 @@ def request_from_message(
 ) -> c.GenerationRequest:
     """The request with defaults filled in; unknown enum numbers are added to `violations`."""
     request = from_message(message, c.GenerationRequest, violations)
-    if message.selection.schedule.WhichOneof("kind"):
+    if message.selection.HasField("schedule"):
         return request
     return replace(request, selection=replace(request.selection, schedule=default_schedule))
 
@@ -160,31 +159,6 @@ def event_from_message(message: pb.GenerateStreamResponse) -> c.Event:
             raise ValueError("an event of no known kind")
 
 
-def _encode_normalization(normalization: c.Normalization) -> pb.Normalization | None:
-    """Raises ValueError for a kind that no message can hold."""
-    match normalization.kind:
-        case "none":
-            return None
-        case "fixed":
-            mean, deviation = normalization.mean, normalization.deviation
-            fixed = pb.FixedNormalization(mean=mean, deviation=deviation)
-            return pb.Normalization(fixed=fixed)
-        case "batch":
-            return pb.Normalization(batch=pb.BatchNormalization())
-        case unknown:
-            raise ValueError(f"no such normalization: {unknown}")
-
-
-def _decode_normalization(message: pb.Normalization, *_: Any) -> c.Normalization:
-    match message.WhichOneof("kind"):
-        case "fixed":
-            return c.Normalization("fixed", message.fixed.mean, message.fixed.deviation)
-        case "batch":
-            return c.Normalization("batch")
-        case _:
-            return c.Normalization()
-
-
 # From contracts to messages; tables are computed once per pair of classes
 
 
@@ -195,8 +169,6 @@ def _cached(make: Callable[[Any, Any], R]) -> Callable[[Any, Any], R]:
 
 @_cached
 def _encoder(contract: Any, message: Any) -> Encode:
-    if contract is c.Normalization:
-        return _encode_normalization
     alternatives = {
         option.message_type.name: option
         for option in message.DESCRIPTOR.fields
@@ -250,7 +222,12 @@ def _encode(described: Any) -> Encode | None:
         numbers = {name: number for number, name in _enum_names(described).items()}
 
         def encode(value: Any) -> Any:
-            return None if value is None else numbers[value.name]
+            if value is None:
+                return None
+            name = value.name if isinstance(value, Enum) else value.upper()
+            if name not in numbers:
+                raise ValueError(f"unknown value {value!r}; accepted: {', '.join(numbers).lower()}")
+            return numbers[name]
     else:
         return None
     return (lambda values: list(map(encode, values))) if described.is_repeated else encode
@@ -334,8 +311,6 @@ def _decode(described: Any, types: tuple[Any, ...], default: object) -> Decode |
 
 
 def _decode_message(described: Any, types: tuple[Any, ...]) -> Decode:
-    if types[0] is c.Normalization:
-        return _decode_normalization
     if len(types) == 1:
         one = _decoder(types[0], GetMessageClass(described.message_type))
         return lambda message, path, violations: one(message, f"{path}.", violations)
@@ -350,8 +325,12 @@ def _decode_message(described: Any, types: tuple[Any, ...]) -> Decode:
     return decode
 
 
-def _decode_enum(described: Any, enum: type[Enum], default: object) -> Decode:
-    values = {number: enum[name] for number, name in _enum_names(described).items()}
+def _decode_enum(described: Any, kind: type[Enum] | str, default: object) -> Decode:
+    """`kind` is the contract's Enum, or one of its literal texts."""
+    names = _enum_names(described).items()
+    values: dict[int, object] = {
+        number: name.lower() if isinstance(kind, str) else kind[name] for number, name in names
+    }
 
     def decode(number: int, path: str, violations: Violations) -> object:
         if number in values:

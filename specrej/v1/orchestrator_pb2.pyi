@@ -86,6 +86,66 @@ compare within one request only.
 """
 Global___CacheControl: _TypeAlias = CacheControl  # noqa: Y015
 
+class _ScheduleKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ScheduleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScheduleKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCHEDULE_KIND_UNSPECIFIED: _ScheduleKind.ValueType  # 0
+    """GEOMETRIC."""
+    SCHEDULE_KIND_GEOMETRIC: _ScheduleKind.ValueType  # 1
+    """At first, first * factor, first * factor^2, ..., rounded down."""
+    SCHEDULE_KIND_TOKENS: _ScheduleKind.ValueType  # 2
+    """At the listed tokens."""
+    SCHEDULE_KIND_MEMORY: _ScheduleKind.ValueType  # 3
+    """None: only full slots end a round, the paper's own trigger."""
+
+class ScheduleKind(_ScheduleKind, metaclass=_ScheduleKindEnumTypeWrapper):
+    """How decision tokens are planned."""
+
+SCHEDULE_KIND_UNSPECIFIED: ScheduleKind.ValueType  # 0
+"""GEOMETRIC."""
+SCHEDULE_KIND_GEOMETRIC: ScheduleKind.ValueType  # 1
+"""At first, first * factor, first * factor^2, ..., rounded down."""
+SCHEDULE_KIND_TOKENS: ScheduleKind.ValueType  # 2
+"""At the listed tokens."""
+SCHEDULE_KIND_MEMORY: ScheduleKind.ValueType  # 3
+"""None: only full slots end a round, the paper's own trigger."""
+Global___ScheduleKind: _TypeAlias = ScheduleKind  # noqa: Y015
+
+class _NormalizationKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NormalizationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NormalizationKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NORMALIZATION_KIND_UNSPECIFIED: _NormalizationKind.ValueType  # 0
+    """NONE."""
+    NORMALIZATION_KIND_NONE: _NormalizationKind.ValueType  # 1
+    """Values as they are."""
+    NORMALIZATION_KIND_FIXED: _NormalizationKind.ValueType  # 2
+    """(value - mean) / deviation."""
+    NORMALIZATION_KIND_BATCH: _NormalizationKind.ValueType  # 3
+    """The same with the mean and the standard deviation over all live and finished candidates at a
+    decision token; 0 for all if all values are equal.
+    """
+
+class NormalizationKind(_NormalizationKind, metaclass=_NormalizationKindEnumTypeWrapper):
+    """How the values of a reward are made comparable with those of others."""
+
+NORMALIZATION_KIND_UNSPECIFIED: NormalizationKind.ValueType  # 0
+"""NONE."""
+NORMALIZATION_KIND_NONE: NormalizationKind.ValueType  # 1
+"""Values as they are."""
+NORMALIZATION_KIND_FIXED: NormalizationKind.ValueType  # 2
+"""(value - mean) / deviation."""
+NORMALIZATION_KIND_BATCH: NormalizationKind.ValueType  # 3
+"""The same with the mean and the standard deviation over all live and finished candidates at a
+decision token; 0 for all if all values are equal.
+"""
+Global___NormalizationKind: _TypeAlias = NormalizationKind  # noqa: Y015
+
 class _Degradation:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -232,113 +292,39 @@ Global___AnswerSource: _TypeAlias = AnswerSource  # noqa: Y015
 
 @_typing.final
 class Schedule(_message.Message):
-    """The decision tokens. Full slots end a round early under every schedule."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MEMORY_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    GEOMETRIC_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def memory(self) -> Global___MemorySchedule:
-        """Only full slots end a round: the paper's own trigger."""
-
-    @_builtins.property
-    def tokens(self) -> Global___TokensSchedule:
-        """At the listed tokens."""
-
-    @_builtins.property
-    def geometric(self) -> Global___GeometricSchedule:
-        """At first, first * factor, first * factor^2, ..."""
-
-    def __init__(
-        self,
-        *,
-        memory: Global___MemorySchedule | None = ...,
-        tokens: Global___TokensSchedule | None = ...,
-        geometric: Global___GeometricSchedule | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["geometric", b"geometric", "kind", b"kind", "memory", b"memory", "tokens", b"tokens"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["geometric", b"geometric", "kind", b"kind", "memory", b"memory", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["memory", "tokens", "geometric"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
-
-Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
-
-@_typing.final
-class MemorySchedule(_message.Message):
-    """Only full slots end a round."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_FIELD_NUMBER: _builtins.int
-    first: _builtins.int
-    """Tokens for which each candidate has room when the session opens; with n = 0, full slots end the
-    first round there; 1 or more; default 16.
+    """The decision tokens. Full slots end a round early under every schedule. A field that the kind does
+    not use must be absent or have its default.
     """
-    def __init__(
-        self,
-        *,
-        first: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first", b"_first", "first", b"first"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first", b"_first", "first", b"first"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__first: _TypeAlias = _typing.Literal["first"]  # noqa: Y015
-    _WhichOneofArgType__first: _TypeAlias = _typing.Literal["_first", b"_first"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
-
-Global___MemorySchedule: _TypeAlias = MemorySchedule  # noqa: Y015
-
-@_typing.final
-class TokensSchedule(_message.Message):
-    """Explicit decision tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DECISION_TOKENS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def decision_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Strictly ascending, each 1 or more; 1 to 1024 of them."""
-
-    def __init__(
-        self,
-        *,
-        decision_tokens: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_tokens", b"decision_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokensSchedule: _TypeAlias = TokensSchedule  # noqa: Y015
-
-@_typing.final
-class GeometricSchedule(_message.Message):
-    """Decision tokens that grow by a factor."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
+    KIND_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    kind: Global___ScheduleKind.ValueType
+    """Absent: geometric."""
     first: _builtins.int
-    """The first decision token; 1 or more; default 16."""
+    """Geometric: the first decision token. Memory: tokens for which each candidate has room when the
+    session opens; with n = 0, full slots end the first round there. 1 or more; default 16.
+    """
     factor: _builtins.float
-    """Their ratio; 1.01 .. 16; default 2."""
+    """Geometric: the ratio of decision tokens; 1.01 .. 16; default 2."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens: the decision tokens, strictly ascending, each 1 or more; 1 to 1024 of them."""
+
     def __init__(
         self,
         *,
+        kind: Global___ScheduleKind.ValueType = ...,
         first: _builtins.int | None = ...,
         factor: _builtins.float | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "_first", b"_first", "factor", b"factor", "first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "_first", b"_first", "factor", b"factor", "first", b"first"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "_first", b"_first", "factor", b"factor", "first", b"first", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__factor: _TypeAlias = _typing.Literal["factor"]  # noqa: Y015
     _WhichOneofArgType__factor: _TypeAlias = _typing.Literal["_factor", b"_factor"]  # noqa: Y015
@@ -349,7 +335,7 @@ class GeometricSchedule(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
 
-Global___GeometricSchedule: _TypeAlias = GeometricSchedule  # noqa: Y015
+Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
 
 @_typing.final
 class WeightedReward(_message.Message):
@@ -406,76 +392,31 @@ class Normalization(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FIXED_FIELD_NUMBER: _builtins.int
-    BATCH_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def fixed(self) -> Global___FixedNormalization:
-        """By a given mean and deviation."""
-
-    @_builtins.property
-    def batch(self) -> Global___BatchNormalization:
-        """By the mean and deviation of the candidates."""
-
-    def __init__(
-        self,
-        *,
-        fixed: Global___FixedNormalization | None = ...,
-        batch: Global___BatchNormalization | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fixed", b"fixed", "kind", b"kind"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fixed", b"fixed", "kind", b"kind"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["fixed", "batch"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
-
-Global___Normalization: _TypeAlias = Normalization  # noqa: Y015
-
-@_typing.final
-class FixedNormalization(_message.Message):
-    """(value - mean) / deviation."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
+    KIND_FIELD_NUMBER: _builtins.int
     MEAN_FIELD_NUMBER: _builtins.int
     DEVIATION_FIELD_NUMBER: _builtins.int
+    kind: Global___NormalizationKind.ValueType
+    """Absent: none."""
     mean: _builtins.float
-    """In the reward's own unit; -1e12 .. 1e12; default 0."""
+    """Only with kind fixed: in the reward's own unit; -1e12 .. 1e12; default 0."""
     deviation: _builtins.float
-    """In the same unit; 1e-12 .. 1e12; required."""
+    """Only with kind fixed: in the same unit; 1e-12 .. 1e12; default 1."""
     def __init__(
         self,
         *,
+        kind: Global___NormalizationKind.ValueType = ...,
         mean: _builtins.float = ...,
-        deviation: _builtins.float = ...,
+        deviation: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deviation", b"_deviation", "deviation", b"deviation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deviation", b"deviation", "mean", b"mean"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deviation", b"_deviation", "deviation", b"deviation", "kind", b"kind", "mean", b"mean"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__deviation: _TypeAlias = _typing.Literal["deviation"]  # noqa: Y015
+    _WhichOneofArgType__deviation: _TypeAlias = _typing.Literal["_deviation", b"_deviation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deviation) -> _WhichOneofReturnType__deviation | None: ...
 
-Global___FixedNormalization: _TypeAlias = FixedNormalization  # noqa: Y015
-
-@_typing.final
-class BatchNormalization(_message.Message):
-    """The same with the mean and the standard deviation over all live and finished candidates at a
-    decision token; 0 for all if all values are equal.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BatchNormalization: _TypeAlias = BatchNormalization  # noqa: Y015
+Global___Normalization: _TypeAlias = Normalization  # noqa: Y015
 
 @_typing.final
 class Selection(_message.Message):

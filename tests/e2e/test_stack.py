@@ -17,7 +17,7 @@ import pytest
 from nbclient import NotebookClient
 
 from deploy.local.stack import Stack
-from specrej import Client, GeometricSchedule
+from specrej import Client, Schedule
 from specrej.contracts import Algorithm, CacheControl, Options
 from tests.programs import ROOT, outcome_of, run
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BIN = Path(sys.executable).parent
 OPTIONS = Options(
-    n=16, max_tokens=16, schedule=GeometricSchedule(first=4), seed=3, cache=CacheControl.BYPASS
+    n=16, max_tokens=16, schedule=Schedule(first=4), seed=3, cache=CacheControl.BYPASS
 )
 PROMPT = "Explain why leaves are green."
 

@@ -18,7 +18,7 @@ from experiments.flops import (
     recorded,
 )
 from experiments.replay import Replayed, Replayer, Setting
-from specrej.contracts import GeometricSchedule
+from specrej.contracts import Schedule
 from tests.experiments.synthetic import WALK, trajectories
 
 SIZES = Sizes(layers=2, hidden=6, heads=3, kv_heads=1, head_size=4, intermediate=10, vocabulary=20)
@@ -28,7 +28,7 @@ PROMPT_TOKENS = PROMPT.prompt_tokens
 
 @pytest.fixture
 def done() -> Replayed:
-    return Replayer(PROMPT, WALK).run(Setting(0, 0.5, GeometricSchedule(first=8), WALK))
+    return Replayer(PROMPT, WALK).run(Setting(0, 0.5, Schedule(first=8), WALK))
 
 
 def lengths(done: Replayed) -> list[int]:

@@ -28,10 +28,10 @@ from experiments.studies.improvement import (
 from experiments.studies.matched import Match, expected_saving, matched_cost
 from experiments.studies.plans import DOUBLING, MEMORY, Measured, Plan, groups
 from experiments.trajectories import FloatArray, Trajectories
-from specrej.contracts import GeometricSchedule, Schedule, TokensSchedule
+from specrej.contracts import Schedule
 from tests.experiments.synthetic import COMPUTE, WALK, collection, from_scores, trajectories
 
-EIGHTS = GeometricSchedule(first=8, factor=2.0)
+EIGHTS = Schedule(first=8, factor=2.0)
 NO_REWARD = ComputeModel("no reward", COMPUTE.generator)
 
 
@@ -84,7 +84,9 @@ def test_groups_are_disjoint_and_averaged() -> None:
 @given(
     st.integers(min_value=0, max_value=10_000),
     st.sampled_from([0.1, 0.3, 0.5, 0.75, 0.9]),
-    st.sampled_from([(EIGHTS, 0), (DOUBLING, 0), (MEMORY, 16), (TokensSchedule((12, 48)), 0)]),
+    st.sampled_from(
+        [(EIGHTS, 0), (DOUBLING, 0), (MEMORY, 16), (Schedule("tokens", tokens=(12, 48)), 0)]
+    ),
 )
 def test_regret_is_not_negative_and_tokens_are_not_more(
     seed: int, alpha: float, how: tuple[Schedule, int]
@@ -242,7 +244,7 @@ def test_flops_include_a_reward_model_and_are_nan_if_unknown() -> None:
     """They are linear in N beyond the prompt. Guards against FLOPs of another model."""
     ragged = [trajectories(n=16, stop_share=0.5)]
     ((reading, answer),) = full_flops(ragged)
-    whole = measure(ragged, Plan(16, 0.0, TokensSchedule(())))
+    whole = measure(ragged, Plan(16, 0.0, Schedule("tokens", tokens=())))
     assert reading + 16 * answer == pytest.approx(whole.flops[0])
     assert 0 < reading < answer
     prompts, plan = collection(5, 32), Plan(32, 0.5, DOUBLING)
@@ -357,7 +359,7 @@ def test_plans_cut_where_prefixes_were_scored() -> None:
     coarse = [trajectories(n=16, positions=(32, 64))]
     assert {plan.name for plan in plans.plans(coarse, WALK)} == {"geometric:32,2", "tokens:32"}
     assert len({plan.name for plan in plans.plans(coarse, "likelihood")}) == 6
-    single = Plan(8, 0.5, TokensSchedule((4, 9)))
+    single = Plan(8, 0.5, Schedule("tokens", tokens=(4, 9)))
     assert (single.name, single.decision_tokens(64)) == ("tokens:4,9", (4, 9))
 
 

@@ -24,15 +24,12 @@ from specrej.contracts import (
     Algorithm,
     Generation,
     GenerationRequest,
-    GeometricSchedule,
-    MemorySchedule,
     Prompt,
     RoundCompleted,
     Sampling,
     Schedule,
     Scorer,
     Selection,
-    TokensSchedule,
 )
 from tests.experiments.doubles import ITEM, collected, live_run, tiny_engine
 from tests.experiments.synthetic import from_scores, trajectories
@@ -43,12 +40,12 @@ TEXT_PROMPT = Prompt(text="a prompt of several words that all candidates share")
 ALPHAS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9, 0.99])
 REWARDS: dict[str, Scorer] = {"letters": LetterScorer("e"), LIKELIHOOD: LikelihoodScorer()}
 SCHEDULES = st.one_of(
-    st.just(MemorySchedule(first=4)),
+    st.just(Schedule("memory", first=4)),
     st.builds(
-        lambda tokens: TokensSchedule(tuple(sorted(tokens))),
+        lambda tokens: Schedule("tokens", tokens=tuple(sorted(tokens))),
         st.sets(st.integers(1, 40), min_size=1, max_size=6),
     ),
-    st.builds(GeometricSchedule, st.integers(1, 16), st.floats(1.1, 4)),
+    st.builds(Schedule, first=st.integers(1, 16), factor=st.floats(1.1, 4)),
 )
 
 
@@ -184,7 +181,7 @@ def test_replay_equals_live_run_on_engine(
 
 
 def test_replay_includes_best_of_n_of_the_same_candidates(made: Trajectories) -> None:
-    setting = Setting(16, 0.5, GeometricSchedule(first=4), "letters")
+    setting = Setting(16, 0.5, Schedule(first=4), "letters")
     replayed = replay(made, setting)
     full = replay(made, replace(setting, algorithm=Algorithm.BEST_OF_N))
     assert replayed.best_of_n_answer == full.answer
@@ -217,7 +214,7 @@ def test_snap_is_to_the_position_before_except_for_likelihood(made: Trajectories
     thin = _thinned(made, 4)
     ends = set()
     for slots in range(140, 400, 6):
-        setting = Setting(N, 0.3, MemorySchedule(first=4), "letters", slots)
+        setting = Setting(N, 0.3, Schedule("memory", first=4), "letters", slots)
         exact = _first_full(made, setting)
         snapped = _first_full(thin, replace(setting, snap=True))
         assert snapped == (None if exact is None else exact - exact % 4)
@@ -237,7 +234,9 @@ def test_one_order_for_answer_and_regret(prefer_complete: bool, best: int, regre
     """Scores 0 5 4 3; only the last answer is complete, and the cut at 8 rejects it."""
     scores = np.ones((4, 16)) * np.array([0.0, 5.0, 4.0, 3.0])[:, None]
     made = from_scores(scores, np.array([16, 16, 16, 12]), positions=(8, 16))
-    setting = Setting(4, 0.5, TokensSchedule((8,)), "walk", prefer_complete=prefer_complete)
+    setting = Setting(
+        4, 0.5, Schedule("tokens", tokens=(8,)), "walk", prefer_complete=prefer_complete
+    )
     replayed = replay(made, setting)
     assert (replayed.answer, replayed.score) == (1, 5)
     assert replayed.best_of_n_answer == best

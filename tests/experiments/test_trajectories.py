@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from experiments.replay import Replayer, Setting
 from experiments.trajectories import OffGrid, PrefixScores, Store, Trajectories, load
 from orchestrator.loop.composition import LIKELIHOOD
-from specrej.contracts import GeometricSchedule, Message, Prompt
+from specrej.contracts import Message, Prompt, Schedule
 from tests.experiments.synthetic import WALK, trajectories
 
 POSITIONS = np.array([2, 4, 5])
@@ -140,7 +140,7 @@ def test_shortened_has_the_prefixes_of_long_answers() -> None:
 @given(st.integers(min_value=0, max_value=1000), st.sampled_from([WALK, "likelihood"]))
 def test_shortened_replays_the_same_rounds_before_the_limit(seed: int, reward: str) -> None:
     prompt = trajectories(n=32, stop_share=0.3, seed=seed)
-    setting = Setting(32, 0.5, GeometricSchedule(first=8), reward)
+    setting = Setting(32, 0.5, Schedule(first=8), reward)
     long = Replayer(prompt, reward).run(setting).rounds
     short = Replayer(prompt.shortened(32), reward).run(setting).rounds
     assert short[:2] == long[:2]

@@ -70,7 +70,7 @@ _PARTS = (
     _Parts(_GENERATE, "prompt.messages", (2,), part(1, b"")),
     _Parts(_GENERATE, "sampling.stop", (3,), part(5, b"")),
     _Parts(_GENERATE, "selection.rewards", (4,), part(5, b"")),
-    _Parts(_GENERATE, "selection.schedule.tokens.decision_tokens", (4, 3, 2), _NUMBERS),
+    _Parts(_GENERATE, "selection.schedule.tokens", (4, 3), b"\x20\x01"),
     _Parts(_SESSION, "open.prompt.messages", (2, 1), part(1, b"")),
     _Parts(_SESSION, "prune.keep", (4,), _NUMBERS),
     _Parts(_SCORE, "responses", (), part(3, b"")),

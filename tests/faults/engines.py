@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import psutil  # type: ignore[import-untyped]
 
 from deploy.local.stack import Stack
-from specrej.contracts import TokensSchedule
+from specrej.contracts import Schedule
 from tests.faults.breaks import ENDS, HANGS
 from tests.faults.case import Case, here
 from tests.faults.world import World, until, world
@@ -32,7 +32,11 @@ _MIB = 1 << 20
 _LAYERS, _WIDTH = 4, 256
 _CONTEXT = 4096
 # Sixteen steps are cheap; the room for the rest of 32 survivors, 300 MiB, is not available.
-_STARVING: Mapping[str, Any] = {"n": 64, "max_tokens": 1200, "schedule": TokensSchedule((16,))}
+_STARVING: Mapping[str, Any] = {
+    "n": 64,
+    "max_tokens": 1200,
+    "schedule": Schedule("tokens", tokens=(16,)),
+}
 _ROOM_MIB = 120
 _LONG: Mapping[str, Any] = {"n": 4, "max_tokens": 2000}
 

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.loop.run_state import MAX_TRACED
-from specrej.contracts import CacheControl, TokensSchedule
+from specrej.contracts import CacheControl, Schedule
 from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, here
 from tests.faults.engines import engine_world
@@ -53,7 +53,11 @@ async def flood(world: World) -> list[str]:
 
 async def two_large(_: World) -> list[str]:
     """Of two requests that each need most of a real engine's slots, one waits for the other."""
-    options: dict[str, Any] = {"n": 1000, "max_tokens": 90, "schedule": TokensSchedule((45,))}
+    options: dict[str, Any] = {
+        "n": 1000,
+        "max_tokens": 90,
+        "schedule": Schedule("tokens", tokens=(45,)),
+    }
     async with engine_world() as running:
         calls = [running.call(seed=seed, timeout_s=_MANY_S, **options) for seed in (1, 2)]
         async with _probed(running):
@@ -115,7 +119,9 @@ def _probe(addresses: Mapping[str, str], over: threading.Event) -> None:
 async def many_rounds(world: World) -> list[str]:
     """A large request with a decision token per token: health answers, the trace is bounded."""
     options: dict[str, Any] = {"n": 1000, "alpha": 0.0, "return_candidates": 64, "max_tokens": 64}
-    call = world.call(schedule=TokensSchedule(tuple(range(1, 64))), timeout_s=_MANY_S, **options)
+    call = world.call(
+        schedule=Schedule("tokens", tokens=tuple(range(1, 64))), timeout_s=_MANY_S, **options
+    )
     async with _probed(world):
         outcome = await call.outcome()
     if outcome.generation:

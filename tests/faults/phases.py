@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from specrej.contracts import Algorithm, TokensSchedule
+from specrej.contracts import Algorithm, Schedule
 from tests.faults.world import MAX_RUNNING, PROMPT, Call, World
 
 _ARRIVES_S = 60.0  # hangs, if it takes longer: a slow machine needs 10 s
@@ -16,10 +16,10 @@ _ARRIVES_S = 60.0  # hangs, if it takes longer: a slow machine needs 10 s
 _N = 8
 _PROMPT_SLOTS = len(PROMPT.split())
 _LONG: Mapping[str, Any] = {"n": _N, "max_tokens": 400}
-_TWO_ROUNDS = {**_LONG, "schedule": TokensSchedule((16,))}
-_ONE_ROUND = {**_LONG, "schedule": TokensSchedule((399,))}
+_TWO_ROUNDS = {**_LONG, "schedule": Schedule("tokens", tokens=(16,))}
+_ONE_ROUND = {**_LONG, "schedule": Schedule("tokens", tokens=(399,))}
 # Ten seconds of steps: the deadline of no case is as late.
-_LONG_ROUND = {**_LONG, "max_tokens": 2000, "schedule": TokensSchedule((1999,))}
+_LONG_ROUND = {**_LONG, "max_tokens": 2000, "schedule": Schedule("tokens", tokens=(1999,))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from specrej.contracts import CacheControl, TokensSchedule
+from specrej.contracts import CacheControl, Schedule
 from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, here
 from tests.faults.world import MAX_RUNNING, UNREAD_S, Call, Outcome, World, until
@@ -17,7 +17,7 @@ LARGE: dict[str, Any] = {
     "n": 64,
     "alpha": 0.0,
     "max_tokens": _TOKENS,
-    "schedule": TokensSchedule(tuple(range(1, _TOKENS))),
+    "schedule": Schedule("tokens", tokens=tuple(range(1, _TOKENS))),
     "timeout_s": 60,
 }
 _STREAM: dict[str, Any] = {"stream": True, "narrow": True, **LARGE}

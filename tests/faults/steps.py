@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from specrej.contracts import TokensSchedule
+from specrej.contracts import Schedule
 from tests.faults.breaks import FAILS, HANGS_IN, HANGS_IN_REWARD
 from tests.faults.case import Case, here
 from tests.faults.engines import BreakableStack, engine_world, reader_world, until_replaced
@@ -23,7 +23,11 @@ _STUCK_S = "1"
 _BYSTANDER: Mapping[str, Any] = {"n": 3, "max_tokens": 400, "logprobs": True, "timeout_s": 60}
 _NUM_BYSTANDERS = 3
 _CULPRIT: Mapping[str, Any] = {"n": 4, "max_tokens": 400, "timeout_s": 60}
-_HANGING: Mapping[str, Any] = {"n": 4, "max_tokens": 400, "schedule": TokensSchedule((4, 40))}
+_HANGING: Mapping[str, Any] = {
+    "n": 4,
+    "max_tokens": 400,
+    "schedule": Schedule("tokens", tokens=(4, 40)),
+}
 
 
 class _RewardStack(BreakableStack):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from specrej.contracts import TokensSchedule
+from specrej.contracts import Schedule
 from tests.faults.world import MAX_RUNNING, Call, until
 
 # With --long: many rounds with large events, so that a client that does not read blocks the writer.
-_ROUNDS = TokensSchedule(tuple(range(1, 400)))
+_ROUNDS = Schedule("tokens", tokens=tuple(range(1, 400)))
 
 
 async def main(address: str, number: int, *, long: bool) -> None:

@@ -33,8 +33,8 @@ from specrej.contracts import (
     Generation,
     GeneratorDescription,
     Options,
+    Schedule,
     ServiceDescription,
-    TokensSchedule,
     wire,
 )
 from specrej.contracts.status import DETAILS_TRAILER, PUSHBACK_TRAILER
@@ -62,7 +62,7 @@ _REFERENCE: Mapping[str, Any] = {
     "prompt": "What stays the same?",
     "max_tokens": 12,
     "seed": 7,
-    "schedule": TokensSchedule((4,)),
+    "schedule": Schedule("tokens", tokens=(4,)),
 }
 _RETRYABLE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 # Maximum of threads that grpc and asyncio add to those of a fresh process.

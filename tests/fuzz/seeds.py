@@ -69,9 +69,9 @@ _DEEP = b"[" * 3_000
 def seeds() -> Mapping[str, Sequence[bytes]]:
     """Return the inputs by target."""
     schedules: list[c.Schedule] = [
-        c.TokensSchedule((16, 32)),
-        c.GeometricSchedule(first=8, factor=2.0),
-        c.GeometricSchedule(),
+        c.Schedule("tokens", tokens=(16, 32)),
+        c.Schedule(first=8, factor=2.0),
+        c.Schedule(),
     ]
     requests = [
         build_request("Hello?", seed=3, n=8, schedule=schedule, rewards={"a": 1.0, "b": 2.0})

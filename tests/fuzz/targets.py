@@ -57,12 +57,12 @@ def request(data: bytes) -> bool:
     if message is None:
         return False
     violations: list[Violation] = []
-    unpacked = wire.request_from_message(message, c.GeometricSchedule(), violations)
+    unpacked = wire.request_from_message(message, c.Schedule(), violations)
     violations += check_request(unpacked, _CONTEXT, _CANDIDATES, _VOCABULARY)
     if not violations:
         again = wire.request_from_message(
             wire.to_message(unpacked, orchestrator_pb2.GenerateRequest),
-            c.GeometricSchedule(),
+            c.Schedule(),
             violations,
         )
         assert (again, violations) == (unpacked, [])

@@ -207,7 +207,7 @@ def test_options_arrive_as_the_clients() -> None:
     assert call.options == c.Options(
         model="m", n=32, return_candidates=2, min_answers=2, temperature=0.5, top_p=0.9,
         stop=["\n"], seed=7, max_tokens=9, logprobs=True, top_logprobs=3, alpha=0.25,
-        top_k=5, min_tokens=2, ignore_eos=True, schedule=c.TokensSchedule((4, 8)),
+        top_k=5, min_tokens=2, ignore_eos=True, schedule=c.Schedule("tokens", tokens=(4, 8)),
         cache=c.CacheControl.REFRESH, allow_degraded=True,
         rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
         presence_penalty=1.0, frequency_penalty=-0.5, logit_bias={50256: -100.0, 7: 1.5},
@@ -400,6 +400,6 @@ def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", json.dumps({"careful": preset}))
     options = call_of(chat(model="a:b:careful", seed=1), GatewaySettings().presets).options
     assert options == c.Options(
-        n=64, alpha=0.3, schedule=c.GeometricSchedule(32), rewards={"relevance": 1.0},
+        n=64, alpha=0.3, schedule=c.Schedule(first=32), rewards={"relevance": 1.0},
         seed=1, model="a:b",
     )  # fmt: skip

@@ -243,7 +243,7 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
         ({"extra_body": extra(allow_special_tokens=True)}, "specrej.allow_special_tokens"),
         (
             {"extra_body": extra(schedule={"kind": "tokens", "tokens": [2, 1]})},
-            "specrej.schedule.tokens.decision_tokens",
+            "specrej.schedule.tokens",
         ),
     ]
     for fields, param in cases:

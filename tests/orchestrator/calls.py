@@ -70,7 +70,7 @@ def generation(reply: pb.GenerateResponse) -> Generation:
 
 # `end_every` of a generator, and so its fingerprint, per test: tests share no cached answers.
 ENDS = iter(range(30, 10**6))
-BATCH = pb.Normalization(batch=pb.BatchNormalization())
+BATCH = pb.Normalization(kind=pb.NORMALIZATION_KIND_BATCH)
 ALL = {"algorithm": pb.ALGORITHM_BEST_OF_N, "return_candidates": 64}
 
 

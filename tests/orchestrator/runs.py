@@ -20,19 +20,17 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
-    GeometricSchedule,
-    MemorySchedule,
     Normalization,
     Prompt,
     Round,
     RoundEnd,
     Sampling,
+    Schedule,
     Scorer,
     Scores,
     ScoringSession,
     Selection,
     SessionSpec,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.contracts.errors import Unavailable
@@ -42,12 +40,12 @@ from tests.serving import turns
 NEVER = 10**9
 PROMPT = Prompt.from_user("four words of prompt")
 SCHEDULES = st.one_of(
-    st.just(MemorySchedule()),
+    st.just(Schedule("memory")),
     st.builds(
-        lambda tokens: TokensSchedule(tuple(sorted(tokens))),
+        lambda tokens: Schedule("tokens", tokens=tuple(sorted(tokens))),
         st.sets(st.integers(1, 50), min_size=1, max_size=6),
     ),
-    st.builds(GeometricSchedule, st.integers(1, 20), st.floats(1.1, 4)),
+    st.builds(Schedule, first=st.integers(1, 20), factor=st.floats(1.1, 4)),
 )
 
 

@@ -18,19 +18,17 @@ from specrej.contracts import (
     Branching,
     CacheControl,
     GenerationRequest,
-    GeometricSchedule,
     Grammar,
     JsonObject,
     JsonSchema,
-    MemorySchedule,
     Message,
     Normalization,
     Prompt,
     Regex,
     Sampling,
+    Schedule,
     Selection,
     TokenBias,
-    TokensSchedule,
     WeightedReward,
 )
 from tests.orchestrator.caching import SECRET
@@ -128,11 +126,11 @@ _OTHER_SEARCHES = [
         {"alpha": 0.25},
         {"algorithm": Algorithm.BEST_OF_N},
         {"return_candidates": 2},
-        {"schedule": MemorySchedule()},
-        {"schedule": TokensSchedule((16, 32))},
-        {"schedule": TokensSchedule((16, 33))},
-        {"schedule": GeometricSchedule(first=8)},
-        {"schedule": GeometricSchedule(factor=3.0)},
+        {"schedule": Schedule("memory")},
+        {"schedule": Schedule("tokens", tokens=(16, 32))},
+        {"schedule": Schedule("tokens", tokens=(16, 33))},
+        {"schedule": Schedule(first=8)},
+        {"schedule": Schedule(factor=3.0)},
     )
 ]
 _OTHER_PROMPTS = [
@@ -192,7 +190,7 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
             request(sampling=Sampling(logit_bias=(TokenBias(1, 2.0), TokenBias(2, 0.5)))),
             request(sampling=Sampling(logit_bias=(TokenBias(2, 0.5), TokenBias(1, 2)))),
         ),
-        (_BASE, request(selection=Selection(schedule=GeometricSchedule(first=16, factor=2)))),
+        (_BASE, request(selection=Selection(schedule=Schedule(first=16, factor=2)))),
         (_BASE, replace(_BASE, cache=CacheControl.REFRESH)),
         (_BASE, replace(_BASE, allow_degraded=True)),
         (_rewarded(_ONE, _TWO), _rewarded(_TWO, _ONE)),
@@ -205,7 +203,9 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
         ),
         (
             request(selection=_BEST_OF_N),
-            request(selection=replace(_BEST_OF_N, alpha=0.9, schedule=TokensSchedule((4,)))),
+            request(
+                selection=replace(_BEST_OF_N, alpha=0.9, schedule=Schedule("tokens", tokens=(4,)))
+            ),
         ),
     ],
 )

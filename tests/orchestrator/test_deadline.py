@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.rejection import num_kept
 from orchestrator.loop.schedule import next_decision_token
-from specrej.contracts import GeometricSchedule
+from specrej.contracts import Schedule
 from tests.orchestrator.caching import Clock
 
 MAX_TOKENS = 128
@@ -23,7 +23,7 @@ def controller(
     """A controller that has measured 16 steps of 64 rows, 0.1 s each, after a prompt of 3 s."""
 
     def next_token(position: int) -> int:
-        return next_decision_token(GeometricSchedule(), position, MAX_TOKENS)
+        return next_decision_token(Schedule(), position, MAX_TOKENS)
 
     deadline = DeadlineController(next_token, MAX_TOKENS, time_left_s, clock or Clock())
     deadline.note_stride(64, 1, 0, 3.0)

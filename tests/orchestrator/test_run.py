@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -33,17 +33,15 @@ from specrej.contracts import (
     Fork,
     Generation,
     GenerationRequest,
-    GeometricSchedule,
-    MemorySchedule,
     Normalization,
     Round,
     RoundCompleted,
     RoundEnd,
     Sampling,
+    Schedule,
     Scores,
     Selection,
     SlotGauge,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.contracts.errors import InternalError, RewardInvalid, SlotsExceeded, Unavailable
@@ -151,7 +149,7 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
         await answer(request(32, **selection), ToyGenerator(end_every=10**9), FixedScorer())
         for selection in (
             {"algorithm": Algorithm.BEST_OF_N, "alpha": 0.9},
-            {"schedule": GeometricSchedule(first=8)},
+            {"schedule": Schedule(first=8)},
         )
     ]
     assert [trace.num_rejected for trace in best_of_n.rounds] == [0]
@@ -163,7 +161,9 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
 async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:
     """Guards against 1,024 rounds of 1,024 candidates each: 100 MB in answer, cache and record."""
     whole = await answer(
-        request(300, alpha=0.0, schedule=TokensSchedule(tuple(range(1, 61))), max_tokens=60),
+        request(
+            300, alpha=0.0, schedule=Schedule("tokens", tokens=tuple(range(1, 61))), max_tokens=60
+        ),
         ToyGenerator(end_every=10**9),
         FixedScorer(),
     )
@@ -177,7 +177,7 @@ async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:
 async def test_promised_answers_survive_full_slots(branching: Branching | None) -> None:
     """Guards against a share of slots in which fewer candidates than promised can end."""
     whole = request(
-        16, 60, schedule=MemorySchedule(first=4), alpha=0.9, branching=branching, min_answers=3
+        16, 60, schedule=Schedule("memory", first=4), alpha=0.9, branching=branching, min_answers=3
     )
     toy = ToyGenerator(4 + 3 * 60, end_every=10**9)
     generation = await answer(whole, toy, FixedScorer())
@@ -195,7 +195,7 @@ async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     """Live candidates may rank it out, and it can still be the best answer."""
     scorer = FixedScorer(lambda c: -c.id if c.finish else 100.0 - c.id)
     generation = await answer(
-        request(16, schedule=GeometricSchedule(first=4), alpha=0.75),
+        request(16, schedule=Schedule(first=4), alpha=0.75),
         ToyGenerator(end_every=9),
         scorer,
     )
@@ -215,7 +215,7 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
                 seen.setdefault(candidate.id, []).append(candidate.text)
             return await super().score(candidates)
 
-    branching: dict[str, Any] = {"schedule": GeometricSchedule(8), "branching": Branching(8, 2)}
+    branching: dict[str, Any] = {"schedule": Schedule(first=8), "branching": Branching(8, 2)}
     forked = request(16, 64, sampling={"logprobs": True}, **branching)
     generation = await answer(forked, ToyGenerator(end_every=10**9), Noting())
     first, second, *_ = generation.rounds
@@ -237,7 +237,7 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
 async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a million candidates of one request, and against texts of rejected ones."""
     monkeypatch.setattr(run_state, "MAX_FORKS", 100)
-    every_token = TokensSchedule(tuple(range(1, 60)))
+    every_token = Schedule("tokens", tokens=tuple(range(1, 60)))
     many = request(8, 60, schedule=every_token, branching=Branching(16, 1))
     states: list[RunState] = []
     keep = RunState.keep
@@ -256,7 +256,7 @@ async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_taper_narrows_later_rounds() -> None:
     """Guards against a width of the round that has ended, not of the one that begins."""
-    branching = request(16, 64, schedule=GeometricSchedule(8), branching=Branching(16, 2, 1.0))
+    branching = request(16, 64, schedule=Schedule(first=8), branching=Branching(16, 2, 1.0))
     generation = await answer(branching, ToyGenerator(end_every=10**9), FixedScorer())
     assert [trace.num_live for trace in generation.rounds] == [16, 8, 4, 0]
     assert [trace.alpha for trace in generation.rounds] == [14 / 16, 14 / 16, 6 / 8, 0]
@@ -269,7 +269,7 @@ async def test_forks_that_there_cannot_be_do_not_make_an_answer_hurried(
     monkeypatch.setattr(run_state, "MAX_FORKS", 0)
     seconds = itertools.count()
     generation = await answer(
-        request(4, 64, schedule=GeometricSchedule(8), branching=Branching(64, 2)),
+        request(4, 64, schedule=Schedule(first=8), branching=Branching(64, 2)),
         ToyGenerator(end_every=10**9),
         FixedScorer(),
         time_left_s=100.0,
@@ -281,10 +281,10 @@ async def test_forks_that_there_cannot_be_do_not_make_an_answer_hurried(
 
 @pytest.mark.parametrize("kind", ["none", "batch"])
 async def test_scores_of_ended_candidates_are_combined_anew_only_if_they_depend_on_others(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    monkeypatch: pytest.MonkeyPatch, kind: Literal["none", "batch"]
 ) -> None:
     """Guards the event loop: thousands of forks that have ended took 0.2 s of it per round."""
-    every_token, num_judged = TokensSchedule(tuple(range(1, 60))), 0
+    every_token, num_judged = Schedule("tokens", tokens=tuple(range(1, 60))), 0
 
     def counted(values: Mapping[int, Sequence[float]], *others: Any) -> dict[int, Verdict]:
         nonlocal num_judged
@@ -302,7 +302,7 @@ async def test_scores_of_ended_candidates_are_combined_anew_only_if_they_depend_
 
 async def test_tokens_of_forks_and_their_most_probable_ones() -> None:
     """Guards against tokens of another candidate, step or round."""
-    selection = replace(request(8, 60, schedule=GeometricSchedule(8)).selection)
+    selection = replace(request(8, 60, schedule=Schedule(first=8)).selection)
     reporting = GenerationRequest(
         PROMPT,
         Sampling(60, logprobs=True, top_logprobs=3),

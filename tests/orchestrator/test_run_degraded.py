@@ -23,7 +23,7 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Forks,
-    GeometricSchedule,
+    Schedule,
     Scores,
     WeightedReward,
 )
@@ -246,7 +246,7 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> 
 
 async def test_forks_that_have_not_grown_are_no_answers() -> None:
     """Guards against several equal answers, copies of one survivor, instead of the second best."""
-    forked = lenient(8, 64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
+    forked = lenient(8, 64, schedule=Schedule(first=8), branching=Branching(8, 2))
     generator = FaultyGenerator(hangs_at=8, end_every=NEVER)
     got = await answer(forked, generator, FixedScorer(), time_left_s=1.0)
     assert Degradation.DEADLINE in got.degradations
@@ -258,7 +258,7 @@ async def test_a_failed_prune_costs_no_round(
     is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against complete answers that are lost with the last prune, and untraced rounds."""
-    early, toy = lenient(schedule=GeometricSchedule(8)), ToyGenerator(end_every=12)
+    early, toy = lenient(schedule=Schedule(first=8)), ToyGenerator(end_every=12)
     scorer = FixedScorer(lambda candidate: float(is_last and candidate.finish is not None))
     planned, num_failed = await answer(early, toy, scorer), 0
 
@@ -298,7 +298,7 @@ async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs(
 ) -> None:
     sent: list[Any] = []
     sampling = {"min_tokens": 60, "stop": stop}
-    single = lenient(1, schedule=GeometricSchedule(8), sampling=sampling)
+    single = lenient(1, schedule=Schedule(first=8), sampling=sampling)
     generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
     options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
     last = (await events_of(single, generator, FixedScorer(), **options))[-1]

@@ -19,10 +19,10 @@ from specrej.contracts import (
     Degradation,
     Finished,
     GenerationRequest,
-    GeometricSchedule,
     Round,
     RoundEnd,
     Sampling,
+    Schedule,
     SessionSpec,
     SlotGauge,
 )
@@ -46,7 +46,7 @@ OF_ROUNDS = st.builds(
     n=st.integers(2, 40),
     max_tokens=st.integers(20, 60),
     alpha=st.sampled_from([0.1, 0.5, 0.75]),
-    schedule=st.builds(GeometricSchedule, st.integers(2, 8), st.floats(1.3, 3)),
+    schedule=st.builds(Schedule, first=st.integers(2, 8), factor=st.floats(1.3, 3)),
     rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
     prefer_complete=st.booleans(),
 )
@@ -80,7 +80,7 @@ async def test_an_answer_is_the_same_if_scores_overlap(
 async def test_candidates_grow_while_scores_are_under_way() -> None:
     """Guards against a generator that waits for every score, and against growth past the next
     decision token, which would move it."""
-    long = request(16, 64, schedule=GeometricSchedule(8))
+    long = request(16, 64, schedule=Schedule(first=8))
     toy = ToyGenerator(end_every=10**9)
     generation = await answer(long, toy, LetterScorer("a", num_turns=1000), overlaps=True)
     discarded = [trace.discarded_tokens for trace in generation.rounds]
@@ -163,7 +163,7 @@ async def test_a_generator_that_fails_ahead_fails_the_next_round() -> None:
     a further call, which could send the prompt to a third generator."""
     scorer = LetterScorer("a", num_turns=50)
     generator = FaultyGenerator(breaks_at=9, end_every=10)  # the second stride ahead
-    early = request(40, 64, schedule=GeometricSchedule(8), allow_degraded=True)
+    early = request(40, 64, schedule=Schedule(first=8), allow_degraded=True)
     generation = await answer(early, generator, scorer, overlaps=True)
     assert generation.degradations == (Degradation.GENERATOR,)
     assert {c.id for c in generation.candidates} <= set(scorer.seen)
@@ -178,7 +178,7 @@ async def test_tokens_grown_before_a_failure_are_counted() -> None:
         nonlocal num_made
         num_made += step.generated
 
-    early = request(40, 64, schedule=GeometricSchedule(8), allow_degraded=True)
+    early = request(40, 64, schedule=Schedule(first=8), allow_degraded=True)
     toy = FaultyGenerator(breaks_at=12, end_every=10, on_step=count)
     usage = (await answer(early, toy, LetterScorer("a", num_turns=50), overlaps=True)).usage
     assert usage.generated_tokens == num_made

@@ -13,10 +13,10 @@ from specrej.contracts import (
     Candidate,
     FinishReason,
     GenerationRequest,
-    GeometricSchedule,
     Progress,
     Round,
     RoundEnd,
+    Schedule,
     SlotGauge,
     TextDelta,
 )
@@ -62,7 +62,7 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
 async def test_the_last_stretch_streams_token_by_token() -> None:
     """From the moment one candidate is left and none has ended; before that nothing is certain."""
     within: list[Progress | TextDelta] = []
-    long = request(8, 64, schedule=GeometricSchedule(4))
+    long = request(8, 64, schedule=Schedule(first=4))
     endless = ToyGenerator(end_every=10**9)
     generation = await answer(long, endless, FixedScorer(), within=WithinRounds(within.append))
     last_cut = next(t.decision_token for t in generation.rounds if t.num_live == 1)

@@ -15,10 +15,9 @@ from specrej.contracts import (
     Candidate,
     Fate,
     FinishReason,
-    GeometricSchedule,
     Normalization,
+    Schedule,
     Scores,
-    TokensSchedule,
     WeightedReward,
 )
 from tests.orchestrator.runs import FixedScorer, LetterScorer, answer, request
@@ -33,7 +32,7 @@ async def test_batch_normalisation_covers_all_candidates_that_count() -> None:
         WeightedReward("e", -0.5, Normalization("batch")),
     )
     generation = await answer(
-        request(16, schedule=TokensSchedule((8,)), rewards=rewards),
+        request(16, schedule=Schedule("tokens", tokens=(8,)), rewards=rewards),
         ToyGenerator(end_every=20),
         [LetterScorer("a"), LetterScorer("e")],
     )
@@ -72,7 +71,7 @@ async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
     better than all, would have 0.5, and an early answer of a weak batch more."""
     for seed in range(12):
         scorer = ComparingScorer(seed)
-        asked = request(16, branching=branching, schedule=GeometricSchedule(6, 1.5))
+        asked = request(16, branching=branching, schedule=Schedule(first=6, factor=1.5))
         generation = await answer(asked, ToyGenerator(end_every=12), scorer)
         finished = [c for c in generation.candidates if c.finish is FinishReason.STOP]
         assert len(finished) > 1 and generation.relative_scores
@@ -82,7 +81,7 @@ async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
 async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
     """Guards against vetoes that have no effect before the end: alpha is 0."""
     reward = WeightedReward("a", veto_below=0.06)
-    vetoing = request(alpha=0.0, schedule=TokensSchedule((10,)), rewards=(reward,))
+    vetoing = request(alpha=0.0, schedule=Schedule("tokens", tokens=(10,)), rewards=(reward,))
     generation = await answer(vetoing, ToyGenerator(end_every=10**9), LetterScorer("a"))
     first = generation.rounds[0]
     assert 0 < first.num_vetoed < first.num_started, "the case did not occur"
@@ -105,7 +104,7 @@ async def test_best_of_n_ranks_vetoed_candidates_last() -> None:
 async def test_all_vetoed_keeps_the_best_one() -> None:
     """Never empty: the best vetoed candidate continues alone, and is flagged."""
     reward = WeightedReward("length", veto_below=1e9)
-    vetoing = request(schedule=GeometricSchedule(first=4), rewards=(reward,))
+    vetoing = request(schedule=Schedule(first=4), rewards=(reward,))
     generation = await answer(vetoing, ToyGenerator(end_every=10**9), FixedScorer())
     assert [trace.num_live for trace in generation.rounds[:-1]] == [1] * len(generation.rounds[:-1])
     assert generation.rounds[0].num_vetoed == generation.rounds[0].num_started
@@ -116,7 +115,7 @@ async def test_a_vetoed_finished_candidate_does_not_end_the_request() -> None:
     """Short candidates are vetoed, complete or not."""
     scorer = FixedScorer(lambda c: float(c.num_tokens > 4))
     reward = WeightedReward("length", veto_below=1.0)
-    vetoing = request(32, schedule=TokensSchedule((4, 8)), rewards=(reward,))
+    vetoing = request(32, schedule=Schedule("tokens", tokens=(4, 8)), rewards=(reward,))
     generation = await answer(vetoing, ToyGenerator(end_every=30), scorer)
     first = generation.rounds[0]
     assert first.num_finished, "the case did not occur"
@@ -136,7 +135,7 @@ async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
         return 1.0 if candidate.finish else 10.0
 
     reward = WeightedReward("r", veto_below=0.5)
-    vetoing = request(16, schedule=TokensSchedule((8, 12)), rewards=(reward,))
+    vetoing = request(16, schedule=Schedule("tokens", tokens=(8, 12)), rewards=(reward,))
     generation = await answer(vetoing, ToyGenerator(end_every=16), FixedScorer(value))
     first, second = generation.rounds
     assert first.num_finished and first.num_live, "the case did not occur"

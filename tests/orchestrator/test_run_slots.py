@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from generator_service.toy import ToyGenerator
-from specrej.contracts import Forks, Generator, MemorySchedule, Pruned, Round, RoundEnd, SessionSpec
+from specrej.contracts import Forks, Generator, Pruned, Round, RoundEnd, Schedule, SessionSpec
 from tests.orchestrator.runs import PROMPT, FixedScorer, answer, request
 
 
@@ -40,7 +40,7 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
             self.live = len(keep)
             return await self.session.prune(keep, forks)
 
-    never = request(40, 60, alpha=0.0, schedule=MemorySchedule(first=4))
+    never = request(40, 60, alpha=0.0, schedule=Schedule("memory", first=4))
     rounds = (await answer(never, cast(Generator, Blocks()), FixedScorer())).rounds
     positions = Counter(trace.decision_token for trace in rounds)
     assert len(positions) > 4 and max(positions.values()) < 4, positions
@@ -49,7 +49,9 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
 async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:
     """The paper's trigger: with room for a quarter, the live set shrinks as texts grow."""
     generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
-    generation = await answer(request(32, 64, schedule=MemorySchedule()), generator, FixedScorer())
+    generation = await answer(
+        request(32, 64, schedule=Schedule("memory")), generator, FixedScorer()
+    )
     full = [t for t in generation.rounds if t.ended_by is RoundEnd.SLOTS_FULL]
     assert len(full) >= 2
     assert all(trace.freed_slots > 0 for trace in full)
@@ -60,7 +62,7 @@ async def test_the_memory_decides_n_by_the_first_decision_token(first: int, n: i
     """As in the paper: all slots are full at the first cut. No cut before max_tokens: 2 fit."""
     prompt_slots = len(PROMPT.turns[0].content.split())
     generator = ToyGenerator(8 * 16 + prompt_slots, end_every=10**9)
-    open_n = request(0, 64, schedule=MemorySchedule(first))
+    open_n = request(0, 64, schedule=Schedule("memory", first=first))
     generation = await answer(open_n, generator, FixedScorer())
     ended = generation.rounds[0]
     assert (generation.n, ended.decision_token) == (n, min(first, 64))

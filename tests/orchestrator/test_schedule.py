@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.loop.schedule import most_rounds, next_decision_token
-from specrej.contracts import GeometricSchedule, MemorySchedule, Schedule, TokensSchedule
+from specrej.contracts import Schedule
 
 
 @pytest.mark.parametrize(
     ("schedule", "max_tokens", "decision_tokens"),
     [
-        (MemorySchedule(), 100, [100]),
-        (TokensSchedule((5, 20, 60)), 100, [5, 20, 60, 100]),
-        (TokensSchedule((5, 200)), 100, [5, 100]),
-        (GeometricSchedule(first=16, factor=2.0), 128, [16, 32, 64, 128]),
-        (GeometricSchedule(first=16, factor=2.0), 10, [10]),
+        (Schedule("memory"), 100, [100]),
+        (Schedule("tokens", tokens=(5, 20, 60)), 100, [5, 20, 60, 100]),
+        (Schedule("tokens", tokens=(5, 200)), 100, [5, 100]),
+        (Schedule(first=16, factor=2.0), 128, [16, 32, 64, 128]),
+        (Schedule(first=16, factor=2.0), 10, [10]),
         # floor(1.1**i) stays 1 for long: repeated tokens would be rounds of no tokens.
-        (GeometricSchedule(first=1, factor=1.1), 8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Schedule(first=1, factor=1.1), 8, [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
 )
 def test_decision_tokens_of_each_kind_of_schedule(
@@ -38,7 +38,7 @@ def test_a_round_has_at_least_one_token_and_ends_at_max_tokens(
     first: int, factor: float, num_tokens: int, more_tokens: int
 ) -> None:
     max_tokens = num_tokens + more_tokens
-    schedule = GeometricSchedule(first=first, factor=factor)
+    schedule = Schedule(first=first, factor=factor)
     assert num_tokens < next_decision_token(schedule, num_tokens, max_tokens) <= max_tokens
 
 
@@ -46,7 +46,7 @@ def test_a_round_has_at_least_one_token_and_ends_at_max_tokens(
 def test_a_geometric_schedule_has_no_more_rounds_than_it_is_charged_for(
     first: int, factor: float, max_tokens: int
 ) -> None:
-    schedule = GeometricSchedule(first=first, factor=factor)
+    schedule = Schedule(first=first, factor=factor)
     num_tokens = num_rounds = 0
     for _ in range(max_tokens):
         if num_tokens < max_tokens:

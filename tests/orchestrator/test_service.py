@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cache import Flight
-from specrej.contracts import TokensSchedule
+from specrej.contracts import Schedule
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.calls import PROMPT, answer, events, generation, held, small_request
@@ -83,7 +83,7 @@ async def test_absent_fields_mean_the_defaults_of_the_schema(service: Whole) -> 
         selection=pb.Selection(
             n=0,
             alpha=0.5,
-            schedule=pb.Schedule(geometric=pb.GeometricSchedule(first=16, factor=2)),
+            schedule=pb.Schedule(kind=pb.SCHEDULE_KIND_GEOMETRIC, first=16, factor=2),
             algorithm=pb.ALGORITHM_SPECULATIVE_REJECTION,
             rewards=[pb.WeightedReward(name="toy", weight=1)],
             return_candidates=1,
@@ -96,11 +96,11 @@ async def test_absent_fields_mean_the_defaults_of_the_schema(service: Whole) -> 
 
 
 async def test_the_schedule_setting_is_the_default() -> None:
-    async with whole(default_schedule=TokensSchedule((5, 9))) as service:
+    async with whole(default_schedule=Schedule("tokens", tokens=(5, 9))) as service:
         reply = await answer(service, small_request())
         assert [round_.decision_token for round_ in reply.rounds[:2]] == [5, 9]
         described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
-        assert list(described.default_schedule.tokens.decision_tokens) == [5, 9]
+        assert list(described.default_schedule.tokens) == [5, 9]
 
 
 async def test_describe_returns_the_current_load_and_limits(cached_service: Whole) -> None:
@@ -113,7 +113,7 @@ async def test_describe_returns_the_current_load_and_limits(cached_service: Whol
     assert (described.generator.model, described.generator.max_candidates) == ("toy", 1024)
     assert described.generator.sessions == 1
     assert described.generator.slots.owned == service.generator.toy.ledger.owned > 0
-    assert described.default_schedule.geometric.first == 16
+    assert described.default_schedule.first == 16
     service.generator.gates["extend"].open()
     await running
 

@@ -106,7 +106,7 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
     assert (await unknown.plan(*arguments)).has_no_rewards
 
 
-FIXED = pb.Normalization(fixed=pb.FixedNormalization(mean=0.25, deviation=0.125))
+FIXED = pb.Normalization(kind=pb.NORMALIZATION_KIND_FIXED, mean=0.25, deviation=0.125)
 MIXED = Composite(
     "mixed",
     (

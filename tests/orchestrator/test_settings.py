@@ -20,11 +20,8 @@ from orchestrator.settings import OrchestratorSettings
 from reward_service import __main__ as reward
 from reward_service.settings import RewardSettings
 from specrej.contracts import (
-    GeometricSchedule,
-    MemorySchedule,
     Normalization,
     Schedule,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.settings import ServiceSettings, load
@@ -66,7 +63,7 @@ INVALID_OF_ORCHESTRATOR = [
     ("--tenant-cache-bytes=-1", "greater than or equal to 0"),
     (f"--redis-ca={__file__}", "rediss://"),
     ("--default-schedule=soon", "default_schedule"),
-    ('--default-schedule={"kind": "soon"}', "'geometric', 'tokens', 'memory'"),
+    ('--default-schedule={"kind": "soon"}', "'geometric', 'tokens' or 'memory'"),
     ('--default-schedule={"first": 0}', "1 or more"),
     ('--default-schedule={"factor": 17}', "1.01 .. 16"),
     ('--default-schedule={"kind": "tokens", "tokens": [8, 8]}', "ascending"),
@@ -79,7 +76,7 @@ INVALID_OF_ORCHESTRATOR = [
     ),
     (
         f"--composites={composites([{'name': 'a', 'normalization': {'kind': 'bath'}}])}",
-        "'balanced'.rewards[0].normalization.kind must be one of none, fixed, batch",
+        "Input should be 'none', 'fixed' or 'batch'",
     ),
     (f"--composites={composites([{'name': 'a', 'wait': 2}])}", "Unexpected"),
 ]
@@ -164,10 +161,13 @@ def test_an_unknown_flag_ends_the_process(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ('--default-schedule={"kind": "memory"}', MemorySchedule()),
-        ('--default-schedule={"kind": "memory", "first": 64}', MemorySchedule(64)),
-        ('--default-schedule={"kind": "tokens", "tokens": [4, 9]}', TokensSchedule((4, 9))),
-        ('--default-schedule={"first": 32, "factor": 1.5}', GeometricSchedule(32, 1.5)),
+        ('--default-schedule={"kind": "memory"}', Schedule("memory")),
+        ('--default-schedule={"kind": "memory", "first": 64}', Schedule("memory", first=64)),
+        (
+            '--default-schedule={"kind": "tokens", "tokens": [4, 9]}',
+            Schedule("tokens", tokens=(4, 9)),
+        ),
+        ('--default-schedule={"first": 32, "factor": 1.5}', Schedule(first=32, factor=1.5)),
         *(
             (f"--redis-url={url}", url)
             for url in ("", "redis://h:6379/0", "rediss://:secret@h", "unix:///run/r")

@@ -24,7 +24,6 @@ from specrej.contracts import (
     Finished,
     Generation,
     GenerationRequest,
-    GeometricSchedule,
     Sampling,
     Schedule,
     Selection,
@@ -87,7 +86,7 @@ def request(seed: int, n: int, schedule: Schedule, alpha: float) -> GenerationRe
     return GenerationRequest(PROMPT, Sampling(max_tokens=60, seed=seed), selection)
 
 
-SIXTEEN = request(5, 16, GeometricSchedule(), 0.5)
+SIXTEEN = request(5, 16, Schedule(), 0.5)
 
 
 async def run_watched(request: GenerationRequest) -> tuple[WatchedRun, Generation]:
@@ -196,7 +195,7 @@ async def test_an_answer_without_rewards_has_no_shadows(service: Whole) -> None:
 
 def test_a_share_of_the_requests_is_watched() -> None:
     """Best-of-N, which rejects no candidate, is never watched."""
-    plain = request(0, 8, GeometricSchedule(), 0.5)
+    plain = request(0, 8, Schedule(), 0.5)
     best_of_n = replace(plain, selection=replace(plain.selection, algorithm=Algorithm.BEST_OF_N))
     for share, wanted, low, high in (
         (0.25, plain, 400, 600),
@@ -252,7 +251,7 @@ async def test_no_shadow_starts_while_requests_wait() -> None:
         # One shadow may end, the other not.
         ({"generator": HeldGenerator(4 + 60)}, "slots"),
         # Other texts occur where a batch of another shape changes the last bits of a logit.
-        ({"request": request(6, 16, GeometricSchedule(), 0.5)}, "changed"),
+        ({"request": request(6, 16, Schedule(), 0.5)}, "changed"),
     ],
 )
 async def test_shadows_that_stop_or_differ_give_up(change: dict[str, Any], reason: str) -> None:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -35,8 +35,6 @@ from specrej.contracts import (
     Candidate,
     FinishReason,
     GenerationRequest,
-    GeometricSchedule,
-    MemorySchedule,
     Normalization,
     Prompt,
     Round,
@@ -45,7 +43,6 @@ from specrej.contracts import (
     Schedule,
     Selection,
     SlotGauge,
-    TokensSchedule,
     WeightedReward,
 )
 
@@ -61,7 +58,7 @@ def watched(
 ) -> WatchedRun:
     """A run without backends."""
     selection = Selection(
-        rewards=tuple(rewards), schedule=schedule or GeometricSchedule(), min_answers=least
+        rewards=tuple(rewards), schedule=schedule or Schedule(), min_answers=least
     )
     request = GenerationRequest(Prompt(text="?"), Sampling(), selection)
     generator: Any = None
@@ -327,7 +324,7 @@ def test_a_truncated_or_vetoed_shadow_would_not_have_been_the_answer() -> None:
 @pytest.mark.parametrize(("weights", "regretted"), [((2.0, 1.0), False), ((1.0, 2.0), True)])
 @pytest.mark.parametrize("kind", ["none", "batch"])
 def test_several_rewards_are_combined_as_in_a_run(
-    weights: tuple[float, float], regretted: bool, kind: str
+    weights: tuple[float, float], regretted: bool, kind: Literal["none", "batch"]
 ) -> None:
     """The second reward alone would make the shadow the best."""
     rewards = [
@@ -378,7 +375,9 @@ def test_memory_is_bounded() -> None:
     assert known.correlations() == {2: -1.0}
     assert regret_of(known) == 1.0
     shadows = Shadows(share=1.0)
-    requests = [watched(schedule=TokensSchedule((number,))).request for number in range(1, 100)]
+    requests = [
+        watched(schedule=Schedule("tokens", tokens=(number,))).request for number in range(1, 100)
+    ]
     generator: Any = None
     admitted = [shadows.watch(request, generator, (), "") is not None for request in requests]
     assert admitted == [True] * 16 + [False] * 83
@@ -412,8 +411,8 @@ def test_kinds_have_readable_names() -> None:
         return Kind.of(watched(rewards=rewards, schedule=schedule).request)
 
     rewards = (WeightedReward("helpful"), WeightedReward("harmless", weight=0.5))
-    assert kind(GeometricSchedule(), *rewards) == ("geometric 16x2", "helpful+harmless")
-    assert kind(MemorySchedule(), *PLAIN) == ("memory", "toy")
-    assert kind(TokensSchedule((8, 20)), *PLAIN) == ("tokens 8,20", "toy")
-    many = TokensSchedule(tuple(range(1, 40)))
+    assert kind(Schedule(), *rewards) == ("geometric 16x2", "helpful+harmless")
+    assert kind(Schedule("memory"), *PLAIN) == ("memory", "toy")
+    assert kind(Schedule("tokens", tokens=(8, 20)), *PLAIN) == ("tokens 8,20", "toy")
+    many = Schedule("tokens", tokens=tuple(range(1, 40)))
     assert kind(many, *PLAIN) == ("tokens 1,2,3,4,5,6,7,8,...", "toy")

@@ -259,7 +259,7 @@ class Simulation:
             contracts.Selection(
                 n=4 if is_hot else int(draw() * 6),
                 algorithm=[*contracts.Algorithm][draw() < 0.1],
-                schedule=contracts.GeometricSchedule(first=4 if is_hot else 2),
+                schedule=contracts.Schedule(first=4 if is_hot else 2),
                 rewards=_BOTH if draw() < 0.1 else (),
             ),
             cache=_CONTROLS[int(draw() * len(_CONTROLS))],

@@ -79,7 +79,7 @@ SERVICE = c.ServiceDescription(
     cache_available=True,
     running=1,
     queued=0,
-    default_schedule=c.TokensSchedule((16, 64)),
+    default_schedule=c.Schedule("tokens", tokens=(16, 64)),
     num_answers=1234,
     num_degraded=5,
     num_hurried=6,
@@ -113,7 +113,7 @@ RECORD = c.RequestRecord(
 OPTIONS = Options(
     n=8,
     alpha=0.25,
-    schedule=c.TokensSchedule((8, 32)),
+    schedule=c.Schedule("tokens", tokens=(8, 32)),
     algorithm=c.Algorithm.BEST_OF_N,
     rewards={"relevance": 1.0, "likelihood": 0.5},
     return_candidates=2,

@@ -250,12 +250,12 @@ async def test_up_names_a_taken_port() -> None:
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [
-        ("memory", c.MemorySchedule()),
-        ("memory:128", c.MemorySchedule(first=128)),
-        ("geometric", c.GeometricSchedule()),
-        ("geometric:8", c.GeometricSchedule(first=8)),
-        ("geometric:16,1.5", c.GeometricSchedule(first=16, factor=1.5)),
-        ("tokens:16,32,64", c.TokensSchedule((16, 32, 64))),
+        ("memory", c.Schedule("memory")),
+        ("memory:128", c.Schedule("memory", first=128)),
+        ("geometric", c.Schedule()),
+        ("geometric:8", c.Schedule(first=8)),
+        ("geometric:16,1.5", c.Schedule(first=16, factor=1.5)),
+        ("tokens:16,32,64", c.Schedule("tokens", tokens=(16, 32, 64))),
     ],
 )
 def test_schedules(text: str, schedule: c.Schedule) -> None:

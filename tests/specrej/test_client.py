@@ -31,6 +31,7 @@ from tests.specrej.fakes import (
 )
 from tests.specrej.test_wire import REQUESTS
 
+MISSPELT: Any = "bath"
 NAN = float("nan")
 JITTER = 0.2  # of gRPC's waits, both ways
 VIOLATION = errors.Violation("selection.n", "too many")
@@ -78,7 +79,7 @@ def test_rewards_and_prompts_have_several_forms() -> None:
         (Options(alpha=0.5, seed=2**63), "sampling.seed"),
         (Options(stop=["\ud800"]), "sampling.stop"),
         (
-            Options(rewards=[c.WeightedReward("a", normalization=c.Normalization("bath"))]),
+            Options(rewards=[c.WeightedReward("a", normalization=c.Normalization(MISSPELT))]),
             "selection.rewards",
         ),
         (Options(model="\ud800"), "model"),

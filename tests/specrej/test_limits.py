@@ -150,12 +150,12 @@ def test_parts_of_one_message_are_counted_together() -> None:
 
 def test_numbers_count_packed_and_not() -> None:
     """Guards against a list in two encodings, which a parser joins."""
-    tokens = part(1, b"\x01" * 600) + b"\x08\x81\x01" * 424
+    tokens = part(4, b"\x01" * 600) + b"\x20\x81\x01" * 424
     schedule = orchestrator_pb2.Schedule.DESCRIPTOR
-    assert violations_of(part(2, tokens), schedule) == []
-    assert len(orchestrator_pb2.TokensSchedule.FromString(tokens).decision_tokens) == 1024
-    (violation,) = violations_of(part(2, tokens + b"\x08\x01"), schedule)
-    assert violation[0] == "tokens.decision_tokens"
+    assert violations_of(tokens, schedule) == []
+    assert len(orchestrator_pb2.Schedule.FromString(tokens).tokens) == 1024
+    (violation,) = violations_of(tokens + b"\x20\x01", schedule)
+    assert violation[0] == "tokens"
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: str(kind.name))

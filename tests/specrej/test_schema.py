@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message_factory import GetMessageClass
 
 from deploy.stubs import described
-from specrej.contracts import MAX_INT32, GeometricSchedule, limits, wire
+from specrej.contracts import MAX_INT32, Schedule, limits, wire
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import check_request
 from specrej.v1 import common_pb2, orchestrator_pb2
@@ -139,6 +139,14 @@ def complete(message: Any, path: str) -> None:
             message.selection.n = 1
         case "sampling.top_logprobs":
             message.sampling.logprobs = True
+        case "selection.schedule.tokens" | "selection.schedule.tokens[0]":
+            message.selection.schedule.kind = orchestrator_pb2.SCHEDULE_KIND_TOKENS
+        case (
+            "selection.rewards[0].normalization.mean"
+            | "selection.rewards[0].normalization.deviation"
+        ):
+            fixed = orchestrator_pb2.NORMALIZATION_KIND_FIXED
+            message.selection.rewards[0].normalization.kind = fixed
 
 
 def violated(message: Any) -> list[str]:
@@ -150,7 +158,7 @@ def violated(message: Any) -> list[str]:
     except InvalidRequest as error:
         return [violation.field for violation in error.violations]
     if stub is orchestrator_pb2.GenerateRequest:
-        made = wire.request_from_message(stub.FromString(data), GeometricSchedule(), violations)
+        made = wire.request_from_message(stub.FromString(data), Schedule(), violations)
         violations += check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
     return [violation.field for violation in violations]
 

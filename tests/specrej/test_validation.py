@@ -75,9 +75,12 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"n": 4, "min_answers": 5}, "min_answers"),
     ({"n": 4, "branching": c.Branching(8, 2), "min_answers": 3}, "min_answers"),
     *(
-        ({"schedule": c.TokensSchedule(tokens)}, "schedule.tokens.decision_tokens")
+        ({"schedule": c.Schedule("tokens", tokens=tokens)}, "schedule.tokens")
         for tokens in ((8, 8), (16, 8), tuple(range(1, 1026)))
     ),
+    ({"schedule": c.Schedule("tokens", 4, tokens=(8,))}, "schedule.first"),
+    ({"schedule": c.Schedule("memory", factor=3.0)}, "schedule.factor"),
+    ({"schedule": c.Schedule(tokens=(8,))}, "schedule.tokens"),
     ({"branching": c.Branching(1, 1)}, "branching.width"),
     ({"branching": c.Branching(CAP + 1)}, "branching.width"),
     ({"branching": c.Branching(16, 0)}, "branching.keep"),
@@ -89,7 +92,6 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     *(
         ({"rewards": (A, c.WeightedReward("b", normalization=normalization))}, f"rewards[1].{path}")
         for normalization, path in (
-            (c.Normalization("bath"), "normalization.kind"),
             (c.Normalization(mean=1.0), "normalization"),
             (c.Normalization("batch", deviation=2.0), "normalization"),
         )
@@ -155,8 +157,8 @@ def test_too_many_min_tokens_name_the_range() -> None:
         ],
         with_sampling(stop_token_ids=(0, VOCABULARY - 1), bad_words=("x" * 256,) * 64),
         with_sampling(logit_bias=(c.TokenBias(0, -100.0), c.TokenBias(VOCABULARY - 1, 100.0))),
-        with_selection(schedule=c.TokensSchedule((1, 2, INT32_MAX))),
-        *[with_selection(schedule=c.MemorySchedule(first)) for first in (1, INT32_MAX)],
+        with_selection(schedule=c.Schedule("tokens", tokens=(1, 2, INT32_MAX))),
+        *[with_selection(schedule=c.Schedule("memory", first=first)) for first in (1, INT32_MAX)],
         with_selection(rewards=(c.WeightedReward("a", 1.0, c.Normalization("batch"), 0.0),)),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
         with_turns(("system", ""), ("user", "b"), ("assistant", ""), ("user", "d")),

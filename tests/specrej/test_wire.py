@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from enum import Enum
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from google.protobuf.message import Message
@@ -43,9 +43,6 @@ LONG = {
 LOCAL = {
     c.Round: {"repeated_tokens", "lost", "made_by"},
     c.Finished: {"source"},
-    c.MemorySchedule: {"kind"},
-    c.TokensSchedule: {"kind"},
-    c.GeometricSchedule: {"kind"},
     c.JsonSchema: {"kind"},
     c.Regex: {"kind"},
     c.Grammar: {"kind"},
@@ -55,6 +52,8 @@ LOCAL = {
 
 def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
     """All values of a type; of a dataclass, every field that is sent is drawn."""
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
     inner = [values(arg, name) for arg in get_args(hint) if arg not in (NoneType, ...)]
     if ... in get_args(hint):
         return st.lists(inner[0], max_size=3).map(tuple)
@@ -91,7 +90,7 @@ def test_request_survives_the_wire(request: c.GenerationRequest) -> None:
     """Guards against a field lost, swapped or narrowed on its way to the server."""
     violations: list[Violation] = []
     message = sent(wire.to_message(request, pb.GenerateRequest))
-    assert wire.request_from_message(message, c.MemorySchedule(), violations) == request
+    assert wire.request_from_message(message, c.Schedule("memory"), violations) == request
     assert violations == []
 
 
@@ -128,7 +127,7 @@ def test_every_option_is_a_keyword_of_the_client() -> None:
 
 def test_absent_fields_have_the_defaults_of_the_contract() -> None:
     """Guards against zero in place of a default: max_tokens 0, alpha 0."""
-    default = c.GeometricSchedule(first=9)
+    default = c.Schedule(first=9)
     request = wire.request_from_message(pb.GenerateRequest(), default, [])
     assert request == c.GenerationRequest(c.Prompt(), selection=c.Selection(schedule=default))
 
@@ -138,7 +137,7 @@ def test_explicit_zero_is_not_absent() -> None:
     message = pb.GenerateRequest()
     message.selection.rewards.add(name="r", veto_below=0)
     message.selection.alpha = message.sampling.temperature = 0
-    request = wire.request_from_message(sent(message), c.GeometricSchedule(), [])
+    request = wire.request_from_message(sent(message), c.Schedule(), [])
     assert (request.selection.alpha, request.sampling.temperature) == (0, 0)
     assert request.selection.rewards == (c.WeightedReward("r", veto_below=0.0),)
 
@@ -146,11 +145,10 @@ def test_explicit_zero_is_not_absent() -> None:
 def test_absent_values_of_rewards_stay_absent() -> None:
     """Guards against an empty message read as one with a deviation of 0, and a misspelt kind that
     is dropped."""
-    message = wire.to_message(c.WeightedReward("r"), pb.WeightedReward)
-    assert [field.name for field, _ in message.ListFields()] == ["name", "weight"]
     message = pb.WeightedReward(name="r", normalization=pb.Normalization())
     assert wire.from_message(message, c.WeightedReward) == c.WeightedReward("r")
-    reward = c.WeightedReward("r", normalization=c.Normalization("bath"))
+    misspelt: Any = "bath"
+    reward = c.WeightedReward("r", normalization=c.Normalization(misspelt))
     with pytest.raises(ValueError, match="bath"):
         wire.to_message(reward, pb.WeightedReward)
 
@@ -160,7 +158,7 @@ def test_unknown_enum_numbers_are_violations() -> None:
     # Fields: selection (4) with algorithm (4) = 99, and cache_control (5) = 99.
     message = pb.GenerateRequest.FromString(b"\x22\x02\x20\x63\x28\x63")
     violations: list[Violation] = []
-    request = wire.request_from_message(message, c.GeometricSchedule(), violations)
+    request = wire.request_from_message(message, c.Schedule(), violations)
     assert violations == [
         Violation("selection.algorithm", "unknown value 99"),
         Violation("cache_control", "unknown value 99"),

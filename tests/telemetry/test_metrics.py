@@ -20,7 +20,7 @@ from specrej.contracts import (
     CacheControl,
     Finished,
     RoundCompleted,
-    TokensSchedule,
+    Schedule,
 )
 from specrej.telemetry import names
 from tests.endpoints import Scrape
@@ -198,7 +198,7 @@ async def test_candidates_and_slots_reconcile(service: Observed) -> None:
     left = [
         await streamed(
             service.stub,
-            request(n=8, max_tokens=2000, schedule=TokensSchedule((decision_token,))),
+            request(n=8, max_tokens=2000, schedule=Schedule("tokens", tokens=(decision_token,))),
             leave_after=events,
         )
         for events, decision_token in ((1, 1000), (2, 8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from specrej.contracts import GeometricSchedule
+from specrej.contracts import Schedule
 from tests.endpoints import Scrape
 from tests.serving import until
 from tests.telemetry.observed import observed, request
@@ -26,9 +26,7 @@ async def test_tokens_of_shadows_and_answers_add_up() -> None:
             done = ("specrej_shadow_requests_total", "specrej_shadow_given_up_total")
             return sum(values[-1].sum(name) for name in done) == REQUESTS
 
-        messages = [
-            request(seed=seed, n=8, schedule=GeometricSchedule(first=4)) for seed in range(REQUESTS)
-        ]
+        messages = [request(seed=seed, n=8, schedule=Schedule(first=4)) for seed in range(REQUESTS)]
         await asyncio.gather(*(service.stub.Generate(message) for message in messages))
         await until(has_ended)
         labels = {"schedule": "geometric 4x2", "reward": "toy"}

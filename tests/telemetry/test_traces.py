@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from specrej import Client
 from specrej.client.channel import open_channel
-from specrej.contracts import CacheControl, Finished, GeometricSchedule, TokensSchedule
+from specrej.contracts import CacheControl, Finished, Schedule
 from specrej.telemetry import names
 from specrej.v1 import orchestrator_pb2_grpc
 from tests.collector import CLIENT, SERVER, Seen
@@ -58,7 +58,7 @@ async def traced(service: Observed, seed: int = 0) -> list[Seen]:
                 max_tokens=192,
                 seed=seed,
                 ignore_eos=True,
-                schedule=TokensSchedule((16, 64)),
+                schedule=Schedule("tokens", tokens=(16, 64)),
             )
         assert not answer.cached
         return await whole_trace(service, GENERATE, answer.request_id)
@@ -158,7 +158,7 @@ async def test_attributes_follow_the_conventions(trace: list[Seen]) -> None:
 async def test_cancelled_calls_end_their_spans_with_the_code(service: Observed) -> None:
     """Guards against OK, or no span, for a call cancelled during a round."""
     outcome = await streamed(
-        service.stub, request(n=8, max_tokens=400, schedule=GeometricSchedule()), leave_after=2
+        service.stub, request(n=8, max_tokens=400, schedule=Schedule()), leave_after=2
     )
     assert outcome.code == "CANCELLED"
     cancelled = await coded(service, GENERATE_STREAM, "CANCELLED")

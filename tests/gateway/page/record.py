@@ -21,15 +21,15 @@ from specrej.contracts import (
     Branching,
     CacheControl,
     Finished,
-    GeometricSchedule,
     RoundCompleted,
+    Schedule,
     WeightedReward,
     wire,
 )
 from tests.gateway.conftest import TOYS
 
 STREAMS = Path(__file__).with_name("streams")
-_COMMON: Mapping[str, Any] = {"n": 12, "max_tokens": 80, "schedule": GeometricSchedule(8, 2)}
+_COMMON: Mapping[str, Any] = {"n": 12, "max_tokens": 80, "schedule": Schedule(first=8, factor=2)}
 # Options of each stream; a stream in `_STOPPED` ends after that many rounds.
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "rejection": {"seed": 3},

@@ -19,7 +19,6 @@ from reward_service.reward import Reward
 from specrej.client.channel import open_channel
 from specrej.contracts import (
     GenerationRequest,
-    GeometricSchedule,
     Schedule,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
@@ -35,7 +34,7 @@ QUICK = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=2)
 PATIENT = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=60)
 # One poll: afterwards only calls notice a change.
 ONCE = PollSettings(poll_s=60, resolve_s=60, lost_s=60)
-FROM_FOUR = GeometricSchedule(first=4)
+FROM_FOUR = Schedule(first=4)
 
 
 class ListedTargets:

@@ -24,14 +24,13 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     GeneratorDescription,
-    GeometricSchedule,
     Prompt,
     Pruned,
     Sampling,
+    Schedule,
     Selection,
     Session,
     SessionSpec,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.contracts.errors import Overloaded, Unavailable
@@ -260,7 +259,7 @@ async def test_a_lost_session_without_another_place_is_unavailable(other: str, r
     """Guards against INVALID_ARGUMENT or RESOURCE_EXHAUSTED because a generator was lost."""
     large = HeldGenerator(end_every=10**6)
     small = HeldGenerator(1000 if other == "full" else 100, end_every=10**6)
-    large_request = request(20, GeometricSchedule(first=32))
+    large_request = request(20, Schedule(first=32))
     async with AsyncExitStack() as stack:
         if other == "full":
             session = await stack.enter_async_context(
@@ -398,7 +397,7 @@ async def test_a_refusal_of_a_small_generator_does_not_decide_for_a_large_one(
     async with generators(small, large) as running:
         for number in range(6):  # all meet at the same first one with a chance of 1 in 32
             prompt = Prompt.from_user(f"{number} of four words")
-            other_prompt = replace(request(n, TokensSchedule((32,))), prompt=prompt)
+            other_prompt = replace(request(n, Schedule("tokens", tokens=(32,))), prompt=prompt)
             small.num_opened = large.num_opened = 0
             assert (await answer(other_prompt, running.client, SCORER)).n == n
             assert small.num_opened + large.num_opened <= max_opened

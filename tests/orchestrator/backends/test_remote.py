@@ -22,13 +22,12 @@ from specrej.contracts import (
     Event,
     Finished,
     GenerationRequest,
-    MemorySchedule,
     RoundCompleted,
     RoundEnd,
     Sampling,
+    Schedule,
     Session,
     SessionSpec,
-    TokensSchedule,
     WeightedReward,
 )
 from specrej.contracts.errors import (
@@ -78,8 +77,8 @@ async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
     ("capacity", "end_every", "generation_request"),
     [
         (100_000, 40, request()),
-        (100_000, 12, request(schedule=TokensSchedule((3, 9, 10)), alpha=0.75)),
-        (300, 10**9, request(schedule=MemorySchedule())),
+        (100_000, 12, request(schedule=Schedule("tokens", tokens=(3, 9, 10)), alpha=0.75)),
+        (300, 10**9, request(schedule=Schedule("memory"))),
         (100_000, 40, request(algorithm=Algorithm.BEST_OF_N)),
         (100_000, 5, request(n=0)),
         (100_000, 10**9, request(n=1, max_tokens=1)),

@@ -11,7 +11,7 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from reward_service.kinds.toy import ToyReward
-from specrej.contracts import Candidate, GeometricSchedule, Prompt, Scores
+from specrej.contracts import Candidate, Prompt, Schedule, Scores
 from specrej.contracts.errors import NotFound, Overloaded, SpecrejError, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, request, reward_services, target_of
 from tests.orchestrator.runs import PROMPT, answer
@@ -116,7 +116,7 @@ async def test_a_service_that_ended_the_session_is_tried_again(batches: tuple[in
     reward = Refuses(*batches)
     async with reward_services(reward) as running:
         scorer = partial(running.client.open, "toy")
-        many = request(12, schedule=GeometricSchedule(2, 1.5))
+        many = request(12, schedule=Schedule(first=2, factor=1.5))
         generation = await answer(many, ToyGenerator(end_every=10**9), scorer)
     assert reward.num_batches == len(generation.rounds) + len(batches) > 6
 

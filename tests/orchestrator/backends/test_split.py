@@ -21,14 +21,12 @@ from specrej.contracts import (
     FinishReason,
     Generation,
     GenerationRequest,
-    GeometricSchedule,
-    MemorySchedule,
     Round,
     RoundEnd,
     Sampling,
+    Schedule,
     SessionSpec,
     SlotGauge,
-    TokensSchedule,
 )
 from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, generators, request
@@ -37,12 +35,12 @@ from tests.orchestrator.runs import NEVER, PROMPT, FaultyGenerator, FixedScorer,
 from tests.orchestrator.services import HeldGenerator
 from tests.serving import until
 
-IN_ONE_ROUND = GeometricSchedule(first=32)
+IN_ONE_ROUND = Schedule(first=32)
 
 
 async def test_parts_give_the_answer_of_one_generator() -> None:
     """Two generators of half the slots each generate what one with all of them would."""
-    large = request(24, TokensSchedule((16,)))
+    large = request(24, Schedule("tokens", tokens=(16,)))
     undivided = await answer(large, ToyGenerator(4 + 24 * 24), SCORER)
     toys = [HeldGenerator(4 + 12 * 24), HeldGenerator(4 + 12 * 24)]
     async with generators(*toys) as running:
@@ -136,7 +134,9 @@ async def test_parts_without_room_are_closed_before_others_are_opened(is_small_f
             toy.toy = ToyGenerator(capacity)
         described = running.fleet.descriptions
         await until(lambda: [one.slots.capacity for one in described()] == capacities)
-        assert (await answer(request(10, TokensSchedule((32,))), running.client, SCORER)).n == 10
+        assert (
+            await answer(request(10, Schedule("tokens", tokens=(32,))), running.client, SCORER)
+        ).n == 10
         await until(lambda: all(toy.is_idle for toy in toys))
 
 
@@ -154,7 +154,9 @@ async def test_a_part_that_cannot_be_opened_goes_elsewhere() -> None:
 
     toys = [FailingOnce(4 + 12 * 16) for _ in range(3)]
     async with generators(*toys, settings=ONCE) as running:
-        assert (await answer(request(24, TokensSchedule((16,))), running.client, SCORER)).n == 24
+        assert (
+            await answer(request(24, Schedule("tokens", tokens=(16,))), running.client, SCORER)
+        ).n == 24
         assert not failures
         await until(lambda: all(toy.is_idle for toy in toys))
 
@@ -162,7 +164,7 @@ async def test_a_part_that_cannot_be_opened_goes_elsewhere() -> None:
 @pytest.mark.parametrize("verb", ["extend", "prune"])
 async def test_the_candidates_of_a_lost_part_are_lost(verb: str) -> None:
     """The others finish and the answer is flagged, if the caller allows it."""
-    large = request(24, TokensSchedule((16,)), allow_degraded=True)
+    large = request(24, Schedule("tokens", tokens=(16,)), allow_degraded=True)
     generation = await _answer_without_a_part(large, verb)
     assert generation.degradations == (Degradation.CANDIDATES,)
     assert generation.n == 24
@@ -188,7 +190,7 @@ async def _answer_without_a_part(large: GenerationRequest, verb: str) -> Generat
 
 async def test_a_part_lost_between_two_strides_of_a_round_has_no_candidates() -> None:
     """Guards against lost candidates that are scored, ranked and kept in place of live ones."""
-    large = request(24, TokensSchedule((16,)), allow_degraded=True)
+    large = request(24, Schedule("tokens", tokens=(16,)), allow_degraded=True)
     lost, remaining = HeldGenerator(4 + 12 * 16), HeldGenerator(4 + 12 * 16)
     async with generators(lost, remaining) as running:
         gate = lost.gates["extend"]
@@ -222,7 +224,7 @@ async def test_a_part_lost_while_it_is_scored(best_part: int, first: tuple[int, 
     """Guards against lost candidates that a cut keeps in place of living ones, and against rejected
     ones that count as lost."""
     scorer = FixedScorer(lambda c: float(c.id // 4 == best_part), num_turns=50)
-    of_two = request(8, TokensSchedule((16,)), alpha=0.75, allow_degraded=True)
+    of_two = request(8, Schedule("tokens", tokens=(16,)), alpha=0.75, allow_degraded=True)
     generation = await answer(of_two, TwoParts(), scorer, overlaps=True)
     rounds = [(t.num_rejected, t.num_lost, t.num_live) for t in generation.rounds]
     assert rounds == [first, (0, 0, 0)]
@@ -276,7 +278,7 @@ def test_shares_add_up_and_fit_into_few_places(n: int, limits: list[int]) -> Non
 
 async def test_a_part_with_full_slots_grows_to_the_end() -> None:
     """Guards against a part that is extended beyond max_tokens, as the other one is there."""
-    full = request(11, MemorySchedule(16))
+    full = request(11, Schedule("memory", first=16))
     full = replace(full, sampling=Sampling(max_tokens=32, min_tokens=32))
     async with generators(HeldGenerator(4 + 160), HeldGenerator(4 + 160)) as running:
         unbounded, bounded = [
