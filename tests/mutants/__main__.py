@@ -1,0 +1,170 @@
+"""Seeded bugs, one at a time: `make mutants`, or `python -m tests.mutants --only loop cache-ttl`.
+
+Each mutant of `mutants.toml` is applied to a copy of the tree. The test files that import its module
+run first, then those that do so through a helper, then all tests of its package. A test that fails,
+or takes longer than --hangs-s, kills the mutant. The exit code is 1 if one survives, or is stale:
+its old text is not in its file exactly once. The last line on stdout is one JSON object.
+"""
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+_MOST_FILES = 12  # of a group of tests
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` in `file` becomes `new`. `seen`: what a user notices; `tests` run before all others."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    seen: str
+    tests: tuple[str, ...] = ()
+
+    @property
+    def is_stale(self) -> bool:
+        path = ROOT / self.file
+        return not path.is_file() or path.read_text("utf-8").count(self.old) != 1
+
+
+def table() -> list[Mutant]:
+    """All mutants."""
+    text = Path(__file__).with_name("mutants.toml").read_text("utf-8")
+    return [Mutant(**row) for row in tomllib.loads(text)["mutant"]]
+
+
+def _imported(path: Path) -> set[str]:
+    """The modules, and names in modules, that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+    return names
+
+
+class Selection:
+    """Which tests reach a module, by the imports of test files, their helpers and packages."""
+
+    def __init__(self) -> None:
+        paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
+        paths += [path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/**/__init__.py")]
+        self._own = {path: _imported(ROOT / path) for path in paths}
+        known = {
+            ".".join(path.with_suffix("").parts).removesuffix(".__init__"): names
+            for path, names in self._own.items()
+        }
+        self._tests = [path for path in paths if path.name.startswith("test_")]
+        self._through: dict[Path, set[str]] = {}
+        for path in self._tests:
+            fixtures = [self._own.get(folder / "conftest.py", set()) for folder in path.parents[:2]]
+            helpers = [known[name] for name in self._own[path] if name in known]
+            self._through[path] = set().union(*helpers, *fixtures)
+
+    def groups(self, mutant: Mutant) -> Iterator[list[str]]:
+        """Files or folders to run, one group after the other; the closest names first."""
+        place = Path(mutant.file)
+        module, stem = ".".join(place.with_suffix("").parts), place.stem.removesuffix("s")
+        direct = {path for path in self._tests if module in self._own[path]}
+        indirect = {path for path in self._tests if module in self._through[path]} - direct
+        for chosen in (direct, indirect):
+            nearest = sorted(
+                chosen,
+                key=lambda path: (
+                    stem not in path.stem,
+                    place.parts[0] not in path.parts,
+                    str(path),
+                ),
+            )
+            yield [str(path) for path in nearest[:_MOST_FILES]]
+        yield [f"tests/{place.parts[0]}"]
+
+
+def killer_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]], hangs_s: float) -> str:
+    """The first line about the test that kills the mutant in a copy of the tree; empty: none."""
+    path = tree / mutant.file
+    text = path.read_text("utf-8")
+    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    limit = f"faulthandler_timeout={hangs_s}"  # pyproject.toml makes it end the process
+    pytest = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", "-o", limit)
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        for group in filter(None, (list(mutant.tests), *groups)):
+            command = (*pytest, "-m", "not long", *group)
+            run = subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, text=True, check=False
+            )
+            if run.returncode not in (0, 5):  # 5: no test was selected
+                lines = run.stdout.splitlines()
+                failed = (line for line in lines if line.startswith(("FAILED", "ERROR")))
+                return next(failed, f"exit code {run.returncode}: {run.stderr.strip()[-100:]}")
+    finally:
+        path.write_text(text, "utf-8")
+    return ""
+
+
+@contextmanager
+def _copies(number: int) -> Iterator[SimpleQueue[Path]]:
+    """Copies of the tree, without ignored files; environments and models are links."""
+    list_files = ("git", "ls-files", "-co", "--exclude-standard")
+    names = subprocess.check_output(list_files, cwd=ROOT, encoding="utf-8").splitlines()
+    trees: SimpleQueue[Path] = SimpleQueue()
+    with TemporaryDirectory(prefix="specrej-mutants-") as folder:
+        for tree in (Path(folder, str(index)) for index in range(number)):
+            for name in filter(lambda name: (ROOT / name).is_file(), names):
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, tree / name)
+            for name in (".venv", ".models", ".tools"):
+                (tree / name).symlink_to(ROOT / name)
+            trees.put(tree)
+        yield trees
+
+
+def main() -> None:
+    """Run the chosen mutants and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of ids")
+    parser.add_argument("--processes", type=int, default=2, help="test runs at the same time")
+    parser.add_argument("--hangs-s", type=float, default=60.0, help="time limit of a test")
+    parser.add_argument("--stale", action="store_true", help="only list stale mutants")
+    given = parser.parse_args()
+    chosen = [mutant for mutant in table() if mutant.id.startswith(tuple(given.only))]
+    stale = [mutant.id for mutant in chosen if mutant.is_stale]
+    fresh = [mutant for mutant in chosen if mutant.id not in stale and not given.stale]
+    selection, survivors = Selection(), list[str]()
+    with _copies(given.processes) as trees, ThreadPoolExecutor(given.processes) as pool:
+
+        def run(mutant: Mutant) -> None:
+            tree = trees.get()
+            killer = killer_of(mutant, tree, selection.groups(mutant), given.hangs_s)
+            trees.put(tree)
+            print(f"{mutant.id}: {killer or f'SURVIVED: {mutant.seen}'}", flush=True)
+            if not killer:
+                survivors.append(mutant.id)
+
+        list(pool.map(run, fresh))
+    share = round(1 - len(survivors) / max(1, len(fresh)), 3)
+    result = {"mutants": len(chosen), "killed": share, "survivors": survivors, "stale": stale}
+    print(json.dumps(result))
+    sys.exit(bool(survivors or stale))
+
+
+if __name__ == "__main__":
+    main()
