@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload rolling mixed-versions faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -202,6 +202,9 @@ faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--on
 
 soak: $(READY) ## ten minutes of mixed load; fails if memory grows: make soak ARGS="--minutes 2"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)
+
+mutants: $(READY) models ## apply seeded bugs one at a time; fail if one survives: make mutants ARGS="--only loop"
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 simulation: $(READY) ## run seeds of all services on virtual time: make simulation ARGS="--minutes 10"
 	@$(BIN)/python -m tests.simulation $(ARGS)

@@ -1,9 +1,9 @@
 """Seeded bugs, one at a time: `make mutants`, or `python -m tests.mutants --only loop cache-ttl`.
 
-Each mutant of `mutants.toml` is applied to a copy of the tree. The test files that import its module
-run first, then those that do so through a helper, then all tests of its package. A test that fails,
-or takes longer than --hangs-s, kills the mutant. The exit code is 1 if one survives, or is stale:
-its old text is not in its file exactly once. The last line on stdout is one JSON object.
+Each mutant of `mutants.toml` is applied to a copy of the tree. Test files that import its module
+run first, then those that do so through a helper, then all tests of its package. A test that fails
+or hangs kills the mutant. The exit code is 1 if one survives, or is stale: its old text is not in
+its file exactly once. The last line on stdout is one JSON object.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 _MOST_FILES = 12  # of a group of tests
+_HANGS = ("-o", "faulthandler_timeout=60")  # pyproject.toml ends the process of such a test
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,6 @@ class Mutant:
     def is_stale(self) -> bool:
         path = ROOT / self.file
         return not path.is_file() or path.read_text("utf-8").count(self.old) != 1
-
-
-def table() -> list[Mutant]:
-    """All mutants."""
-    text = Path(__file__).with_name("mutants.toml").read_text("utf-8")
-    return [Mutant(**row) for row in tomllib.loads(text)["mutant"]]
 
 
 def _imported(path: Path) -> set[str]:
@@ -85,25 +80,17 @@ class Selection:
         direct = {path for path in self._tests if module in self._own[path]}
         indirect = {path for path in self._tests if module in self._through[path]} - direct
         for chosen in (direct, indirect):
-            nearest = sorted(
-                chosen,
-                key=lambda path: (
-                    stem not in path.stem,
-                    place.parts[0] not in path.parts,
-                    str(path),
-                ),
-            )
-            yield [str(path) for path in nearest[:_MOST_FILES]]
+            ranked = sorted((stem not in path.stem, str(path)) for path in chosen)
+            yield [path for _, path in ranked[:_MOST_FILES]]
         yield [f"tests/{place.parts[0]}"]
 
 
-def killer_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]], hangs_s: float) -> str:
+def killer_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]]) -> str:
     """The first line about the test that kills the mutant in a copy of the tree; empty: none."""
     path = tree / mutant.file
     text = path.read_text("utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
-    limit = f"faulthandler_timeout={hangs_s}"  # pyproject.toml makes it end the process
-    pytest = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", "-o", limit)
+    pytest = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", *_HANGS)
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         for group in filter(None, (list(mutant.tests), *groups)):
@@ -122,15 +109,12 @@ def killer_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]], hangs_s: 
 
 @contextmanager
 def _copies(number: int) -> Iterator[SimpleQueue[Path]]:
-    """Copies of the tree, without ignored files; environments and models are links."""
-    list_files = ("git", "ls-files", "-co", "--exclude-standard")
-    names = subprocess.check_output(list_files, cwd=ROOT, encoding="utf-8").splitlines()
+    """Copies of the tree; environments and models are links."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "node_modules", "build", "dist")
     trees: SimpleQueue[Path] = SimpleQueue()
     with TemporaryDirectory(prefix="specrej-mutants-") as folder:
         for tree in (Path(folder, str(index)) for index in range(number)):
-            for name in filter(lambda name: (ROOT / name).is_file(), names):
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name)
+            shutil.copytree(ROOT, tree, ignore=ignored)
             for name in (".venv", ".models", ".tools"):
                 (tree / name).symlink_to(ROOT / name)
             trees.put(tree)
@@ -142,10 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of ids")
     parser.add_argument("--processes", type=int, default=2, help="test runs at the same time")
-    parser.add_argument("--hangs-s", type=float, default=60.0, help="time limit of a test")
     parser.add_argument("--stale", action="store_true", help="only list stale mutants")
     given = parser.parse_args()
-    chosen = [mutant for mutant in table() if mutant.id.startswith(tuple(given.only))]
+    rows = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text("utf-8"))["mutant"]
+    chosen = [Mutant(**row) for row in rows if row["id"].startswith(tuple(given.only))]
     stale = [mutant.id for mutant in chosen if mutant.is_stale]
     fresh = [mutant for mutant in chosen if mutant.id not in stale and not given.stale]
     selection, survivors = Selection(), list[str]()
@@ -153,7 +137,7 @@ def main() -> None:
 
         def run(mutant: Mutant) -> None:
             tree = trees.get()
-            killer = killer_of(mutant, tree, selection.groups(mutant), given.hangs_s)
+            killer = killer_of(mutant, tree, selection.groups(mutant))
             trees.put(tree)
             print(f"{mutant.id}: {killer or f'SURVIVED: {mutant.seen}'}", flush=True)
             if not killer:
