@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from specrej import threads
 from specrej.client import channel
@@ -40,6 +40,9 @@ logging.getLogger("asyncio").addFilter(
 # `make test-long` runs property tests with the profile `long`.
 settings.register_profile("specrej", deadline=None, max_examples=40)
 settings.register_profile("long", deadline=None, max_examples=200)
+# `make mutants` needs a failure, not its smallest example.
+_NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
+settings.register_profile("mutants", deadline=None, max_examples=40, phases=_NO_SHRINKING)
 settings.load_profile("specrej")
 
 _SERVICES = (

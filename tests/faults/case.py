@@ -1,4 +1,4 @@
-"""A case of the checklist as data, and the result of its run: outcome, recovery time."""
+"""A case as data, and the result of its run: outcome, recovery time."""
 
 from __future__ import annotations
 
@@ -19,24 +19,13 @@ _LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: the fault and the codes of each call, or the reason why it does not run here.
-
-    `name` begins with the group and the fault. `elsewhere` is the pytest id of the test that covers
-    the case; `not_here` is the reason why the case cannot run, or cannot happen.
-    """
+    """One fault and the codes with which each call may end; `make test` runs the `fast` ones."""
 
     name: str
-    play: Play | None = None
-    expected: tuple[frozenset[str], ...] = ()  # per call: the codes that it may end with
+    play: Play
+    expected: tuple[frozenset[str], ...]
     limit_s: float = _LIMIT_S
-    fast: bool = False  # belongs to the part that `make test` runs
-    elsewhere: str = ""
-    not_here: str = ""
-
-    @property
-    def item(self) -> str:
-        """Group and fault, without the variant."""
-        return "/".join(self.name.split("/")[:2])
+    fast: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +39,10 @@ class Result:
     problem: str = ""
 
 
-def here(
+def case(
     name: str, play: Play, *expected: str, limit_s: float = _LIMIT_S, fast: bool = False
 ) -> Case:
-    """Return a case that runs; `expected` as in "OK x 3", "UNAVAILABLE|CANCELLED": four calls."""
+    """A case; `expected` as in "OK x 3", "UNAVAILABLE|CANCELLED": four calls."""
     calls = (run.partition(" x ") for run in expected)
     codes = [frozenset(code.split("|")) for code, _, n in calls for _ in range(int(n or 1))]
     return Case(name, play, tuple(codes), limit_s, fast)
@@ -61,7 +50,6 @@ def here(
 
 async def examine(case: Case, world: World) -> Result:
     """Run a case, then wait for the invariant; the result has the first problem."""
-    assert case.play
     began = time.monotonic()
     outcome, problem = await _played(case, world)
     seconds = time.monotonic() - began
@@ -78,7 +66,6 @@ async def examine(case: Case, world: World) -> Result:
 
 async def _played(case: Case, world: World) -> tuple[str, str]:
     """Return outcome and problem."""
-    assert case.play
     limit = asyncio.timeout(case.limit_s)
     try:
         async with limit:

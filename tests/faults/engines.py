@@ -7,22 +7,23 @@ separate world. The invariant is checked there, with that world's reference answ
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import psutil  # type: ignore[import-untyped]
 
 from deploy.local.stack import Stack
 from specrej.contracts import Schedule
-from tests.faults.breaks import ENDS, HANGS
-from tests.faults.case import Case, here
+from tests.faults.case import Case, case
 from tests.faults.world import World, until, world
+
+# What breaks `broken_engine`.
+ENDS, HANGS = signal.SIGUSR1, signal.SIGUSR2
 
 _START_S = 60.0
 _LIMIT_S = 180.0
@@ -41,27 +42,25 @@ _ROOM_MIB = 120
 _LONG: Mapping[str, Any] = {"n": 4, "max_tokens": 2000}
 
 
-class BreakableStack(Stack):
+class _BreakableStack(Stack):
     """A stack whose generator a signal can break."""
 
     modules: ClassVar = {**Stack.modules, "generator": "tests.faults.broken_engine"}
 
 
 @asynccontextmanager
-async def engine_world(
-    make_stack: type[Stack] = BreakableStack, **environment: str
-) -> AsyncIterator[World]:
+async def engine_world(**environment: str) -> AsyncIterator[World]:
     """Start a world with a real engine; processes that end or hang are restarted."""
     async with AsyncExitStack() as undo:
-        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-")))
-        await asyncio.to_thread(_save_model, directory)
+        folder = Path(undo.enter_context(TemporaryDirectory(prefix="specrej-")))
+        await asyncio.to_thread(_save_model, folder)
         variables = {
-            "SPECREJ_GENERATOR_MODEL": str(directory),
+            "SPECREJ_GENERATOR_MODEL": str(folder),
             "SPECREJ_GENERATOR_KV_SLOTS": "100000",
             "SPECREJ_GENERATOR_THREADS": "1",
             **environment,
         }
-        running = await undo.enter_async_context(world(variables, make_stack))
+        running = await undo.enter_async_context(world(variables, _BreakableStack))
         keeping = asyncio.ensure_future(running.stack.keep_alive(lambda _: None))
         try:
             yield running
@@ -70,22 +69,7 @@ async def engine_world(
             await asyncio.wait({keeping})
 
 
-@asynccontextmanager
-async def reader_world(
-    make_stack: type[Stack] = BreakableStack, **environment: str
-) -> AsyncIterator[World]:
-    """The same with one reward, "reader", of a tiny model."""
-    from tests.reward_service.tiny import save_language_model  # imports torch
-
-    with tempfile.TemporaryDirectory(prefix="specrej-") as directory:
-        save_language_model(Path(directory))
-        rewards = [{"name": "reader", "kind": "likelihood", "directory": directory}]
-        environment["SPECREJ_REWARD_REWARDS"] = json.dumps(rewards)
-        async with engine_world(make_stack, **environment) as running:
-            yield running
-
-
-def _save_model(directory: Path) -> None:
+def _save_model(folder: Path) -> None:
     # Imports torch; the cases of `make test` need no model.
     from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 
@@ -95,7 +79,7 @@ def _save_model(directory: Path) -> None:
         "num_key_value_heads": 4,
         "max_position_embeddings": _CONTEXT,
     }
-    save_language_model(directory, make_config("llama", None, **sizes), make_tokenizer(None))
+    save_language_model(folder, make_config("llama", None, **sizes), make_tokenizer(None))
 
 
 async def out_of_memory(_: World) -> list[str]:
@@ -126,11 +110,11 @@ async def thread_breaks(number: signal.Signals, _: World) -> list[str]:
         running.signal("generator", number)
         outcome = await call.outcome()
         late = await running.generate(timeout_s=5)
-        await until_replaced(running, "generator", before)
+        await _until_replaced(running, "generator", before)
         return [outcome.label, late.label]
 
 
-async def until_replaced(running: World, name: str, before: int) -> None:
+async def _until_replaced(running: World, name: str, before: int) -> None:
     """Wait until another process than `before` serves, and the invariant holds."""
 
     async def is_new() -> bool:
@@ -141,18 +125,11 @@ async def until_replaced(running: World, name: str, before: int) -> None:
     await running.settle()
 
 
+_LOST = "DEADLINE_EXCEEDED|UNAVAILABLE"
+_case = partial(case, limit_s=_LIMIT_S)
+
 CASES: tuple[Case, ...] = (
-    here("faults/out-of-memory/at-a-round", out_of_memory, "INTERNAL", "OK", limit_s=_LIMIT_S),
-    here(
-        "faults/engine-thread-dies/ends",
-        partial(thread_breaks, ENDS),
-        "UNAVAILABLE x 2",
-        limit_s=_LIMIT_S,
-    ),
-    here(
-        "faults/engine-thread-dies/hangs",
-        partial(thread_breaks, HANGS),
-        "DEADLINE_EXCEEDED|UNAVAILABLE x 2",
-        limit_s=_LIMIT_S,
-    ),
+    _case("engine/out-of-memory", out_of_memory, "INTERNAL", "OK"),
+    _case("engine/thread-ends", partial(thread_breaks, ENDS), "UNAVAILABLE x 2"),
+    _case("engine/step-hangs", partial(thread_breaks, HANGS), f"{_LOST} x 2"),
 )

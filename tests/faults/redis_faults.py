@@ -1,15 +1,15 @@
-"""Faults of Redis: the real server in every bad state, and failures of the connection."""
+"""Faults of Redis: the real server in bad states, and failures of the connection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
 
 from specrej.contracts import CacheControl
-from tests.faults.case import Case, here
+from tests.faults.case import Case, case
 from tests.faults.proxy import Proxy
 from tests.faults.world import Outcome, World, until
 
@@ -28,10 +28,8 @@ async def _cached_answers(world: World, seed: int) -> list[Outcome]:
     return [await world.generate(**options), await world.generate(**options)]
 
 
-def _missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the codes; assert that the cache answered neither request."""
-    assert not any(o.generation and o.generation.cached for o in outcomes), "the cache answered"
-    return _codes(outcomes)
+def _is_cached(outcome: Outcome) -> bool:
+    return bool(outcome.generation and outcome.generation.cached)
 
 
 def _codes(outcomes: Sequence[Outcome]) -> list[str]:
@@ -42,44 +40,31 @@ def _codes(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.label for outcome in outcomes]
 
 
-async def redis_through(change: Callable[[Proxy], None], seed: int, world: World) -> list[str]:
+async def broken_link(change: Callable[[Proxy], None], seed: int, world: World) -> list[str]:
     """Break the connection to Redis, then restore it: the cache must work again."""
     change(world.proxies["redis"])
-    codes = _missed(await _cached_answers(world, seed))
-    await world.proxies["redis"].heal()
-    await until(lambda: _is_cached(world, seed))
-    return codes
-
-
-async def _is_cached(world: World, seed: int) -> bool:
     outcomes = await _cached_answers(world, seed)
-    return bool(outcomes[1].generation and outcomes[1].generation.cached)
+    assert not any(map(_is_cached, outcomes)), "the cache answered"
+    await world.proxies["redis"].heal()
+    await _until_used(world, seed)
+    return _codes(outcomes)
 
 
-def _reset_mid_reply(proxy: Proxy) -> None:
-    proxy.replies.cut_after = 3
+async def _until_used(world: World, seed: int) -> None:
+    async def is_used() -> bool:
+        return _is_cached((await _cached_answers(world, seed))[1])
+
+    await until(is_used)
 
 
-async def redis_evicting(world: World) -> list[str]:
-    """An evicted answer is a miss and is stored again."""
-    async with redis_client(world) as client:
-        await client.flushall()
-        first = await _cached_answers(world, 600)
-        await _evict(client)
-        outcomes = await _cached_answers(world, 600)
-    cached = [o.generation and o.generation.cached for o in outcomes]
-    assert cached == [False, True], "an evicted answer was used, or was not stored again"
-    return _codes([*first, *outcomes])
-
-
-async def redis_absent(world: World) -> list[str]:
+async def absent(world: World) -> list[str]:
     """An orchestrator that starts without Redis serves, and uses Redis once it is available."""
     world.proxies["redis"].refuse()
     await world.stack.restart("orchestrator")
-    return await redis_through(Proxy.refuse, 110, world)
+    return await broken_link(Proxy.refuse, 110, world)
 
 
-async def redis_killed(world: World) -> list[str]:
+async def killed(world: World) -> list[str]:
     """Kill Redis during requests that use it."""
     calls = [
         world.call(seed=200 + number, cache=CacheControl.USE, max_tokens=16)
@@ -89,8 +74,26 @@ async def redis_killed(world: World) -> list[str]:
     world.kill("redis")
     outcomes = [await call.outcome() for call in calls]
     await world.stack.restart("redis")
-    await until(lambda: _is_cached(world, 111))
+    await _until_used(world, 111)
     return [outcome.label for outcome in outcomes]
+
+
+async def server_fault(
+    change: Callable[[Any], Awaitable[Any]], is_used: bool, seed: int, world: World
+) -> list[str]:
+    """Change the server between two pairs of equal requests; whether the first of the second pair
+    is answered from the cache. The cache must work afterwards."""
+    async with redis_client(world) as client:
+        await client.flushall()
+        first = await _cached_answers(world, seed)
+        await change(client)
+        try:
+            second = await _cached_answers(world, seed)
+        finally:
+            await client.replicaof("NO", "ONE")
+        assert _is_cached(second[0]) == is_used
+        await _until_used(world, seed)
+    return _codes([*first, *second])
 
 
 async def _evict(client: Any) -> None:
@@ -106,42 +109,42 @@ async def _evict(client: Any) -> None:
     await until(is_empty)
     for name, value in before.items():
         await client.config_set(name, value)
-    assert int((await client.info("stats"))["evicted_keys"])
 
 
-_CONNECTIONS: Mapping[str, Callable[[Proxy], None]] = {
+async def _damage(client: Any) -> None:
+    """Replace the end of every stored value."""
+    for key in await client.keys():
+        if await client.type(key) == b"string":
+            await client.setrange(key, max(0, await client.strlen(key) - 4), b"\0\0\0\0")
+
+
+_LINKS: Mapping[str, Callable[[Proxy], None]] = {
     "hanging": lambda proxy: proxy.replies.shut(),
-    "reset-mid-reply": _reset_mid_reply,
+    "reset-in-a-reply": lambda proxy: setattr(proxy.replies, "cut_after", 3),
     "refused": Proxy.refuse,
 }
-_CACHE, _FAILURES = "orchestrator/test_cache.py", "orchestrator/test_cache_failures.py"
-_ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("slow-5s", "read-cancelled"),
-        f"{_CACHE}::test_a_cancelled_or_late_call_leaves_no_reply_behind",
-    ),
-    "value": f"{_CACHE}::test_a_bad_entry_is_a_miss_and_is_replaced",
-    **dict.fromkeys(
-        ("loading", "maxclients", "wrongpass"), f"{_FAILURES}::test_a_failing_server_is_a_miss"
-    ),
-    "noperm": "orchestrator/test_cache_better.py::test_an_answer_that_may_not_be_read_is_a_miss",
-    **dict.fromkeys(
-        ("readonly", "oom"), f"{_FAILURES}::test_a_server_that_cannot_store_is_still_read"
-    ),
+# What changes at the server, and whether a stored answer is still used.
+_SERVERS: Mapping[str, tuple[Callable[[Any], Awaitable[Any]], bool]] = {
+    "slow": (lambda client: client.client_pause(200), True),
+    "readonly": (lambda client: client.replicaof("127.0.0.1", 1), True),
+    "evicting": (_evict, False),
+    "corrupt": (_damage, False),
 }
 
 CASES: tuple[Case, ...] = (
     *(
-        here(
-            f"faults/redis-{name}",
-            partial(redis_through, change, 400 + number),
+        case(
+            f"redis/{name}",
+            partial(broken_link, change, 400 + number),
             "OK x 2",
             fast=name == "hanging",
         )
-        for number, (name, change) in enumerate(_CONNECTIONS.items())
+        for number, (name, change) in enumerate(_LINKS.items())
     ),
-    here("faults/redis-evicting", redis_evicting, "OK x 4", fast=True),
-    here("faults/redis-absent-at-start", redis_absent, "OK x 2"),
-    here("faults/redis-killed-under-load", redis_killed, f"OK x {_NUM_KILLED}"),
-    *(Case(f"faults/redis-{name}", elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
+    *(
+        case(f"redis/{name}", partial(server_fault, change, is_used, 600 + number), "OK x 4")
+        for number, (name, (change, is_used)) in enumerate(_SERVERS.items())
+    ),
+    case("redis/absent-at-start", absent, "OK x 2"),
+    case("redis/killed-under-load", killed, f"OK x {_NUM_KILLED}"),
 )

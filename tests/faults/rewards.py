@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 from specrej.contracts import Prompt
 from specrej.contracts.errors import Overloaded
 
 Score = Callable[[Prompt, Sequence[str]], list[float]]
-_SLOW_S = 0.2
 _kept: list[str] = []
 
 
@@ -28,11 +26,6 @@ def _shares(texts: Sequence[str]) -> list[float]:
     return [text.count("a") / max(1, len(text)) for text in texts]
 
 
-def _score_slowly(texts: Sequence[str]) -> list[float]:
-    time.sleep(_SLOW_S)  # much slower than the toy
-    return _shares(texts)
-
-
 def leaky(_: Prompt, texts: Sequence[str]) -> list[float]:
     """Keep every text many times: the soak's positive control."""
     _kept.extend(text * 20 for text in texts)
@@ -40,8 +33,6 @@ def leaky(_: Prompt, texts: Sequence[str]) -> list[float]:
 
 
 nan = _misbehaving(lambda texts: [math.nan] * len(texts))
-too_few = _misbehaving(lambda texts: [1.0] * (len(texts) - 1))
 raising = _misbehaving(lambda _: _raise(RuntimeError("secret: the reward fails")))
 exiting = _misbehaving(lambda _: _raise(SystemExit("secret: the reward exits")))  # ends a thread
 exhausted = _misbehaving(lambda _: _raise(Overloaded("the reward is busy", retry_after_s=2)))
-slow = _misbehaving(_score_slowly)

@@ -2,7 +2,7 @@
 
 10 % of the requests are cancelled, 5 % are invalid, 2 % of the clients die: their connection is
 reset during a stream, and at times a whole client process is killed. Resources are counted every
-few seconds.
+two seconds.
 
 Bounded stores that fill up are no leak: 256 request records, thirty cached answers, one series per
 status, at most 16 connections to Redis. Measurement therefore starts after 4 minutes and 5,000
@@ -14,10 +14,9 @@ A process's memory is flat if the 95 % interval of the slope of its minima conta
 growth is at most 128 KiB, malloc's increment; and if the interval lies below 4 MiB per hour, which
 is 20 bytes for each of 200,000 requests.
 
-One leak is known and in grpc: grpc.aio 1.85.1 never frees the array of a failed or abandoned batch,
-80 bytes and malloc's header (github.com/grpc/grpc/issues/43360), about one per cancelled call. It
-counts as growth. `growing_besides` lists what would still grow if each call that its client ended
-early had cost two of these arrays.
+One leak is known, and does not count: grpc.aio 1.85.1 never frees the array of a failed or
+abandoned batch, 80 bytes and malloc's header (github.com/grpc/grpc/issues/43360), at most two per
+call that its client ended early.
 
 `--leak` is the positive control: a reward keeps every text, and the soak must fail. The last line
 on stdout is one JSON object.
@@ -29,15 +28,13 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -46,13 +43,14 @@ from rich.table import Table
 
 from specrej.contracts import CacheControl
 from tests.endpoints import scrape
-from tests.faults.killed import open_streams
+from tests.faults.processes import open_streams
 from tests.faults.proxy import HOST, Proxy, proxy
 from tests.faults.redis_faults import redis_client
 from tests.faults.slopes import Slope, slope
-from tests.faults.world import SERVICES, Call, NotRecovered, Outcome, World, world
+from tests.faults.world import SERVICES, Call, NotRecovered, World, world
 
 _CANCELLED, _BAD, _DYING = 0.10, 0.05, 0.02
+_EVERY_S = 2.0
 _KILL_EVERY_S = 30.0
 _WARM_UP_PER_MINUTE = 1250  # requests
 _STABLE_S = 60.0  # without a new maximum of files and series
@@ -66,119 +64,80 @@ BOUNDS: Mapping[str, float] = {"MiB": 4.0}
 # and the 20 histogram series of a status code that occurs for the first time.
 STEPS: Mapping[str, float] = {"MiB": 0.13, "fds": 2.0, "threads": 2.0, "series": 100.0}
 _STEP = 0.5  # for all other counts, which are integers
-_MAX_DETAILS = 10
 _ANSWERS = ("OK", "CANCELLED", "INVALID_ARGUMENT", "UNAVAILABLE")
 
 
 @dataclass(slots=True)
-class Series:
-    """All measurements: times, and values by kind."""
-
-    seconds: list[float] = field(default_factory=list)
-    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def slopes(self, known_mib: float = 0.0) -> dict[str, Slope]:
-        """Return the slope of every kind; of the services' memory without the known leak."""
-        slopes = {name: slope(self.seconds, values) for name, values in self.values.items()}
-        measured_s = self.seconds[-1] - self.seconds[0]
-        for name in (f"{service} MiB" for service in SERVICES):
-            slopes[name] = slopes[name].without(known_mib, measured_s)
-        return slopes
-
-
-@dataclass(slots=True)
-class Ends:
-    """Status codes of calls; `early` counts those that their clients ended."""
+class Soak:
+    """Status codes of calls, how many their clients ended early, and all measurements."""
 
     codes: Counter[str] = field(default_factory=Counter)
     early: int = 0
-    odd_details: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    settled: str = "yes"  # or the violation of the invariant
 
-    def add(self, outcome: Outcome, *, cut: bool) -> None:
-        """Count one call; `cut`: its client ended it."""
-        self.codes[outcome.code] += 1
-        self.early += cut and outcome.code != "OK"
-        if outcome.code not in _ANSWERS and outcome.error and len(self.odd_details) < _MAX_DETAILS:
-            self.odd_details.append(f"{outcome.code}: {outcome.error.details()}")
+    def slopes(self) -> dict[str, Slope]:
+        """The slope of every kind; of the services' memory without the known leak."""
+        slopes = {name: slope(self.seconds, values) for name, values in self.values.items()}
+        known_mib = KNOWN_LEAK_BYTES * self.early / (1 << 20)
+        for name in (f"{service} MiB" for service in SERVICES):
+            slopes[name] = slopes[name].without(known_mib, self.seconds[-1] - self.seconds[0])
+        return slopes
 
 
 def main() -> None:
     """Soak, print a table and a JSON object; exit with 1 if anything grows."""
-    arguments = _arguments()
-    ends, series, settled = asyncio.run(_soak(arguments))
-    codes, requests = ends.codes, sum(ends.codes.values())
-    slopes = series.slopes()
-    growing = _growing(slopes)
-    besides = _growing(series.slopes(KNOWN_LEAK_BYTES * ends.early / (1 << 20)))
-    odd = sorted(set(codes) - set(_ANSWERS))
-    _print_table(series, slopes)
-    report = {
-        "minutes": arguments.minutes,
-        "warm_up_minutes": arguments.warm_up,
-        "clients": arguments.clients,
-        "requests": requests,
-        "leak": arguments.leak,
-        "flat": not growing,
-        "growing": growing,
-        "growing_besides": besides,
-        "ended_early": ends.early,
-        "settled": settled,
-        "odd_codes": odd,
-        "odd_details": ends.odd_details,
-        "codes": dict(codes),
-        "samples": len(series.seconds),
-        "slopes_per_hour": {
-            name: {key: round(value, 3) + 0.0 for key, value in asdict(growth).items()}
-            for name, growth in slopes.items()
-        },
-        "bytes_per_request": {
-            name: round(growth.rise * (1 << 20) / max(1, requests), 1) + 0.0
-            for name, growth in slopes.items()
-            if name.endswith(" MiB")
-        },
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    if arguments.report:
-        arguments.report.write_text(json.dumps(report) + "\n")
-    print(json.dumps(report))
-    sys.exit(bool(growing or odd or settled != "yes"))
-
-
-def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the measurement")
     parser.add_argument(
         "--warm-up", type=float, default=4.0, help="minutes before that, at 1,250 requests each"
     )
     parser.add_argument("--clients", type=int, default=6, help="concurrent clients")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between measurements")
     parser.add_argument("--leak", action="store_true", help="positive control: must fail")
-    parser.add_argument("--report", type=Path, help="JSON file to write")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    soak = asyncio.run(_soak(arguments))
+    slopes = soak.slopes()
+    growing = [name for name, growth in slopes.items() if not _is_flat(name, growth)]
+    odd = sorted({*soak.codes} - {*_ANSWERS})
+    _print_table(soak, slopes)
+    report = {
+        **vars(arguments),
+        "flat": not growing,
+        "growing": growing,
+        "settled": soak.settled,
+        "ended_early": soak.early,
+        "odd_codes": odd,
+        "codes": dict(soak.codes),
+        "slopes_per_hour": {
+            name: {key: round(value, 3) + 0.0 for key, value in asdict(growth).items()}
+            for name, growth in slopes.items()
+        },
+    }
+    print(json.dumps(report))
+    sys.exit(bool(growing or odd or soak.settled != "yes"))
 
 
-async def _soak(arguments: argparse.Namespace) -> tuple[Ends, Series, str]:
-    """Return the calls' ends, the measurements, and "yes" or the violation of the invariant."""
-    ends, over = Ends(), asyncio.Event()
+async def _soak(arguments: argparse.Namespace) -> Soak:
+    soak, over = Soak(), asyncio.Event()
     reward = "leaky" if arguments.leak else "toy"
     async with world(_PLAIN_MALLOC) as running, proxy(running.stack.ports.orchestrator) as dying:
         async with asyncio.TaskGroup() as group:
             for number in range(arguments.clients):
                 chance = random.Random(number)
-                group.create_task(_send_requests(running, dying, ends, over, chance, reward))
+                group.create_task(_send_requests(running, dying, soak, over, chance, reward))
             group.create_task(_kill_clients(running, over))
-            await _warm_up(arguments.warm_up, ends.codes)
+            await _warm_up(arguments.warm_up, soak.codes)
             await _until_stable(running)
-            ends.codes.clear()
-            ends.odd_details.clear()
-            ends.early = 0
-            series = await _measure(running, arguments.minutes * 60, arguments.every)
+            soak.codes.clear()
+            soak.early = 0
+            await _measure(running, soak, arguments.minutes * 60)
             over.set()
         try:
             await running.settle()
         except NotRecovered as error:
-            return ends, series, str(error)
-    return ends, series, "yes"
+            soak.settled = str(error)
+    return soak
 
 
 async def _warm_up(minutes: float, codes: Counter[str]) -> None:
@@ -205,7 +164,7 @@ async def _until_stable(running: World) -> None:
 async def _send_requests(
     running: World,
     dying: Proxy,
-    ends: Ends,
+    soak: Soak,
     over: asyncio.Event,
     chance: random.Random,
     reward: str,
@@ -228,7 +187,9 @@ async def _send_requests(
         if dies or is_cancelled:
             await asyncio.sleep(chance.uniform(0.01 * dies, 0.1))
             (dying.cut if dies else call.cancel)()
-        ends.add(await call.outcome(), cut=dies or is_cancelled)
+        code = (await call.outcome()).code
+        soak.codes[code] += 1
+        soak.early += (dies or is_cancelled) and code != "OK"
 
 
 async def _kill_clients(running: World, over: asyncio.Event) -> None:
@@ -241,17 +202,16 @@ async def _kill_clients(running: World, over: asyncio.Event) -> None:
             await asyncio.wait_for(over.wait(), _KILL_EVERY_S)
 
 
-async def _measure(running: World, for_s: float, every_s: float) -> Series:
-    series, began = Series(), time.monotonic()
+async def _measure(running: World, soak: Soak, for_s: float) -> None:
+    began = time.monotonic()
     async with redis_client(running) as redis:
         while time.monotonic() - began < for_s:
             with suppress(grpc.aio.AioRpcError):  # one sample fewer
                 second, sample = time.monotonic() - began, await _sample(running, redis)
-                series.seconds.append(second)
+                soak.seconds.append(second)
                 for name, value in sample.items():
-                    series.values[name].append(value)
-            await asyncio.sleep(every_s)
-    return series
+                    soak.values[name].append(value)
+            await asyncio.sleep(_EVERY_S)
 
 
 async def _sample(running: World, redis: Any) -> dict[str, float]:
@@ -278,24 +238,17 @@ async def _series(running: World) -> dict[str, float]:
     return counts
 
 
-def _growing(slopes: Mapping[str, Slope]) -> list[str]:
-    """Return the kinds that are not flat."""
-    return [name for name, growth in slopes.items() if not _is_flat(name, growth)]
-
-
 def _is_flat(name: str, growth: Slope) -> bool:
     unit = name.split()[-1]
     return growth.is_flat(BOUNDS.get(unit, math.inf), STEPS.get(unit, _STEP))
 
 
-def _print_table(series: Series, slopes: Mapping[str, Slope]) -> None:
-    table = Table("what", "mean", "last", "per hour", "95 % interval", "in all", "")
+def _print_table(soak: Soak, slopes: Mapping[str, Slope]) -> None:
+    table = Table("what", "last", "per hour", "95 % interval", "in all", "")
     for name, growth in slopes.items():
-        values: Sequence[float] = series.values[name]
         table.add_row(
             name,
-            f"{sum(values) / len(values):.1f}",
-            f"{values[-1]:.1f}",
+            f"{soak.values[name][-1]:.1f}",
             f"{growth.per_hour:+.1f}",
             f"{growth.low:+.1f} .. {growth.high:+.1f}",
             f"{growth.rise:+.1f}",

@@ -57,7 +57,7 @@ FAILING_SEED = 666
 # The prompt of requests under attack, which proxies recognise.
 PROMPT = "An unmistakable prompt of nine words, one two three"
 SERVICES = ("orchestrator", "generator", "reward")
-_REWARDS = ("nan", "too_few", "raising", "exiting", "exhausted", "slow", "leaky")
+_REWARDS = ("nan", "exiting", "exhausted", "leaky")
 _REFERENCE: Mapping[str, Any] = {
     "prompt": "What stays the same?",
     "max_tokens": 12,
@@ -414,7 +414,6 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_REDIS_URL": f"redis://{addresses['redis']}/0",
         "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE": str(files / CACHE_SECRET),
         "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": str(CACHE_S),
-        "SPECREJ_ORCHESTRATOR_TENANT_CACHE_BYTES": "32768",
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
         "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
         "SPECREJ_ORCHESTRATOR_UNREAD_S": str(UNREAD_S),

@@ -24,7 +24,8 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 _MOST_FILES = 12  # of a group of tests
-_HANGS = ("-o", "faulthandler_timeout=60")  # pyproject.toml ends the process of such a test
+# pyproject.toml ends the process of a test that takes longer. Failures are not made smaller.
+_OPTIONS = ("-o", "faulthandler_timeout=120", "--hypothesis-profile", "mutants")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def killer_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]]) -> str:
     path = tree / mutant.file
     text = path.read_text("utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
-    pytest = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", *_HANGS)
+    pytest = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", *_OPTIONS)
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         for group in filter(None, (list(mutant.tests), *groups)):

@@ -44,7 +44,7 @@ from specrej.contracts.errors import (
     Violation,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
-from tests.faults.rogue import Rogue
+from tests.orchestrator.backends.rogue import Rogue
 from tests.orchestrator.runs import PROMPT, events_of, request
 from tests.orchestrator.services import (
     BOUND_S,

@@ -1,4 +1,4 @@
-"""Faults: killed and stopped processes, failing rewards, steps and clients."""
+"""Each process killed, stopped and starved; rewards, steps and clients that fail."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import asyncio
 import signal
 import sys
 from functools import partial
+from itertools import count
 from typing import Any
 
 from tests.faults import phases
-from tests.faults.case import Case, Play, here
+from tests.faults.case import Case, Play, case
 from tests.faults.phases import Phase, held_at
-from tests.faults.world import FAILING_SEED, LEASE_S, World
+from tests.faults.world import FAILING_SEED, LEASE_S, SERVICES, Call, Outcome, World
 
 _DEADLINE_S = 5.0  # longer than a phase takes to be reached
 _CALL_S = 60.0  # a slow machine needs 20 s
+_START_S = 120.0  # of a case in which a process starts
 
-KILLED_AT = {
-    "before-first-token": phases.OPENING,
-    "mid-round": phases.SECOND_ROUND,
-    "mid-scoring": phases.SCORING,
-    "before-first-prune": phases.FIRST_ROUND,
+_PHASES = {
+    "opening": phases.OPENING,
+    "first-round": phases.FIRST_ROUND,
+    "scoring": phases.SCORING,
+    "pruning": phases.PRUNING,
+    "second-round": phases.SECOND_ROUND,
 }
 
 
@@ -33,6 +36,38 @@ async def kill(name: str, phase: Phase, world: World, **options: Any) -> list[st
         outcome = await call.outcome()
     await world.stack.restart(name)
     return [outcome.label]
+
+
+async def starts_again(world: World) -> list[str]:
+    """A request whose generator is killed starts again at another one, with the same answer."""
+    async with (
+        world.another("generator") as other,
+        world.another(
+            "orchestrator", GENERATOR_ADDRESS=f"{world.addresses['generator']},{other}"
+        ) as address,
+    ):
+        call, options = await _placed(world, address)
+        world.kill("generator")
+        outcomes = [await call.outcome(), await Call(address, **options).outcome()]
+        await world.stack.restart("generator")
+    answers = [outcome.generation for outcome in outcomes if outcome.generation]
+    texts = {tuple(ranked.text for ranked in answer.candidates) for answer in answers}
+    assert len(texts) == 1, "the answer differs from that of a run at one generator"
+    return [outcome.label for outcome in outcomes]
+
+
+async def _placed(world: World, address: str) -> tuple[Call, dict[str, Any]]:
+    """A call that runs at the world's own generator, and its options."""
+    for number in count():  # half of the prompts are placed there
+        options: dict[str, Any] = {"prompt": f"Prompt {number}", "n": 8, "max_tokens": 400}
+        call = Call(address, timeout_s=_CALL_S, **options)
+        for _ in range(50):
+            if (await world.generator()).sessions:
+                return call, options
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await call.outcome()
+    raise AssertionError
 
 
 async def stop_backend(name: str, phase: Phase, world: World) -> list[str]:
@@ -53,6 +88,25 @@ async def stop_orchestrator(world: World) -> list[str]:
         await world.until_free()
         await world.heal()  # resumes it
         return [(await call.outcome()).label]
+
+
+async def starve(name: str, world: World) -> list[str]:
+    """A process that gets a tenth of its processor time answers late, and no differently."""
+    options: dict[str, Any] = {"max_tokens": 24, "timeout_s": _CALL_S}
+    alone = await world.generate(**options)
+    call, process = world.call(**options), world.process(name)
+    while not call.is_over:
+        process.suspend()
+        await asyncio.sleep(0.09)
+        process.resume()
+        await asyncio.sleep(0.01)
+    outcome = await call.outcome()
+    assert _candidates(outcome) == _candidates(alone)
+    return [outcome.label]
+
+
+def _candidates(outcome: Outcome) -> Any:
+    return outcome.generation and outcome.generation.candidates
 
 
 async def bad_reward(name: str, world: World, *, allow_degraded: bool = False) -> list[str]:
@@ -112,10 +166,10 @@ async def open_streams(world: World, number: int, *flags: str) -> asyncio.subpro
     return process
 
 
-_BAD_REWARDS = {
-    **dict.fromkeys(("nan", "too_few", "raising", "exiting"), "INTERNAL"),
-    "exhausted": "RESOURCE_EXHAUSTED",
-    "slow": "OK",
+_STOPPED: dict[str, tuple[Play, str]] = {
+    "generator": (partial(stop_backend, "generator", phases.SECOND_ROUND), "DEADLINE_EXCEEDED"),
+    "reward": (partial(stop_backend, "reward", phases.SCORING), "DEADLINE_EXCEEDED"),
+    "orchestrator": (stop_orchestrator, "UNAVAILABLE"),
 }
 # Requests that allow degraded answers, and how many they are.
 _DEGRADED: dict[str, tuple[Play, int]] = {
@@ -125,70 +179,34 @@ _DEGRADED: dict[str, tuple[Play, int]] = {
         1,
     ),
     "reward-nan": (partial(bad_reward, "nan", allow_degraded=True), 2),
-    "reward-exhausted": (partial(bad_reward, "exhausted", allow_degraded=True), 2),
     "deadline": (out_of_time, 1),
 }
-_STOPPED: dict[str, tuple[Play, str]] = {
-    "generator": (partial(stop_backend, "generator", phases.SECOND_ROUND), "DEADLINE_EXCEEDED"),
-    "reward": (partial(stop_backend, "reward", phases.SCORING), "DEADLINE_EXCEEDED"),
-    "orchestrator": (stop_orchestrator, "UNAVAILABLE"),
-}
-_RUN = "orchestrator/test_run.py::test_invalid_scores_are_refused"
-_OVER_GRPC = (
-    "orchestrator/backends/test_remote.py::test_the_answer_to_another_command_is_an_internal_error"
-)
-_OVER_HTTP = "reward_service/test_remote_http.py::test_bad_answer_is_the_error_that_it_stands_for"
-_THREAD = (
-    "generator_service/test_engine_thread.py::test_a_bug_between_steps_does_not_end_the_thread"
-)
-_WORKER = "reward_service/test_worker.py::test_when_the_thread_ends_all_calls_are_unavailable"
-# Tests of the same faults over real connections, or of the process's own thread.
-_ELSEWHERE = {
-    "reward-inf": _RUN,
-    "reward-too-many": _RUN,
-    "reward-wrong-ids/over-grpc": _OVER_GRPC,
-    "reward-wrong-ids/over-http": _OVER_HTTP,
-    "reward-nonsense": _OVER_HTTP,
-    "engine-thread-dies/not-by-a-bug-between-steps": _THREAD,
-    "engine-thread-dies/of-a-reward": _WORKER,
-}
+_BAD_REWARDS = {"nan": "INTERNAL", "exiting": "INTERNAL", "exhausted": "RESOURCE_EXHAUSTED"}
 
 CASES: tuple[Case, ...] = (
     *(
-        here(
-            f"faults/kill-{name}/{point}",
+        case(
+            f"kill/{name}/{point}",
             partial(kill, name, phase),
             "UNAVAILABLE",
-            limit_s=120,  # a process starts
-            fast=point == "mid-round",
+            limit_s=_START_S,
+            fast=point == "second-round",
         )
-        for name in ("generator", "reward", "orchestrator")
-        for point, phase in KILLED_AT.items()
+        for name in SERVICES
+        for point, phase in _PHASES.items()
     ),
-    *(here(f"faults/stop-{name}", play, code) for name, (play, code) in _STOPPED.items()),
+    case("kill/one-of-two-generators", starts_again, "OK x 2", limit_s=_START_S),
+    *(case(f"stop/{name}", play, code) for name, (play, code) in _STOPPED.items()),
+    *(case(f"starve/{name}", partial(starve, name), "OK", limit_s=_START_S) for name in SERVICES),
     *(
-        here(
-            f"faults/reward-{name.replace('_', '-')}",
-            partial(bad_reward, name),
-            f"{code} x 2",
-            fast=name != "exiting",
-        )
+        case(f"reward/{name}", partial(bad_reward, name), f"{code} x 2", fast=name == "nan")
         for name, code in _BAD_REWARDS.items()
     ),
     *(
-        here(f"faults/degraded/{name}", play, f"OK degraded x {n}", fast=name == "reward-nan")
+        case(f"degraded/{name}", play, f"OK degraded x {n}", limit_s=_START_S)
         for name, (play, n) in _DEGRADED.items()
     ),
-    here("faults/step-raises", failing_step, "INTERNAL", "OK", fast=True),
-    here("faults/client-killed", dead_client, "SIGKILL", fast=True),
-    here("faults/client-stops-reading", stopped_client, "freed while the client was stopped"),
-    *(Case(f"faults/{name}", elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
-    Case(
-        "faults/reward-wrong-ids/of-candidates",
-        not_here="cannot happen: scores are positional on the wire, one per candidate sent",
-    ),
-    Case(
-        "faults/out-of-memory/killed-by-the-kernel",
-        not_here="is a SIGKILL, see faults/kill-generator; the kernel chooses the process",
-    ),
+    case("step-raises", failing_step, "INTERNAL", "OK", fast=True),
+    case("client/killed", dead_client, "SIGKILL", fast=True),
+    case("client/stops-reading", stopped_client, "freed while the client was stopped"),
 )
