@@ -39,10 +39,7 @@ def bound_positions(config: Any) -> None:
 
 
 class SegmentedModel:
-    """Weights on a device, and what must be known of them to store keys and values.
-
-    One forward pass at a time: compiled layers have one set of jobs.
-    """
+    """Weights on a device, and what must be known of them to store keys and values."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over `model`: its attention becomes ours.
@@ -154,14 +151,12 @@ class SegmentedModel:
             # Imported here: other devices do not need the compiler.
             from specrej_models import activation, linear, norm
             from specrej_models.cpu import jobs as cpu_jobs
-            from specrej_models.cpu import layer as cpu_layer
             from specrej_models.cpu import layout as cpu_layout
 
             if not cpu_jobs.ON_ALL_THREADS:
                 return
             if cpu_layout.supports(self.shape, self.sizes.heads):
                 self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.sizes.heads)
-                cpu_layer.replace(self._model, self.shape, self.sizes.context_tokens)
             linear.pack(self._model)
             norm.replace(self._model)
             activation.replace(self._model)

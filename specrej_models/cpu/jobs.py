@@ -11,7 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from numba import types
 from numpy.typing import NDArray
 
-from specrej_models.cpu.tiles import CACHE_LINE, call, pointer
+from specrej_models.cpu.tiles import CACHE_LINE, pointer
 
 JobRecord = NDArray[np.int64]
 
@@ -48,13 +48,12 @@ def layout(names: str, reals: str = "") -> np.dtype[np.void]:
     )
 
 
-def job_record(kind: np.dtype[np.void], size: int | None = None, /, **values: Any) -> JobRecord:
-    """A record with these values as int64, padded to `size`; other fields are 0."""
+def job_record(kind: np.dtype[np.void], /, **values: Any) -> JobRecord:
+    """A record with these values as int64; other fields are 0."""
     assert kind.names is not None
     assert values.keys() <= set(kind.names)
     record = np.array([tuple(values.get(name, 0) for name in kind.names)], kind)
-    result = record.view(np.int64)
-    return result if size is None else np.pad(result, (0, size - len(result)))
+    return record.view(np.int64)
 
 
 @numba.njit(**OPTIONS)
@@ -86,7 +85,7 @@ def cache_folder(folder: Path, sources: Path) -> Path:
 
     numba compares the date of a kernel's own file only, and would reuse code whose callees changed.
     """
-    texts = [path.read_bytes() for path in sorted(sources.glob("cpu_*.py"))]
+    texts = [path.read_bytes() for path in sorted(sources.glob("*.py"))]
     return folder / f"kernels-{hashlib.sha256(b''.join(texts)).hexdigest()[:12]}"
 
 
@@ -198,35 +197,3 @@ def _compile_all() -> None:
     for waits in (False, True):
         for kernel in _kernels:
             kernel.compile(waits=waits)
-
-
-_PROGRAM = layout("shares steps num_steps barrier")
-
-
-def _run_jobs(address: Any) -> None:
-    """Jobs one after the other; no thread begins one before all have ended the last."""
-    job = numba.carray(pointer(address), 1, _PROGRAM)[0]
-    steps = numba.carray(pointer(job.steps), (job.num_steps, 2), np.int64)
-    for number in range(job.num_steps):
-        call(steps[number, 0], steps[number, 1])
-        if job.barrier:
-            call(job.barrier, 0)
-
-
-_run_jobs_kernel = Kernel(_run_jobs)
-
-
-class Program:
-    """Jobs that run one after the other in one call."""
-
-    def __init__(self, kernels: Sequence[Kernel], job_words: int) -> None:
-        """`job_words`: int64 of the longest job."""
-        self.records = np.zeros((len(kernels), job_words), np.int64)
-        jobs = self.records.ctypes.data + self.records.strides[0] * np.arange(len(kernels))
-        self._steps = np.stack([np.array([kernel.address for kernel in kernels]), jobs], axis=1)
-        self._job = job_record(_PROGRAM, steps=self._steps.ctypes.data, num_steps=len(kernels))
-        self._job[-1] = BARRIER
-
-    def run(self, work: int) -> None:
-        """Run the jobs, whose counters are 0, on all threads if `work` is worth it."""
-        _run_jobs_kernel.run(self._job, work)

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding, compiled by numba."""
+"""RMS norm, compiled by numba."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from specrej_models.cpu.jobs import Kernel, layout, matrix, vector
 from specrej_models.cpu.tiles import next_share, pointer
 
 NORM = layout("shares rows input output weight size", "epsilon")
-ROTATE = layout("shares rows input cosines sines columns heads dim")
 
 # Rows that a thread takes at a time.
 _ROWS = 8
@@ -36,28 +35,4 @@ def _rms_norm(address: Any) -> None:
         first = next_share(address) * _ROWS
 
 
-def _rotate(address: Any) -> None:
-    """Rotary position embedding (Su et al. 2021) of the first `heads` heads of each row, in place.
-
-    Halves of a head are rotated against each other, as transformers does.
-    """
-    job = numba.carray(pointer(address), 1, ROTATE)[0]
-    rows, dim, half = job.rows, job.dim, job.dim // 2
-    data = matrix(job.input, rows, job.columns)
-    cosines, sines = matrix(job.cosines, rows, dim), matrix(job.sines, rows, dim)
-    first = next_share(address) * _ROWS
-    while first < rows:
-        for row in range(first, min(rows, first + _ROWS)):
-            cosine, sine = cosines[row], sines[row]
-            for head in range(job.heads):
-                low = data[row, head * dim : head * dim + half]
-                high = data[row, head * dim + half : (head + 1) * dim]
-                for j in range(half):
-                    x, y = low[j], high[j]
-                    low[j] = x * cosine[j] - y * sine[j]
-                    high[j] = y * cosine[half + j] + x * sine[half + j]
-        first = next_share(address) * _ROWS
-
-
 rms_norm = Kernel(_rms_norm)
-rotate = Kernel(_rotate)

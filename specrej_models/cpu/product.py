@@ -32,7 +32,6 @@ from specrej_models.cpu.tiles import (
     PANEL,
     TILE_ROWS,
     TILE_VECTORS,
-    exp,
     next_share,
     pointer,
     restore,
@@ -42,10 +41,7 @@ from specrej_models.cpu.tiles import (
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 GROUP = 32
 
-PRODUCT = layout("shares rows input inputs weight form bias output outputs adds gates")
-
-# Where outputs gate others, each panel has as many of both: gates, then what they gate.
-HALF = PANEL // 2
+PRODUCT = layout("shares rows input inputs weight form bias output outputs")
 
 # Rows up to which weights in fewer bytes save more time than restoring them takes: one tile's.
 MAX_COMPACT_ROWS = TILE_ROWS
@@ -115,10 +111,9 @@ def _restore(form: int, source: int, inputs: int, target: int) -> None:
 
 @numba.njit(**OPTIONS)
 def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
-    """A panel's results for some rows, with bias and gates, to the job's output."""
-    size = HALF if job.gates else PANEL
-    first = panel * size
-    count = min(size, job.outputs - first)
+    """A panel's results for some rows, with the bias, to the job's output."""
+    first = panel * PANEL
+    count = min(PANEL, job.outputs - first)
     for number in range(rows):
         target = vector(job.output + 4 * ((row + number) * job.outputs + first), count)
         sums = results[number]
@@ -126,24 +121,15 @@ def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
             bias = vector(job.bias + 4 * panel * PANEL, PANEL)
             for j in range(PANEL):
                 sums[j] += bias[j]
-        if job.gates:  # silu(gate) * what it gates; silu(x) = x / (1 + e**-x)
-            for j in range(HALF):
-                x, one = sums[j], np.float32(1)
-                e = exp(-abs(x))
-                sums[j] = x * sums[HALF + j] * (one if x >= 0 else e) / (one + e)
-        if job.adds:
-            for j in range(count):
-                target[j] += sums[j]
-        else:
-            for j in range(count):
-                target[j] = sums[j]
+        for j in range(count):
+            target[j] = sums[j]
 
 
 def _product(address: Any) -> None:
     """Some panels of weights; every thread runs it until none is left."""
     job = numba.carray(pointer(address), 1, PRODUCT)[0]
     form, inputs = job.form, job.inputs
-    panels = -(-job.outputs // (HALF if job.gates else PANEL))
+    panels = -(-job.outputs // PANEL)
     panel_bytes = bytes_of(form, inputs)
     # Vectors that cross cache lines take twice as long: rows of both begin at one.
     at_once = inputs if form == FLOAT32 else min(inputs, _RESTORED_AT_ONCE)

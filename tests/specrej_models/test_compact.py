@@ -37,9 +37,9 @@ def _form(weight: Tensor) -> int:
     return compact(panel)[0]
 
 
-def _same_for_few_rows(weight: Tensor, form: int, gates: bool = False) -> None:
+def _same_for_few_rows(weight: Tensor, form: int) -> None:
     """Many rows are multiplied with the weights as they are, few with their compact form."""
-    packed = PackedLinear(weight, torch.randn(len(weight)), gates)
+    packed = PackedLinear(weight, torch.randn(len(weight)))
     assert packed.job(1)["form"] == packed.job(MAX_COMPACT_ROWS)["form"] == form
     assert packed.job(MAX_COMPACT_ROWS + 1)["form"] == FLOAT32
     data = torch.randn(MAX_COMPACT_ROWS + 1, weight.shape[1])
@@ -69,10 +69,6 @@ def test_joint_weights_may_be_of_several_formats() -> None:
     weight = torch.cat([_weight(kind, outputs=7) for kind in KINDS])
     assert _form(weight) == INT8
     _same_for_few_rows(weight, INT8)
-
-
-def test_gates_are_compact_too() -> None:
-    _same_for_few_rows(_weight(Kind.Q4_1, outputs=2 * PANEL + 6), INT4, gates=True)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1, 3.7])

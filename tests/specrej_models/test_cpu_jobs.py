@@ -20,7 +20,7 @@ from tests.serving import until
 
 def test_code_is_kept_apart_for_each_text_that_goes_into_it(tmp_path: Path) -> None:
     """Guards against a kernel that goes on with an older form of what it calls."""
-    called = tmp_path / "cpu_called.py"
+    called = tmp_path / "called.py"
     called.write_text("1")
     before = cache_folder(tmp_path, tmp_path)
     assert cache_folder(tmp_path, tmp_path) == before
@@ -57,7 +57,7 @@ def test_a_cache_of_another_user_is_not_used(
 
 _SECOND_THREADS = """
 import ctypes, os, torch
-from specrej_models import cpu_jobs
+from specrej_models.cpu import jobs as cpu_jobs
 
 def num_threads():
     return len(os.listdir("/proc/self/task"))
