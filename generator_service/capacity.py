@@ -25,9 +25,6 @@ _USUAL_PROMPT, _USUAL_ANSWER = 1024, 512  # tokens
 _WORKSPACE_SHARE = 1 / 8  # of what the weights leave
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
-# Bytes per weight on CPUs: float32, and a copy for few rows of at most two bytes.
-_PACKED_BYTES = 6
-
 
 def batched_tokens(max_candidates: int) -> int:
     """Tokens of a step in vLLM, which must not be fewer than its candidates."""
@@ -146,8 +143,7 @@ class Capacity:
 
 
 def weight_bytes(read: Read, device: str, devices: int, *, is_vllm: bool) -> int:
-    """Bytes of weights on each device. For the own engine on CPUs an upper bound: it also keeps a
-    copy for passes of few rows, and a tied embedding twice.
+    """Bytes of weights on each device. The own engine on CPUs keeps a tied embedding twice.
 
     Raises:
         ValueError: the architecture is unknown, or cannot be divided.
@@ -159,4 +155,4 @@ def weight_bytes(read: Read, device: str, devices: int, *, is_vllm: bool) -> int
         return 4 * count
     sizes = ModelSizes.of(read)
     tied = sizes.hidden * sizes.vocabulary if read("tie_word_embeddings", False) else 0
-    return _PACKED_BYTES * count + 4 * tied
+    return 4 * (count + tied)

@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from specrej_models.compact import compact
 from specrej_models.cpu.jobs import job_record
-from specrej_models.cpu.product import FLOAT32, MAX_COMPACT_ROWS, PRODUCT, product
+from specrej_models.cpu.product import PRODUCT, product
 from specrej_models.cpu.tiles import PANEL
 
 
@@ -17,21 +16,16 @@ class PackedLinear(nn.Module):
     """An `nn.Linear` for inference on float32 rows, its weights laid out for `cpu_product`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [out, in], bias: [out]; both are copied.
-
-        Where the weights need fewer bytes than float32, there is a second copy of them for few
-        rows, to the same last bit.
-        """
+        """weight: [out, in], bias: [out]; both are copied."""
         super().__init__()
         self.in_features: int = weight.shape[1]
         self.out_features: int = weight.shape[0]
         panels = _panels(weight)
-        form, compacted = compact(panels)
         packed_bias = None if bias is None else _panels(bias[:, None])
         self.register_buffer("_packed", panels, persistent=False)
-        self.register_buffer("_compacted", compacted, persistent=False)
         self.register_buffer("_bias", packed_bias, persistent=False)
         self._constants = {
+            "weight": panels.data_ptr(),
             "inputs": self.in_features,
             "outputs": self.out_features,
             "bias": 0 if packed_bias is None else packed_bias.data_ptr(),
@@ -40,8 +34,6 @@ class PackedLinear(nn.Module):
         # that is new costs as much time as some of the products that fill it.
         self.keeps_results = False
         self._kept = torch.empty(0)
-        self._for_many = {"weight": panels.data_ptr(), "form": FLOAT32}
-        self._for_few = {"weight": compacted.data_ptr(), "form": form}
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
@@ -49,7 +41,11 @@ class PackedLinear(nn.Module):
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
         job = job_record(
-            PRODUCT, **self.job(count), input=rows.data_ptr(), output=output.data_ptr()
+            PRODUCT,
+            rows=count,
+            input=rows.data_ptr(),
+            output=output.data_ptr(),
+            **self._constants,
         )
         product.run(job, count * self.in_features * self.out_features)
         return output
@@ -63,14 +59,6 @@ class PackedLinear(nn.Module):
             self._kept = torch.empty(0)  # first, so that there is never both
             self._kept = rows.new_empty(size)
         return self._kept[:size].view(shape)
-
-    def job(self, rows: int) -> dict[str, int]:
-        """A job's fields, all but the addresses of the rows and of the results."""
-        return {
-            "rows": rows,
-            **self._constants,
-            **(self._for_few if rows <= MAX_COMPACT_ROWS else self._for_many),
-        }
 
 
 def _panels(weight: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ CACHE_LINE = 64
 LINES = -(-4 * PANEL // CACHE_LINE)  # prefetches per step of a tile's loop
 _AHEAD = 16
 
-_BYTE, _INT32, _INT64, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR, _INTEGERS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
 
 # 2**f on [-0.5, 0.5]: Taylor, degree 7, the highest power first.
@@ -146,25 +146,6 @@ def softmax_columns(builder: Any, scores: Any, line: Any, tokens: Any, totals: A
         # With a flag, numba adds none of its own: they let the sum's order depend on `tokens`.
         builder.store(builder.fadd(builder.load(total), weight, flags=("nsz",)), total)
     _store(builder, builder.load(total), totals, 0)
-
-
-def restore(bits: int, shift: int) -> Any:
-    """A compiled function of addresses: (counts, scales, minima, weights).
-
-    weights = minima + counts * scales, `LANES` of each; a count is `bits` bits of a byte.
-    """
-
-    @_emitted(types.void, *[types.int64] * 4)
-    def weights(builder: Any, counts: Any, scales: Any, minima: Any, target: Any) -> None:
-        kind = ir.VectorType(_BYTE, LANES)
-        packed = builder.load(builder.inttoptr(counts, kind.as_pointer()), align=1)
-        shifted = builder.lshr(packed, kind([shift] * LANES))
-        some = builder.zext(builder.and_(shifted, kind([2**bits - 1] * LANES)), _INTEGERS)
-        scale, minimum = _load(builder, scales, 0), _load(builder, minima, 0)
-        weight = _float_call(builder, "fma", builder.sitofp(some, _VECTOR), scale, minimum)
-        _store(builder, weight, target, 0)
-
-    return weights
 
 
 @_emitted(types.float32, types.float32)
