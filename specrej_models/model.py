@@ -149,7 +149,7 @@ class SegmentedModel:
         """Replace what is slow with few rows, where there is something faster for the device."""
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
             # Imported here: other devices do not need the compiler.
-            from specrej_models import activation, linear, norm
+            from specrej_models import activation, linear
             from specrej_models.cpu import jobs as cpu_jobs
             from specrej_models.cpu import layout as cpu_layout
 
@@ -158,7 +158,6 @@ class SegmentedModel:
             if cpu_layout.supports(self.shape, self.sizes.heads):
                 self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.sizes.heads)
             linear.pack(self._model)
-            norm.replace(self._model)
             activation.replace(self._model)
             head = self._model.get_output_embeddings()
             if isinstance(head, linear.PackedLinear):
