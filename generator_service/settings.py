@@ -126,6 +126,13 @@ class GeneratorSettings(ServiceSettings):
 
     @property
     def model_directory(self) -> Path:
+        """The directory of a model for vLLM.
+
+        Raises:
+            ValueError: the model is a GGUF file.
+        """
+        if self.files.gguf_file:
+            raise ValueError("a GGUF file needs the own engine: set engine to own")
         return self.files.directory
 
     @property

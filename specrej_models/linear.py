@@ -13,7 +13,7 @@ from specrej_models.cpu.tiles import PANEL
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` for inference on float32 rows, its weights laid out for `cpu_product`."""
+    """An `nn.Linear` for inference on float32 rows, its weights laid out for `cpu.product`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: [out, in], bias: [out]; both are copied."""

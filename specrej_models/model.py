@@ -150,13 +150,14 @@ class SegmentedModel:
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
             # Imported here: other devices do not need the compiler.
             from specrej_models import activation, linear
+            from specrej_models.cpu import attention as cpu_attention
             from specrej_models.cpu import jobs as cpu_jobs
-            from specrej_models.cpu import layout as cpu_layout
 
             if not cpu_jobs.ON_ALL_THREADS:
                 return
-            if cpu_layout.supports(self.shape, self.sizes.heads):
-                self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.sizes.heads)
+            if cpu_attention.supports(self.shape, self.sizes.heads):
+                heads = self.sizes.heads
+                self._decoder = partial(cpu_attention.CPUAttention, self.shape, heads)
             linear.pack(self._model)
             activation.replace(self._model)
             head = self._model.get_output_embeddings()

@@ -17,7 +17,7 @@ Read = Callable[[str, Any], Any]
 SCORES_AT_ONCE = 1 << 25
 SCORE_BYTES = 12
 
-# Scores of a token that a thread of the compiled attention holds at most, `cpu_attention.COLUMNS`.
+# Scores of a token that a thread of the compiled attention holds at most, `cpu.attention.COLUMNS`.
 CPU_COLUMNS = 64
 
 # Logits drawn from at once; few on a CPU, to bound the memory. Float32 tensors of this size that

@@ -169,7 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(path: str, content: bytes) -> dict[str, object]:
     digest = hashlib.sha256(content).hexdigest()
-    blob = {"oid": digest[:40], "size": len(content)}
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    blob = {"oid": git, "size": len(content)}
     lfs = {"oid": digest, "size": len(content), "pointerSize": 134}
     large = path.endswith((".safetensors", ".gguf", ".bin"))
     return {"type": "file", "path": path, **blob, **({"lfs": lfs} if large else {})}

@@ -42,18 +42,22 @@ class CausalLM(SegmentedModel):
         self.eos_ids = eos_ids(generation, model.config)
 
     @classmethod
-    def load(cls, directory: Path, device: str) -> Self:
-        """The model in a local directory; float32 on a CPU, bfloat16 on a GPU.
+    def load(cls, directory: Path, device: str, gguf_file: str = "") -> Self:
+        """The model in a local directory, or in a GGUF file in it; float32 on a CPU, bfloat16 on a
+        GPU.
 
         Raises:
             ValueError: weights are missing, or the engine cannot compute a model of this type.
         """
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
         options: dict[str, Any] = {}
+        if gguf_file:
+            check_gguf(directory / gguf_file)
+            options = {"gguf_file": gguf_file}
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
         if config.model_type == "gemma3":  # with images: its text model alone
             config = config.get_text_config()
-            options = {"config": config, "key_mapping": {r"^language_model\.": ""}}
+            options |= {"config": config, "key_mapping": {r"^language_model\.": ""}}
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type {config.model_type}: not a causal language model")
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -91,3 +95,26 @@ class CausalLM(SegmentedModel):
             scores = self.sizes.torch_score_bytes(max(max_rows, prefill_chunk), context_tokens)
         dtype_bytes, device = self.shape.dtype.itemsize, self.shape.device.type
         return self.sizes.workspace_bytes(dtype_bytes, max_rows, prefill_chunk, scores, device)
+
+
+def check_gguf(gguf: Path) -> None:
+    """Check that a GGUF file can be read, and that its positions are not scaled, which
+    transformers would ignore.
+
+    Raises:
+        ValueError: it is damaged, or its positions are scaled.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(gguf)
+    except Exception as error:  # of many kinds, depending on where the file is damaged
+        raise ValueError(f"{gguf}: not a readable GGUF file: {error}") from error
+    kinds = [f.contents() for key, f in reader.fields.items() if key.endswith(".rope.scaling.type")]
+    if any(tensor.name.startswith("rope_") for tensor in reader.tensors):
+        kinds.append("llama3")  # or longrope: factors of each frequency
+    for kind in kinds:
+        if kind != "none":
+            raise ValueError(
+                f'unsupported rope scaling "{kind}" in {gguf.name}; use the safetensors checkpoint'
+            )

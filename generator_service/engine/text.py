@@ -53,8 +53,10 @@ class Text:
         self._before: list[int] = [space] if is_dropped else []
 
     @classmethod
-    def load(cls, directory: Path, end_ids: frozenset[int]) -> Text:
-        return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True), end_ids)
+    def load(cls, directory: Path, end_ids: frozenset[int], gguf_file: str = "") -> Text:
+        options = {"gguf_file": gguf_file} if gguf_file else {}
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+        return cls(tokenizer, end_ids)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids: of raw text, or of messages in the chat template up to the answer.

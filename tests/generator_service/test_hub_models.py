@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gguf
 import pytest
@@ -14,13 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from generator_service.engine.engine import Engine
+from generator_service.engine.model import CausalLM
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from reward_service.reward import score
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej_models import hub
 from tests import hub as hubs
-from tests.generator_service import families
+from tests.generator_service import families, tiny
+from tests.generator_service.stepping import PROMPT, Recorder, admitted, grown
 from tests.reward_service.tiny import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,49 +115,18 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.close()
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against other weights than the file's, and half a minute at every start."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_gguf_file_has_the_models_logits(tmp_path: Path) -> None:
+    """Guards against weights that are permuted or dequantised in another way, and layers that
+    compiled products do not replace."""
     model = small_llama()
-    path = tmp_path / "small.f32.gguf"
-    write_gguf(model, path)
-    found = hub.find(str(path))
-    assert found.name == "small.f32"
-    plain = AutoModelForCausalLM.from_pretrained(found.directory).eval()
-    ids = torch.tensor([[1, 5, 9, 40]])
-    with torch.inference_mode():
-        torch.testing.assert_close(plain(ids).logits, model(ids).logits)
-    again = mock.Mock(side_effect=AssertionError("converted again"))
-    monkeypatch.setattr(hub, "convert", again)
-    assert hub.find(str(path)) == found
-
-
-def test_processes_that_begin_together_convert_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards a model that one process loads against its removal by another one, and the disk
-    against what a killed process leaves."""
-    target, begun = tmp_path / "gguf" / "model", threading.Barrier(2)
-    converted: list[Path] = []
-
-    def convert(gguf: Path, to: Path) -> None:
-        converted.append(gguf)
-        hub.write_directory(to, lambda scratch: (scratch / "model.safetensors").touch())
-
-    def start() -> None:
-        begun.wait(20)
-        hub.convert(tmp_path / "file.gguf", target)
-
-    monkeypatch.setattr(hub, "_convert", convert)
-    (target.parent / ".model.part").mkdir(parents=True)
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
-    assert len(converted) == 1
-    assert {path.name for path in target.parent.iterdir()} == {"model", ".model.lock"}
+    write_gguf(model, tmp_path / "small.f32.gguf")
+    files = hub.find(str(tmp_path / "small.f32.gguf"))
+    assert files == hub.ModelFiles("small.f32", tmp_path, "small.f32.gguf")
+    recorder = Recorder(CausalLM.load(files.directory, "cpu", files.gguf_file))
+    engine = Engine(recorder, 500)
+    batch = grown(engine, admitted(engine, n=2), 4)
+    for row, prefix in enumerate(batch.prefixes):
+        tiny.check_candidate(model, PROMPT, prefix, recorder.passes[-1].logits[row], 1e-3)
 
 
 _LLAMA_3 = {
@@ -164,41 +134,22 @@ _LLAMA_3 = {
     "rope_theta": 500_000.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {**_LLAMA_3, "factor": 8.0, "original_max_position_embeddings": 8192},
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0},
-    ],
-)
-def test_rotary_scaling_of_a_gguf_file(
-    rope: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rope", [_LLAMA_3, {"rope_type": "linear"}, {"rope_type": "yarn"}])
+def test_rotary_scaling_of_a_gguf_file_is_refused(rope: Any, tmp_path: Path) -> None:
     """Guards against wrong logits: transformers drops the scaling of Llama 3.1 and others."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_gguf(model := small_llama(**rope), tmp_path / "scaled.gguf")
-    plain = AutoModelForCausalLM.from_pretrained(hub.find(str(tmp_path / "scaled.gguf")).directory)
-    ids = torch.tensor([[(7 * number) % 50 + 5 for number in range(60)]])
-    with torch.inference_mode():
-        torch.testing.assert_close(plain.eval()(ids).logits, model(ids).logits)
-
-
-def test_unknown_rotary_scaling_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    of_64_tokens = {**_LLAMA_3, "factor": 8.0, "original_max_position_embeddings": 64}
-    write_gguf(small_llama(**of_64_tokens), tmp_path / "other.gguf")
-    with pytest.raises(ValueError, match="its rotary scaling is not known here"):
-        hub.find(str(tmp_path / "other.gguf"))
+    write_gguf(small_llama(**rope, factor=4.0), tmp_path / "scaled.gguf")
+    reason = f'unsupported rope scaling "{rope["rope_type"]}" in scaled.gguf; use the safetensors'
+    with pytest.raises(ValueError, match=reason):
+        CausalLM.load(tmp_path, "cpu", "scaled.gguf")
 
 
 async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a download of all of the repository's quantisations, and a start that does it
     again: from the file's name to an answer."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_gguf(small_llama(), tmp_path / "small.gguf")
     files = {"sub/small.gguf": (tmp_path / "small.gguf").read_bytes(), "other.gguf": b"GGUF"}
     model = "tiny/packed/sub/small.gguf@v1"
@@ -213,14 +164,19 @@ async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tokens == await tokens_of(str(tmp_path / "small.gguf"), "small", spaces)
 
 
-def test_a_damaged_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against weights that the file lacks, which were random numbers, and half a model."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    """Guards against weights that the file lacks, which were random numbers."""
     (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing else")
     model = small_llama()
     del model.model.norm
     write_gguf(model, tmp_path / "lacking.gguf")
-    for name, reason in (("broken", "broken.gguf: "), ("lacking", "lacks model.norm.weight")):
+    for name, reason in (("broken", "not a readable GGUF"), ("lacking", "lacks model.norm.weight")):
         with pytest.raises(ValueError, match=reason):
-            hub.find(str(tmp_path / f"{name}.gguf"))
-    assert not list((tmp_path / "cache").rglob("*.json"))
+            CausalLM.load(tmp_path, "cpu", f"{name}.gguf")
+
+
+def test_vllm_refuses_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").touch()
+    settings = GeneratorSettings(model=str(tmp_path / "small.gguf"), engine="vllm")
+    with pytest.raises(ValueError, match="needs the own engine"):
+        _ = settings.model_directory

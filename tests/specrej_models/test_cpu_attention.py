@@ -20,7 +20,7 @@ from specrej_models.attention import (
     Segment,
     attend_rows,
 )
-from specrej_models.cpu.layout import CPUAttention
+from specrej_models.cpu.attention import CPUAttention
 from specrej_models.cpu.tiles import LANES, PANEL
 from specrej_models.kv import KVShape, PromptKV, SuffixKV
 
