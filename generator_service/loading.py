@@ -8,8 +8,8 @@ import logging
 import torch
 from transformers.utils import logging as transformers_logging
 
+from generator_service.budget import Budget, host_memory
 from generator_service.devices import device_of
-from generator_service.engine import memory
 from generator_service.engine.commands import OpenCommand
 from generator_service.engine.engine import Engine
 from generator_service.engine.local import LocalGenerator
@@ -81,26 +81,32 @@ def _fingerprint(files: ModelFiles, dtype: str) -> str:
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
     """Slots that fit the generator's share of the memory, less weights and workspace.
 
+    The share is at most the free memory plus the weights: other processes may use the rest.
+
     Raises:
         ValueError: not even one fits.
     """
-    device = model.shape.device
-    workspace = model.workspace_bytes(
+    device, weights = model.shape.device, model.weight_bytes
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else host_memory()
+    budget = Budget(
+        model.sizes,
+        weights,
+        min(int(total * settings.memory_fraction), free + weights),
+        settings.context_of(model.sizes.context_tokens),
         settings.max_candidates,
         settings.prefill_chunk,
-        settings.context_of(model.sizes.context_tokens),
+        device.type,
+        threads=torch.get_num_threads() if model.is_compiled else 0,
     )
-    budget = memory.budget(device, settings.memory_fraction, model.weight_bytes, workspace)
-    log.info("memory in bytes: %s, %d per KV slot", budget, model.shape.slot_bytes)
-    slots = budget.kv_bytes // model.shape.slot_bytes
-    if slots < 1:
+    log.info("memory: %d bytes in all, %s", total, budget)
+    if budget.slots < 1:
         raise ValueError(
-            f"no memory for KV slots: {budget.allowed} bytes (memory_fraction "
-            f"{settings.memory_fraction} of {budget.total}) - {budget.weights} for weights - "
-            f"{budget.workspace} for a step of {settings.max_candidates} candidates; "
+            f"no memory for KV slots: {budget.usable_bytes} bytes (memory_fraction "
+            f"{settings.memory_fraction} of {total}) - {weights} for weights - "
+            f"{budget.workspace_bytes} for a step of {settings.max_candidates} candidates; "
             "specrej plan computes settings that fit"
         )
-    return slots
+    return budget.slots
 
 
 def _warm_up(engine: EngineThread) -> None:

@@ -125,7 +125,7 @@ def _snapshot(model: str, revision: str | None, *, with_code: bool, is_local: bo
         HubError: the repository lacks what a model has.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()

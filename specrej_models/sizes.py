@@ -1,12 +1,9 @@
-"""Bytes that weights, KV slots and steps of a model take, from its config; standard library only.
-
-The engines reserve memory by these formulas.
-"""
+"""Sizes of a model by its config, and how much is computed at once; standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 # Returns a field of a config, or the default.
@@ -44,7 +41,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, read: Read) -> Self:
-        """Of a config: `partial(getattr, config)`, or `get` of a config.json's text part."""
+        """Of the text part of a config: `partial(getattr, config)`."""
         heads, hidden = read("num_attention_heads", None), read("hidden_size", None)
         return cls(
             layers=read("num_hidden_layers", None),
@@ -80,29 +77,6 @@ class ModelSizes:
         """Bytes of keys and values of one token across all layers."""
         return slot_bytes(self.layers, self.kv_heads, self.head_dim, dtype_bytes)
 
-    def torch_score_bytes(self, rows: int, context_tokens: int) -> int:
-        """Most that attention in torch operations holds for the scores of one session's rows."""
-        of_row = self.heads * context_tokens
-        return SCORE_BYTES * min(rows * of_row, max(SCORES_AT_ONCE, of_row))
-
-    def workspace_bytes(
-        self, dtype_bytes: int, max_rows: int, prefill_chunk: int, score_bytes: int, device: str
-    ) -> int:
-        """Most that one step allocates for a moment: activations, scores, logits, sampling.
-
-        The largest step has `max_rows` candidates and `prefill_chunk` tokens of a prompt. The sum
-        is of the tensors that live at once in the widest places of a layer and after the last one.
-        device: "cpu" or "cuda".
-        """
-        rows = max_rows + prefill_chunk
-        # Queries, their rotated halves and two orders of them, keys, values, parts of the output.
-        attention = 8 * self.heads * self.head_dim
-        layer = rows * (4 * self.hidden + max(attention, 4 * self.intermediate)) * dtype_bytes
-        logits = (max_rows + 1) * self.vocabulary * (dtype_bytes + 4)
-        drawn = min(max_rows, rows_at_once(self.vocabulary, device))
-        sampling = drawn * (self.vocabulary + DRAW_BLOCK) * 4 * SAMPLING_TENSORS
-        return max(layer + score_bytes, logits + sampling)
-
 
 def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of keys and values of one token across all layers."""
@@ -112,58 +86,3 @@ def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> i
 def rows_at_once(vocabulary: int, device: str) -> int:
     """Rows with which tokens are drawn in one block."""
     return max(1, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["cpu"]) // vocabulary)
-
-
-def cpu_score_bytes(threads: int, context_tokens: int) -> int:
-    """Most that the compiled attention holds: each thread one share's scores of all tokens."""
-    return threads * 4 * CPU_COLUMNS * context_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What the layers of a model type have beside their matrices, and its config's defaults."""
-
-    num_norms: int = 2
-    has_head_norms: bool = False  # of queries and keys
-    has_qkv_bias: bool = False
-    defaults: Mapping[str, object] = field(default_factory=dict)
-
-
-_TIED = {"tie_word_embeddings": True}
-_GEMMA_3 = _TIED | {
-    "vocab_size": 262_208,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-ARCHITECTURES = {
-    "llama": Architecture(),
-    "mistral": Architecture(),
-    "qwen2": Architecture(has_qkv_bias=True),
-    "qwen3": Architecture(has_head_norms=True),
-    "gemma": Architecture(defaults=_TIED),
-    "gemma2": Architecture(num_norms=4, defaults=_TIED),
-    "gemma3_text": Architecture(num_norms=4, has_head_norms=True, defaults=_GEMMA_3),
-}
-
-
-def num_parameters(read: Read, devices: int = 1) -> int:
-    """Weights of a model, or of one of the devices of tensor parallelism.
-
-    Raises:
-        ValueError: its architecture is not one of `ARCHITECTURES`, or cannot be divided.
-    """
-    architecture = ARCHITECTURES.get(kind := read("model_type", ""))
-    if architecture is None:
-        raise ValueError(f"model_type {kind!r} is none of {', '.join(ARCHITECTURES)}")
-    sizes = ModelSizes.of(read).split(devices)
-    hidden, dim, of_kv = sizes.hidden, sizes.head_dim, 2 * sizes.kv_heads
-    layer = hidden * dim * (2 * sizes.heads + of_kv) + 3 * hidden * sizes.intermediate
-    layer += architecture.num_norms * hidden + 2 * dim * architecture.has_head_norms
-    if architecture.has_qkv_bias or read("attention_bias", False):
-        layer += dim * (sizes.heads + of_kv)
-    if read("attention_bias", False):
-        layer += hidden
-    num_tables = 1 if read("tie_word_embeddings", False) else 2
-    return sizes.layers * layer + hidden + num_tables * hidden * -(-sizes.vocabulary // devices)

@@ -20,7 +20,6 @@ from transformers import (
 from generator_service.engine.text import eos_ids
 from specrej_models.attention import Segment
 from specrej_models.model import SegmentedModel
-from specrej_models.sizes import cpu_score_bytes
 
 
 class CausalLM(SegmentedModel):
@@ -83,18 +82,6 @@ class CausalLM(SegmentedModel):
         output = self._run(self._model, token_ids, positions, segments, logits_to_keep=keep)
         logits: Tensor = output.logits[0].float()
         return logits
-
-    def workspace_bytes(self, max_rows: int, prefill_chunk: int, context_tokens: int) -> int:
-        """Most that one step allocates for a moment, if no text is longer than `context_tokens`.
-
-        The largest step has `max_rows` candidates and `prefill_chunk` tokens of a prompt.
-        """
-        if self.is_compiled:
-            scores = cpu_score_bytes(torch.get_num_threads(), context_tokens)
-        else:
-            scores = self.sizes.torch_score_bytes(max(max_rows, prefill_chunk), context_tokens)
-        dtype_bytes, device = self.shape.dtype.itemsize, self.shape.device.type
-        return self.sizes.workspace_bytes(dtype_bytes, max_rows, prefill_chunk, scores, device)
 
 
 def check_gguf(gguf: Path) -> None:

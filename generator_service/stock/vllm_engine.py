@@ -40,7 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from generator_service.admission import SPARE_BLOCKS
-from generator_service.capacity import batched_tokens
+from generator_service.budget import batched_tokens
 from generator_service.engine.commands import OpenCommand, Top
 from generator_service.engine.sampling import LEAST_LOGPROB
 from generator_service.engine.steps import OnStep, Step

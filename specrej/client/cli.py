@@ -49,7 +49,7 @@ _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "up": ("embedded", ("deploy.local", "up"), "run the whole service until Ctrl-C"),
     "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
     "pull": ("server", ("specrej_models.hub",), "fetch models of a hub by their names"),
-    "plan": ("server", ("generator_service.plan",), "compute slots, N and settings of a model"),
+    "plan": ("server", ("generator_service.budget",), "compute slots, N and settings of a model"),
     "train-reward": ("server", ("reward_service.training",), "fit a reward on pairs of answers"),
     "cache": ("server", ("orchestrator.cache.admin",), "inspect or empty the answer cache"),
     "experiment": ("", ("experiments",), "reproduce the paper on your models"),

@@ -28,8 +28,7 @@ from transformers import Gemma3TextConfig
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
 from generator_service.admission import Blocks
-from generator_service.capacity import Capacity, reader, weight_bytes
-from generator_service.plan import read_config
+from generator_service.budget import Budget, num_parameters, read_config, weight_bytes
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_engine import VLLMEngine
 from generator_service.stock.vllm_generator import VLLMGenerator
@@ -105,17 +104,16 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
         )
         model_directory = save_language_model(tmp_path, config, make_tokenizer("<pad>"))
     allocated = _allocated(model_directory)
-    read = reader(read_config(model_directory))
-    planned = Capacity(
-        ModelSizes.of(read),
-        weight_bytes=weight_bytes(read, "cpu", 1, is_vllm=True),
+    config = read_config(model_directory)
+    planned = Budget(
+        ModelSizes.of(partial(getattr, config)),
+        weight_bytes=weight_bytes(num_parameters(config), config, "cpu", 1, is_vllm=True),
         usable_bytes=0,
         context_tokens=256,
         max_candidates=32,
         prefill_chunk=256,
         device="cpu",
         is_vllm=True,
-        threads=1,
     )
     assert allocated["block_tokens"] == BLOCK_TOKENS["cpu"]
     assert allocated["kv_bytes"] == allocated["blocks"] * 32 * planned.slot_bytes
