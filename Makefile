@@ -116,7 +116,7 @@ crd-schemas: .tools/schemas/node_modules ## install the schemas of custom resour
 NODE_PACKAGES := clients/typescript/node_modules/.package-lock.json
 node-client: .tools/node/node_modules $(NODE_PACKAGES) ## install the packages for Node of the tests of gateway and clients (npm; no root)
 
-clients: $(READY) ## generate the clients in other languages and test each whose tools are installed
+clients: $(READY) ## generate the clients in other languages; test those whose tools are installed
 	@! command -v npm >/dev/null || { $(MAKE) --no-print-directory $(NODE_PACKAGES) && \
 		npm run --silent --prefix clients/typescript generate; }
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
@@ -134,17 +134,16 @@ manifests: $(READY) kustomize crd-schemas helm ## render overlays and chart into
 		tests/deploy/test_components.py tests/deploy/test_chart.py tests/deploy/test_images.py $(ARGS)
 
 # On another base image: make images BASE=localhost/specrej/base:bookworm; release takes BASE too.
-images: $(READY) ## build the CPU images with buildah or docker; print the sizes of their parts
-	@mkdir -p build
+images: $(READY) ## build the CPU images with buildah or docker
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
 
-# Without a builder of images, those are left out, and the output has the reason.
+# Images are left out where neither buildah nor docker works.
 release: $(READY) ## build wheels, sdist, images, SBOMs, manifests and changes into dist, and check them
 	@$(MAKE) --no-print-directory manifests ARGS=
 	@$(BIN)/python -m deploy.release --base "$(BASE)" $(ARGS)
 
-images-run: $(READY) ## run the images as Kubernetes does until one request is answered (root)
-	@$(BIN)/python -m pytest tests/deploy/test_running_images.py $(ARGS)
+images-run: $(READY) ## run the images with podman or docker until one request is answered
+	@$(BIN)/python -m pytest tests/deploy/test_images.py $(ARGS)
 
 multihost: $(READY) ## test three nodes of network namespaces: cut, slow and lossy links, restarts (root)
 	@$(BIN)/python -m pytest tests/multihost $(ARGS)

@@ -1,1 +1,1 @@
-"""The documents as a site: `make docs`."""
+"""What the site of the documents needs beyond MkDocs' theme and mkdocstrings."""
