@@ -17,8 +17,7 @@ from rich.text import Text
 
 from deploy.local.stack import Stack
 from specrej.client import Client
-from specrej.client.plain_view import saved_text
-from specrej.client.rounds_view import watch
+from specrej.client.view import saved_text, watch
 from specrej.contracts import Generation, Options, Schedule
 from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.credentials import Credentials, credentials_from
@@ -83,7 +82,7 @@ def show_answer(generation: Generation, console: Console) -> None:
     spent = ", ".join(f"{name} {ms / 1000:.2f} s" for name, ms in phases.items())
     _fact(console, "reward", f"{best.score:.3f}, the best of {generation.n} candidates")
     _fact(console, "tokens", f"{usage.generated_tokens:,} made")
-    estimate = f"about {usage.best_of_n_tokens_estimate:,}{saved_text(generation)}"
+    estimate = f"about {usage.best_of_n_tokens_estimate:,}{saved_text(usage)}"
     _fact(console, f"best-of-{generation.n}", estimate)
     _fact(console, "time", f"{timings.total_ms / 1000:.2f} s: {spent}")
 

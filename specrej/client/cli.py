@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TextIO
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej.client import Client, RewardClient, plain_view
+from specrej.client import Client, RewardClient, view
 from specrej.client.channel import open_channel
 from specrej.client.options import add_credentials, add_options, credentials_of, options_of
 from specrej.contracts import Event, Generation, Message, Prompt, ServiceDescription, errors, wire
@@ -228,12 +228,10 @@ async def _generate(given: argparse.Namespace) -> None:
 async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
     """Show events on stderr: a live table on a terminal, if rich is installed, else lines."""
     if not (sys.stderr and sys.stderr.isatty() and _has_rich()):
-        return await plain_view.follow(events, note)
+        return await view.follow(events, note)
     from rich.console import Console
 
-    from specrej.client.rounds_view import watch
-
-    return await watch(events, Console(stderr=True))
+    return await view.watch(events, Console(stderr=True))
 
 
 def _has_rich() -> bool:
@@ -272,11 +270,9 @@ async def _trace(given: argparse.Namespace) -> None:
     elif _has_rich():
         from rich.console import Console
 
-        from specrej.client.trace_view import drawing
-
-        Console().print(drawing(record))
+        Console().print(view.drawing(record))
     else:
-        print(*plain_view.record_lines(record), sep="\n")
+        print(*view.record_lines(record), sep="\n")
 
 
 def _add_score(commands: Any) -> None:

@@ -25,7 +25,7 @@ from specrej import contracts as c
 from specrej.client import cli
 from specrej.client.client import build_request
 from specrej.client.options import parse_reward, parse_schedule, parse_structured_output
-from specrej.client.plain_view import plain_line, summary_line
+from specrej.client.view import plain_line, summary_line
 from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings

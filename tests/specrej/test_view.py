@@ -1,0 +1,200 @@
+"""A request as text: what is shown is what happened, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from specrej import contracts as c
+from specrej.client.view import (
+    BAR_CELLS,
+    STRIP_CELLS,
+    drawing,
+    plain_line,
+    record_lines,
+    reward_cell,
+    rounds_table,
+    saved_text,
+    strip,
+    summary_line,
+    survivors_bar,
+    watch,
+)
+from specrej.contracts import errors
+from tests.specrej.conftest import Command
+from tests.specrej.fakes import EVENTS, GENERATION, RECORD, trace
+from tests.specrej.test_wire import RECORDS
+
+
+def printed(renderable: RenderableType, width: int = 120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(renderable)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"num_started": 16, "num_live": 8, "num_rejected": 8},
+            "round 2  candidates ████▒▒▒▒░░░░░░░░  token 32  live 16→8  best 0.412"
+            "  slots 1,544 (\N{MINUS SIGN}512)  tok/s 361",
+        ),
+        ({"num_finished": 3, "num_rejected": 1}, "live 8→4  finished 3  best"),
+        ({"freed_slots": 0, "extend_ms": 0.0}, "slots 1,544  tok/s 0"),
+        ({"forks": (c.Fork(8, 1),), "num_vetoed": 2}, "live 8→4 (1 forks) (2 vetoed)"),
+    ],
+)
+def test_a_round_is_one_line(changes: dict[str, Any], text: str) -> None:
+    """Guards against numbers in the wrong place, candidates that vanish without being rejected, a
+    "(-0)" in the last round, and a division by a round of no time."""
+    assert text in plain_line(trace(2, **changes), 32)
+
+
+@given(st.integers(0, 5000), st.data())
+def test_the_bar_is_whole_and_shows_survivors(n: int, data: st.DataObject) -> None:
+    """Guards against bars of changing length, and against one survivor of many shown as none."""
+    started = data.draw(st.integers(0, max(n, 1)))
+    live = data.draw(st.integers(0, started))
+    bar = survivors_bar(trace(1, num_started=started, num_live=live), n)
+    assert len(bar) == BAR_CELLS
+    assert ("█" in bar) == (live > 0)
+
+
+def test_the_summary_compares_with_best_of_n() -> None:
+    """Guards against a saving computed the wrong way round, and against "-0%"."""
+    assert summary_line(GENERATION) == (
+        "reward 0.500, 1,000 tokens made, best-of-8 about 2,500 (\N{MINUS SIGN}60%), 2.0 s"
+    )
+    assert "[cached]" in summary_line(replace(GENERATION, cached=True))
+    assert saved_text(replace(GENERATION.usage, best_of_n_tokens_estimate=1000)) == ""
+
+
+async def stream(*events: c.Event) -> AsyncGenerator[c.Event, None]:
+    for event in events:
+        yield event
+
+
+async def test_a_pipe_gets_a_line_per_round() -> None:
+    """Guards against escape codes and redrawn tables in log files, and against folded lines."""
+    out = io.StringIO()
+    assert await watch(stream(*EVENTS), Console(file=out, width=40)) == GENERATION
+    expected = [plain_line(done, 8) for done in GENERATION.rounds]
+    assert out.getvalue().splitlines() == [*expected, summary_line(GENERATION)]
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+async def test_a_terminal_gets_a_live_table(is_cached: bool) -> None:
+    """Guards against a live view that leaves no picture behind, an empty table where the only
+    event is the answer, and a model's brackets read as colours."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    answer = replace(GENERATION, cached=is_cached)
+    admitted, *others = EVENTS
+    bracketed = c.RoundCompleted(trace(1), (0,), "[/bold] [red]text")
+    events = (c.Finished(answer),) if is_cached else (admitted, bracketed, *others)
+    assert await watch(stream(*events), console) == answer
+    last = out.getvalue().rsplit("round", 1)[1]
+    assert "8→4" in last and "4→2" in last and summary_line(answer) in last
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_a_failing_stream_is_closed(is_terminal: bool) -> None:
+    """Guards against a call left running behind a broken picture."""
+    closed = []
+
+    async def broken() -> AsyncGenerator[c.Event, None]:
+        try:
+            yield EVENTS[0]
+            raise LookupError
+        finally:
+            closed.append(True)
+
+    with pytest.raises(LookupError):
+        await watch(broken(), Console(file=io.StringIO(), force_terminal=is_terminal))
+    assert closed
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9), st.floats(0, 1))
+def test_every_reward_has_a_cell(one: float, other: float, share: float) -> None:
+    """Guards against the best reward falling off the strip, and a division by no spread."""
+    low, high = ends = min(one, other), max(one, other)
+    assert 0 <= reward_cell(min(high, low + (high - low) * share), ends) < STRIP_CELLS
+    if high > low:
+        assert (reward_cell(low, ends), reward_cell(high, ends)) == (0, STRIP_CELLS - 1)
+
+
+@pytest.mark.parametrize("ends", [(-1.5e308, 1.5e308), (0.0, math.inf), (1.0, 1.0)])
+def test_rewards_without_a_finite_span_are_in_the_middle(ends: tuple[float, float]) -> None:
+    """Guards against a trace that fails where the span of the rewards overflows."""
+    assert {reward_cell(end, ends) for end in ends} == {STRIP_CELLS // 2}
+
+
+def test_the_strip_has_a_mark_per_fate() -> None:
+    """Guards against a kept candidate hidden behind a rejected one, and an invisible answer."""
+    fates = [
+        c.CandidateTrace(0, 1.0, c.Fate.FINISHED),
+        c.CandidateTrace(1, 0.5, c.Fate.REJECTED),
+        c.CandidateTrace(2, 0.5, c.Fate.KEPT),
+        c.CandidateTrace(3, 0.0, c.Fate.VETOED),
+        c.CandidateTrace(4, 0.01, c.Fate.REJECTED),
+    ]
+    assert re.sub("·+", "·", strip(fates, (0.0, 1.0), 0)) == "✗·●·★"
+    assert re.sub("·+", "·", strip(fates, (0.0, 1.0), None)) == "✗·●·◆"
+
+
+def test_rounds_share_one_axis_of_rewards() -> None:
+    """Guards against strips that cannot be compared, and a table wider than a terminal."""
+    traces = [
+        trace(number, candidates=(c.CandidateTrace(number, float(number), c.Fate.KEPT),))
+        for number in (1, 2)
+    ]
+    head, *lines = printed(rounds_table(traces, 8, 2)).splitlines()
+    assert head.split()[-3:] == ["1.000", "rewards", "2.000"]
+    assert [line.index(mark) - line.index("·", 20) for line, mark in zip(lines, "●★", strict=True)]
+    assert lines[0].rstrip()[-STRIP_CELLS:][0] == "●" and lines[1].rstrip()[-1] == "★"
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({}, ["8→4", "4→2", "2 rounds: extend 2,000.0 ms, score 40.0 ms, prune 2.0 ms"]),
+        ({}, ["reward 0.500, 1,000 tokens made, best-of-8 about 2,500"]),
+        ({}, ["OK in 2.100 s, generated for this request", "look up 10.0 ms; queue 20.0 ms"]),
+        ({"outcome": ""}, ["running, for 2.100 s so far"]),
+        ({"running_at_ms": None, "opened_at_ms": None}, ["look up 10.0 ms; queue 2,090.0 ms\n"]),
+        ({"source": c.AnswerSource.CACHE}, ["from the cache", "of the request that generated it"]),
+        ({"degradations": (c.Degradation.REWARD,), "hurried": True}, ["[reward, hurried]"]),
+    ],
+)
+def test_rounds_and_totals_are_shown(changes: dict[str, Any], texts: list[str]) -> None:
+    """Guards against a running or failed request that seems to do nothing, and another run's
+    seconds shown as this request's."""
+    record = replace(RECORD, **changes)
+    for text in ("\n".join(record_lines(record)) + "\n", printed(drawing(record), 160)):
+        assert [expected for expected in texts if expected not in text] == []
+
+
+@given(RECORDS)
+def test_any_record_is_drawn(record: c.RequestRecord) -> None:
+    """Guards against a picture that fails where it would be needed most."""
+    assert printed(drawing(record)) and [*record_lines(record)]
+
+
+async def test_the_command(address: str, command: Command) -> None:
+    shown, _ = await command("trace", "r1", "--address", address)
+    assert "8→4" in shown
+    plain, _ = await command("trace", "r1", "--address", address, "--json")
+    assert json.loads(plain)["rounds"][1]["start_ms"] == 1071.0
+    with pytest.raises(errors.NotFound, match="no record of such a request"):
+        await command("trace", "r2", "--address", address)
