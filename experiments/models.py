@@ -30,8 +30,8 @@ from specrej.contracts import (
     RewardDescription,
     Scorer,
 )
-from specrej.credentials import credentials_from
 from specrej.remote import RemoteGenerator, RemoteRewards
+from specrej.security import credentials_from
 
 if TYPE_CHECKING:
     from reward_service.specs import RewardSpec

@@ -11,7 +11,7 @@ from gateway.requests import Preset
 from specrej.contracts import MAX_INT32, Selection, WeightedReward
 from specrej.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
 from specrej.contracts.validation import check_selection
-from specrej.credentials import Credentials, check_credentials, is_loopback, may_send_token
+from specrej.security import Credentials, check_credentials, is_loopback, may_send_token
 from specrej.settings import Port, ProcessSettings, Seconds
 
 PresetName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]

@@ -16,8 +16,7 @@ from specrej.client.channel import open_blocking_channel
 from specrej.client.client import build_request
 from specrej.contracts import Options, ServiceDescription, wire
 from specrej.contracts.status import from_rpc_error
-from specrej.credentials import Credentials, watch_token
-from specrej.security import TENANT_METADATA
+from specrej.security import TENANT_METADATA, Credentials, watch_token
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 

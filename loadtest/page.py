@@ -14,7 +14,7 @@ from locust.runners import STATE_CLEANUP, STATE_RUNNING
 from loadtest.options import violations
 from loadtest.thresholds import CALLS, Kind, percentile
 from loadtest.workload import split_label
-from specrej.credentials import is_loopback
+from specrej.security import is_loopback
 
 _CHART = Path(__file__).with_name("latency_tab.html")
 _LATENCY = "latency-vs-n"

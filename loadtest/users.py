@@ -25,7 +25,7 @@ from loadtest.arrivals import LATE_S, poisson
 from loadtest.calls import Caller, Outcome
 from loadtest.thresholds import CALLS, Kind, rounded_ms
 from loadtest.workload import LoadRequest, requests
-from specrej.credentials import credentials_from
+from specrej.security import credentials_from
 
 # Must run before the first channel is created: otherwise one call blocks all users.
 grpc_gevent.init_gevent()

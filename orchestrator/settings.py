@@ -17,7 +17,7 @@ from specrej.contracts import Schedule
 from specrej.contracts.errors import Violation
 from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
 from specrej.contracts.validation import check_schedule
-from specrej.credentials import Credentials, check_credentials, is_loopback
+from specrej.security import Credentials, check_credentials, is_loopback
 from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
 
 Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]

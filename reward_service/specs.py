@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specrej import fingerprint
-from specrej.credentials import Credentials, is_loopback
+from specrej.security import Credentials, is_loopback
 from specrej_models import hub
 
 if TYPE_CHECKING:

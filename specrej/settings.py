@@ -22,8 +22,7 @@ from pydantic_settings import (
 )
 
 from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
-from specrej.credentials import TLSFiles, is_loopback
-from specrej.security import read_tokens
+from specrej.security import TLSFiles, is_loopback, read_tokens
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

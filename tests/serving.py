@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc
 from specrej.client.channel import open_channel
 from specrej.contracts import GeneratorDescription, ServiceDescription, wire
-from specrej.credentials import Credentials
+from specrej.security import Credentials
 from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc

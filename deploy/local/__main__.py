@@ -14,7 +14,7 @@ from deploy.local import demo, models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
 from specrej.client.cli import note, run_to_end
-from specrej.credentials import credentials_from
+from specrej.security import credentials_from
 
 _DEFAULT = Ports()
 _MAX_PORT = 65_532  # the last of four for metrics is 65535

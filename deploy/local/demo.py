@@ -20,7 +20,7 @@ from specrej.client import Client
 from specrej.client.view import saved_text, watch
 from specrej.contracts import Generation, Options, Schedule
 from specrej.contracts.errors import InternalError, SpecrejError
-from specrej.credentials import Credentials, credentials_from
+from specrej.security import Credentials, credentials_from
 
 PROMPT = "Give three tips for staying focused while studying."
 OPTIONS = Options(

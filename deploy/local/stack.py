@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.processes import START_S, ProcessError, Processes, Program
 from specrej.client.channel import open_channel
-from specrej.credentials import Credentials, TLSFiles, tls_files
+from specrej.security import Credentials, TLSFiles, tls_files
 from specrej.server.serving import LIVENESS
 
 HOST = "127.0.0.1"

@@ -48,8 +48,8 @@ from specrej.contracts.errors import (
     Violation,
 )
 from specrej.contracts.requests import MAX_INT32
-from specrej.credentials import may_use_proxy
 from specrej.reloading_file import ReloadingFile, read_line
+from specrej.security import may_use_proxy
 from specrej.server.serving import time_left_s
 
 log = logging.getLogger(__name__)

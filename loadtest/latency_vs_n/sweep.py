@@ -25,7 +25,7 @@ from loadtest.latency_vs_n.report import print_table, write_page
 from loadtest.latency_vs_n.results import Results, collate, write_csv, write_json
 from specrej.contracts import ServiceDescription
 from specrej.contracts.errors import SpecrejError
-from specrej.credentials import credentials_from
+from specrej.security import credentials_from
 
 # Longer than any request takes: a deadline would make the service hurry its cuts.
 _TIMEOUT_S = 600.0

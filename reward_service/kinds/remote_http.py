@@ -23,8 +23,8 @@ from specrej import fingerprint
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
 from specrej.contracts.limits import MAX_BATCH
-from specrej.credentials import may_use_proxy
 from specrej.reloading_file import ReloadingFile, read_line
+from specrej.security import may_use_proxy
 
 _MAX_ANSWER_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8  # while idle

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from specrej.contracts.limits import MAX_MESSAGE_BYTES
-from specrej.credentials import (
+from specrej.security import (
     PEM,
     Credentials,
     check_credentials,

@@ -51,7 +51,7 @@ from specrej.contracts.errors import (
     Violation,
 )
 from specrej.contracts.status import from_rpc_error
-from specrej.credentials import Credentials, check_token
+from specrej.security import Credentials, check_token
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
 # The namespace package `opentelemetry` alone is not enough: other packages may install it.
@@ -204,7 +204,7 @@ class Client(_Connection):
 
     Every call has a deadline of `timeout_s` seconds, or its own. Without `retries`, a call to an
     unavailable server is sent four times in all. `credentials` are the fields of
-    `specrej.credentials.Credentials`: tokens, TLS and client certificates. A call's own `token`
+    `specrej.security.Credentials`: tokens, TLS and client certificates. A call's own `token`
     replaces theirs; its `metadata` is sent with it.
 
     Raises:

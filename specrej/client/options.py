@@ -27,7 +27,7 @@ from specrej.contracts import (
     TokenBias,
     WeightedReward,
 )
-from specrej.credentials import TOKEN_VARIABLE, Credentials, credentials_from
+from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
 STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):(TEXT|@FILE)"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
-from specrej.client import Client, Retries
+from specrej.client.client import Client
+from specrej.client.retries import Retries
 from specrej.contracts import Event
-from specrej.credentials import Credentials
+from specrej.security import Credentials
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,7 +26,7 @@ def _blocking(
 ) -> Callable[Concatenate[SyncClient, P], T]:
     @wraps(method)
     def call(self: SyncClient, /, *args: P.args, **options: P.kwargs) -> T:
-        return self._result(lambda: method(self._client, *args, **options))
+        return self._wait(lambda: method(self._client, *args, **options))
 
     return call
 
@@ -47,16 +49,15 @@ def _iterating(
                 await events.aclose()
 
         try:
-            while event := self._result(next_event):
+            while event := self._wait(next_event):
                 yield event
         finally:
-            self._close_stream(end)
+            # Without a wait: the garbage collector may close a stream in the client's own thread.
+            if not sys.is_finalizing():
+                with suppress(RuntimeError):  # the end of the client has closed the stream
+                    self._start(end)
 
     return call
-
-
-class _Closed(RuntimeError):
-    """The client is closed, or of another process."""
 
 
 class SyncClient:
@@ -75,23 +76,18 @@ class SyncClient:
         retries: Retries | None = None,
         **credentials: Unpack[Credentials],
     ) -> None:
-        self._pid = os.getpid()
-        # No call starts once `_end` has started. Reentrant, as the garbage collector may close a
-        # stream in a thread that holds it.
-        self._starting = threading.RLock()
-        self._is_closed = False
+        async def client() -> Client:
+            return Client(address, timeout_s=timeout_s, retries=retries, **credentials)
+
+        self._pid, self._is_closed = os.getpid(), False
+        self._starting = threading.RLock()  # reentrant: a collected stream ends in any thread
         self._loop = asyncio.new_event_loop()
-        self._closing = set[asyncio.Task[None]]()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="specrej-client", daemon=True
         )
         self._thread.start()
-
-        async def client() -> Client:
-            return Client(address, timeout_s=timeout_s, retries=retries, **credentials)
-
         try:
-            self._client = self._result(client)
+            self._client = self._wait(client)
         except BaseException:
             self._stop()
             raise
@@ -110,12 +106,12 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel running calls and disconnect; no effect if it is closed."""
-        self._check_process()
-        with self._starting:
-            was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        """Cancel running calls and disconnect; no effect if it is closed, or in a forked process."""
+        with suppress(RuntimeError):
+            with self._starting:
+                ending = self._start(self._end)
+                self._is_closed = True  # no call starts behind the end
+            ending.result()
             self._stop()
 
     async def _end(self) -> None:
@@ -131,33 +127,17 @@ class SyncClient:
         self._thread.join()
         self._loop.close()
 
-    def _close_stream(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """End a stream; in the client's own thread, which may garbage-collect one, do not wait."""
-        if sys.is_finalizing():  # the thread has ended, and the connection ends with the process
-            return
-        if threading.current_thread() is self._thread:
-            closing = self._loop.create_task(end())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        else:
-            with suppress(_Closed):  # its end has closed the stream
-                self._result(end)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:  # a lock of another process may be held for ever
-            raise _Closed("the client is of another process: create it after the fork")
-
-    def _result(self, start: Callable[[], Awaitable[T]]) -> T:
+    def _start(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Raises RuntimeError: the client is closed, or of another process."""
-
-        async def awaited() -> T:
-            return await start()
-
-        self._check_process()
+        if os.getpid() != self._pid:  # before the lock, which another thread may have held
+            raise RuntimeError("the client is of another process: create it after the fork")
         with self._starting:
             if self._is_closed:
-                raise _Closed("the client is closed")
-            running = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
+                raise RuntimeError("the client is closed")
+            return asyncio.run_coroutine_threadsafe(begin(), self._loop)
+
+    def _wait(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        running = self._start(begin)
         try:
             return running.result()
         finally:

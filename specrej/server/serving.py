@@ -24,9 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
-from specrej.credentials import PEM
 from specrej.reloading_file import ReloadingFile, num_rejected
-from specrej.security import Access
+from specrej.security import PEM, Access
 from specrej.server.call_bounds import Context as Context
 from specrej.server.health import Health
 from specrej.server.interceptor import StatusInterceptor

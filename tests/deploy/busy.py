@@ -23,8 +23,7 @@ from specrej.client import Client
 from specrej.client.channel import open_channel
 from specrej.contracts import Algorithm, Branching, Options
 from specrej.contracts.errors import DeadlineExceeded, Overloaded, SpecrejError
-from specrej.credentials import Credentials
-from specrej.security import new_token
+from specrej.security import Credentials, new_token
 from specrej.telemetry import names
 from specrej.telemetry.names import Metric
 from specrej.v1 import common_pb2

@@ -15,8 +15,7 @@ from deploy.local.stack import Stack
 from orchestrator.cache import tenant_digest
 from specrej.client import Client
 from specrej.contracts.errors import Unauthenticated
-from specrej.credentials import Credentials
-from specrej.security import new_token
+from specrej.security import Credentials, new_token
 from tests.certificates import Authority, place
 from tests.programs import ROOT, run
 from tests.serving import until

@@ -38,8 +38,7 @@ from specrej.contracts import limits, wire
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
 from specrej.contracts.status import DETAILS_TRAILER, from_backend_error, to_status
 from specrej.contracts.validation import check_request, check_schedule
-from specrej.credentials import Credentials, watch_token
-from specrej.security import read_tokens
+from specrej.security import Credentials, read_tokens, watch_token
 from specrej.v1 import common_pb2, orchestrator_pb2
 
 Target = Callable[[bytes], bool]

@@ -17,7 +17,7 @@ from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
 from specrej import Client
 from specrej.contracts import errors
-from specrej.credentials import Credentials
+from specrej.security import Credentials
 from tests.certificates import Authority, place, token_line
 from tests.programs import run
 from tests.specrej.conftest import Command

@@ -19,8 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from specrej import Client, RewardClient, security
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
-from specrej.credentials import check_credentials, is_local
-from specrej.security import Access, Share, read_tokens
+from specrej.security import Access, Share, check_credentials, is_local, read_tokens
 from specrej.server import interceptor
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub

@@ -23,11 +23,11 @@ from specrej import SyncClient
 
 client = SyncClient(sys.argv[1], timeout_s=10)
 if not os.fork():
-    for call in (client.is_serving, client.close):
-        try:
-            call()
-        except RuntimeError as error:
-            print(str(error).partition(": ")[2], flush=True)
+    try:
+        client.is_serving()
+    except RuntimeError as error:
+        print(str(error).partition(": ")[2], flush=True)
+    client.close()
     os._exit(0)
 os.wait()
 print(client.is_serving())
@@ -182,7 +182,7 @@ async def test_a_call_ends_while_the_client_closes(
 async def test_a_forked_process_gets_an_error(address: str) -> None:
     """Guards against calls that wait for ever for a thread that the fork has not."""
     command = (sys.executable, "-W", "ignore", "-c", _FORK, address)
-    assert await lines_of(*command) == ["create it after the fork"] * 2 + ["True"]
+    assert await lines_of(*command) == ["create it after the fork", "True"]
 
 
 async def lines_of(*command: str, interrupt_at: asyncio.Event | None = None) -> list[str]:

@@ -21,7 +21,7 @@ from specrej import Client, RewardClient
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
 from specrej.contracts.errors import InvalidRequest
-from specrej.credentials import Credentials, TLSFiles, credentials_from
+from specrej.security import Credentials, TLSFiles, credentials_from
 from tests.certificates import Authority, Pair, place
 from tests.serving import failure_of, listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward
