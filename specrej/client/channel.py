@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from operator import methodcaller
-from types import TracebackType
-from typing import Any, Self, Unpack
+from functools import partial
+from typing import Any, Self, Unpack, cast
 
 import grpc
 import grpc.aio
 
 from specrej.contracts.limits import MAX_MESSAGE_BYTES
+from specrej.reloading_file import ReloadingFile
 from specrej.security import (
     PEM,
     Credentials,
@@ -28,6 +28,7 @@ from specrej.security import (
 # gRPC retries only in the caller's channel; `specrej.client.Retries` replaces this policy. Session
 # streams are never retried: their state is lost. A name of several orchestrators is balanced.
 _BALANCING: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+_CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 SERVICE_CONFIG = {
     **_BALANCING,
     "methodConfig": [
@@ -65,26 +66,25 @@ def open_channel(
 
     `certified_name`: the name in the server's certificate, if it is not the host of the address.
 
-    `retries` is for the first hop only; services call services without. Changed certificate and
-    token files are used from the next call on.
+    `retries` is for the first hop only; services call services without. Certificates are read once;
+    a changed token file is used from the next call on.
 
     Raises:
         OSError, ValueError: the credentials cannot be used, or may not be sent there.
     """
-
     how = options(address, retries=retries, max_message_bytes=max_message_bytes)
     if certified_name:
         how.append(("grpc.ssl_target_name_override", certified_name))
-
-    def connect(tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-        if tls is None:
-            return grpc.aio.insecure_channel(address, options=how)
-        return grpc.aio.secure_channel(address, tls, options=how)
-
     if not any(credentials.values()):
-        return connect(None)
+        return grpc.aio.insecure_channel(address, options=how)
     check_credentials(address, credentials)
-    return _Channel(_Link(connect, credentials))
+    files, token = tls_files(credentials), watch_token(credentials)
+    if files:
+        tls = _channel_credentials(files.read())
+        channel = grpc.aio.secure_channel(address, tls, options=how)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=how)
+    return cast(grpc.aio.Channel, _TokenChannel(channel, token)) if token else channel
 
 
 def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> grpc.Channel:
@@ -95,7 +95,7 @@ def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> g
         check_credentials(address, credentials)
     if not files:
         return grpc.insecure_channel(address, options=how)
-    return grpc.secure_channel(address, _channel_credentials(files.watch().get()), options=how)
+    return grpc.secure_channel(address, _channel_credentials(files.read()), options=how)
 
 
 def options(
@@ -122,101 +122,36 @@ def options(
     ]
 
 
-class _Link:
-    """The channel for the next call, reopened when its certificates change, and the token."""
-
-    def __init__(
-        self,
-        connect: Callable[[grpc.ChannelCredentials | None], grpc.aio.Channel],
-        given: Credentials,
-    ) -> None:
-        self._connect = connect
-        self._token = watch_token(given)
-        files = tls_files(given)
-        self._files = files and files.watch()
-        self._pem = self._files.get() if self._files else None
-        self._channel = connect(_channel_credentials(self._pem) if self._pem else None)
-        # The previous channel, kept for its running calls: grpc closes one without references.
-        self._last: grpc.aio.Channel | None = None
-
-    def channel(self) -> grpc.aio.Channel:
-        """The channel with the current certificates."""
-        if self._files and (pem := self._files.get()) is not self._pem:
-            self._last, self._channel = self._channel, self._connect(_channel_credentials(pem))
-            self._pem = pem
-        return self._channel
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata added to every call: the token."""
-        return (("authorization", f"Bearer {self._token.get()}"),) if self._token else ()
-
-    def opened(self) -> list[grpc.aio.Channel]:
-        """Every channel to close."""
-        return [self._channel, *([self._last] if self._last is not None else ())]
-
-
 def _channel_credentials(pem: PEM) -> grpc.ChannelCredentials:
     authorities = pem.ca or system_authorities()
     return grpc.ssl_channel_credentials(authorities, pem.key, pem.cert)
 
 
-class _Method:
-    """One method of a stub, with the current channel and token at every call."""
+class _TokenChannel:
+    """A channel that sends the current token with every call that has none of its own."""
 
-    def __init__(self, link: _Link, make: Callable[[grpc.aio.Channel], Callable[..., Any]]) -> None:
-        self._link = link
-        self._make = make
-        self._channel: grpc.aio.Channel | None = None
-        self._call: Callable[..., Any]
+    def __init__(self, channel: grpc.aio.Channel, token: ReloadingFile[str]) -> None:
+        self._channel = channel
+        self._token = token
 
-    def __call__(self, *request: Any, metadata: Any = None, **options: Any) -> Any:
-        channel = self._link.channel()
-        if channel is not self._channel:
-            self._channel, self._call = channel, self._make(channel)
-        given = tuple(metadata or ())
-        if all(name != "authorization" for name, _ in given):  # the call's own token replaces it
-            given += self._link.metadata()
-        return self._call(*request, metadata=given, **options)
-
-
-class _Channel(grpc.aio.Channel):
-    """A channel with the current certificates and token at every call."""
-
-    def __init__(self, link: _Link) -> None:
-        self._link = link
-
-    def unary_unary(self, *method: Any, **how: Any) -> Any:
-        return _Method(self._link, methodcaller("unary_unary", *method, **how))
-
-    def unary_stream(self, *method: Any, **how: Any) -> Any:
-        return _Method(self._link, methodcaller("unary_stream", *method, **how))
-
-    def stream_unary(self, *method: Any, **how: Any) -> Any:
-        return _Method(self._link, methodcaller("stream_unary", *method, **how))
-
-    def stream_stream(self, *method: Any, **how: Any) -> Any:
-        return _Method(self._link, methodcaller("stream_stream", *method, **how))
+    def __getattr__(self, name: str) -> Any:
+        """What the channel has; its methods that make calls add the token."""
+        member = getattr(self._channel, name)
+        return partial(self._method, member) if name in _CALLS else member
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
 
-    async def close(self, grace: float | None = None) -> None:
-        for channel in self._link.opened():
-            await channel.close(grace)
+    def _method(self, make: Callable[..., Callable[..., Any]], *path: Any, **how: Any) -> Any:
+        start = make(*path, **how)
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._link.channel().get_state(try_to_connect)
+        def call(*request: Any, metadata: Any = None, **options: Any) -> Any:
+            given = tuple(metadata or ())
+            if all(name != "authorization" for name, _ in given):
+                given += (("authorization", f"Bearer {self._token.get()}"),)
+            return start(*request, metadata=given, **options)
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._link.channel().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._link.channel().channel_ready()
+        return call

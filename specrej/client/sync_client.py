@@ -106,7 +106,7 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel running calls and disconnect; no effect if it is closed, or in a forked process."""
+        """Cancel running calls and disconnect; no effect if closed, or in a forked process."""
         with suppress(RuntimeError):
             with self._starting:
                 ending = self._start(self._end)

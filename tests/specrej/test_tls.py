@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import ssl
@@ -163,42 +162,6 @@ async def test_only_allowed_names_are_served(authority: Authority) -> None:
 
 async def _last(client: Client) -> object:
     return [event async for event in client.stream("why?")][-1]
-
-
-async def test_running_calls_outlive_a_clients_old_certificate(authority: Authority) -> None:
-    """Guards against a renewal that cuts off the sessions of every running request."""
-    server, own, orchestrator = authority.issue(), authority.issue("own"), FakeOrchestrator()
-    orchestrator.hangs = True
-    async with (
-        listening(orchestrator.service(), **secured(server, authority)) as address,
-        Client(address, timeout_s=20, **showing(own, authority)) as client,
-        aclosing(client.stream("why?")) as events,
-    ):
-        await anext(events)
-        authority.issue("own")
-        gc.collect()
-        await client.describe()
-        gc.collect()
-        orchestrator.released.set()
-        assert [type(event).__name__ async for event in events][-1] == "Finished"
-
-
-async def test_a_clients_new_certificate_is_shown(authority: Authority) -> None:
-    """Guards against services that must be restarted when their own certificate is renewed."""
-    server, own, servicer = authority.issue(), authority.issue("own"), FakeReward()
-
-    async with (
-        listening(servicer.service(), **secured(server, authority)) as address,
-        RewardClient(address, **showing(own, authority)) as client,
-    ):
-        await client.describe()
-        before = leaf(own)
-        authority.issue("own")
-        await client.describe()
-        await client.describe()
-        after = leaf(own)
-        assert [shown.decode() for shown in servicer.certificates] == [before, after, after]
-    assert before != after
 
 
 def test_errors_of_unusable_files_are_one_line(authority: Authority, tmp_path: Path) -> None:
