@@ -17,8 +17,7 @@ from orchestrator.loop import growth
 from specrej import telemetry
 from specrej.telemetry import names
 from tests.orchestrator.caching import CacheEvents
-from tests.orchestrator.calls import ENDS
-from tests.orchestrator.services import HeldGenerator, Whole, whole
+from tests.world import ENDS, HeldGenerator, World, world
 
 
 def _start_valkey() -> ValkeyServer:
@@ -90,15 +89,15 @@ def cache_events(monkeypatch: pytest.MonkeyPatch, spans: InMemorySpanExporter) -
 
 
 @pytest.fixture
-async def service() -> AsyncIterator[Whole]:
-    async with whole() as service:
+async def service() -> AsyncIterator[World]:
+    async with world() as service:
         yield service
 
 
 @pytest.fixture
-async def cached_service(redis_url: str) -> AsyncIterator[Whole]:
+async def cached_service(redis_url: str) -> AsyncIterator[World]:
     """With a generator of this test's own fingerprint, so that tests share no entries."""
-    async with whole(HeldGenerator(end_every=next(ENDS)), redis_url=redis_url) as service:
+    async with world(HeldGenerator(end_every=next(ENDS)), redis_url=redis_url) as service:
         yield service
 
 

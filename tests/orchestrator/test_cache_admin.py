@@ -21,8 +21,8 @@ from orchestrator.cache.admin import main
 from orchestrator.cache.keys import FORMAT_VERSION, flight_key, hashed_tenant
 from specrej.contracts import GenerationRequest, Prompt, Sampling
 from tests.orchestrator.caching import open_cache, search_answer, set_user
-from tests.orchestrator.services import dead_port
 from tests.programs import Outcome, in_process
+from tests.world import dead_port
 
 PREFIX = f"specrej:v{FORMAT_VERSION}"
 REDIS_URL = "SPECREJ_ORCHESTRATOR_REDIS_URL"

@@ -13,15 +13,14 @@ from specrej.contracts import FinishReason
 from specrej.security import Role, append_line, new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.backends.fleets import generators, reward_services
-from tests.orchestrator.calls import answer, seeded, small_request
-from tests.orchestrator.services import BOUND_S, HeldGenerator, HeldReward, LongTexts, Whole, whole
 from tests.serving import failure_of, until
+from tests.world import BOUND_S, HeldGenerator, HeldReward, LongTexts, World, small_request, world
 
 STATE = c.BackendState(c.BackendKind.REWARD, "10.0.0.1:50052", c.BackendHealth.AWAY, 0)
 
 
 async def texts_of(
-    service: Whole, request: pb.GenerateStreamRequest
+    service: World, request: pb.GenerateStreamRequest
 ) -> list[list[tuple[int, int]]]:
     """Of each round, its candidates with the number of words of their texts."""
     call = service.stub.GenerateStream(request, timeout=BOUND_S)
@@ -29,10 +28,10 @@ async def texts_of(
     return [[(t.candidate_id, len(t.text.split())) for t in ended.texts] for ended in rounds]
 
 
-async def test_rounds_have_the_texts_of_their_candidates_on_request(service: Whole) -> None:
+async def test_rounds_have_the_texts_of_their_candidates_on_request(service: World) -> None:
     """Guards against texts of survivors only, and texts that were not requested."""
-    reply = await answer(service, small_request())
-    request = pb.GenerateStreamRequest(request=seeded(7), texts=True)
+    reply = await service.answer(small_request())
+    request = pb.GenerateStreamRequest(request=small_request(seed=7), texts=True)
     request.request.cache_control = pb.CACHE_CONTROL_BYPASS
     traced = [[(t.candidate_id, t.num_tokens) for t in trace.candidates] for trace in reply.rounds]
     assert await texts_of(service, request) == traced
@@ -42,28 +41,30 @@ async def test_rounds_have_the_texts_of_their_candidates_on_request(service: Who
 
 async def test_the_texts_of_a_round_are_bounded() -> None:
     """Guards against a round whose texts are too long for a message."""
-    async with whole(LongTexts(100_000, FinishReason.STOP)) as service:
-        (texts,) = await texts_of(service, pb.GenerateStreamRequest(request=seeded(1), texts=True))
+    async with world(LongTexts(100_000, FinishReason.STOP)) as service:
+        (texts,) = await texts_of(
+            service, pb.GenerateStreamRequest(request=small_request(seed=1), texts=True)
+        )
         assert len(texts) == 2
 
 
 async def test_long_texts_are_scored() -> None:
     """Guards against a request that one long candidate fails, after all of them have grown."""
-    async with whole(LongTexts(300_000, FinishReason.STOP)) as service:
-        assert len((await answer(service, seeded(1))).text) == 300_000
+    async with world(LongTexts(300_000, FinishReason.STOP)) as service:
+        assert len((await service.answer(small_request(seed=1))).text) == 300_000
 
 
-async def test_a_description_counts_requests_of_the_process(cached_service: Whole) -> None:
+async def test_a_description_counts_requests_of_the_process(cached_service: World) -> None:
     """Guards against counters of one kind of answer in place of another."""
     service = cached_service
     first = await service.orchestrator.describe()
-    reply = await answer(service, seeded(1))
-    await answer(service, seeded(1))
+    reply = await service.answer(small_request(seed=1))
+    await service.answer(small_request(seed=1))
     service.admission._limits = type(service.admission._limits)(1, 0)
     service.shut("extend")
-    running = service.stub.GenerateStream(pb.GenerateStreamRequest(request=seeded(2)))
+    running = service.stub.GenerateStream(pb.GenerateStreamRequest(request=small_request(seed=2)))
     await until(lambda: service.num_held("extend") == 1)
-    failure = await failure_of(answer(service, seeded(3)))
+    failure = await failure_of(service.answer(small_request(seed=3)))
     assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     now = await service.orchestrator.describe()
     assert (now.num_answers, now.num_cached, now.num_refused) == (1, 1, 1)
@@ -90,7 +91,7 @@ async def test_backends_are_described_to_operators(
         append_line(tmp_path / "tokens", line)
         settings = {"tokens_file": str(tmp_path / "tokens")}
         metadata = (("authorization", f"Bearer {token}"),)
-    async with whole(server_settings=settings, backends=lambda: [STATE]) as service:
+    async with world(server_settings=settings, backends=lambda: [STATE]) as service:
         request = pb.OrchestratorServiceDescribeRequest()
         reply = await service.stub.Describe(request, metadata=metadata, timeout=BOUND_S)
         assert [backend.address for backend in reply.backends] == [STATE.address] * is_listed

@@ -18,9 +18,8 @@ from specrej import remote
 from specrej.v1 import orchestrator_pb2_grpc
 from tests.orchestrator.backends.fleets import generators, reward_services
 from tests.orchestrator.caching import new_cache
-from tests.orchestrator.calls import small_request
-from tests.orchestrator.services import HeldGenerator, HeldReward
 from tests.serving import serving
+from tests.world import HeldGenerator, HeldReward, small_request
 
 ROOM = Path(orchestrator.__file__).parent
 

@@ -16,9 +16,8 @@ from specrej.contracts import errors, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import Clock, generation
-from tests.orchestrator.calls import answer, small_request
-from tests.orchestrator.services import BOUND_S, Whole
 from tests.serving import until
+from tests.world import BOUND_S, World, small_request
 
 TRACE = replace(generation().rounds[0], extend_ms=30.0, score_ms=8.0, prune_ms=2.0)
 FINISHED = c.Finished(generation())
@@ -170,7 +169,7 @@ def test_the_size_is_bounded_for_any_n() -> None:
 # Over the public port
 
 
-async def record_of(service: Whole, request_id: str, tenant: str = "") -> c.RequestRecord:
+async def record_of(service: World, request_id: str, tenant: str = "") -> c.RequestRecord:
     metadata = (("specrej-tenant", tenant),) if tenant else ()
     reply = await service.stub.GetRecord(
         pb.GetRecordRequest(request_id=request_id), metadata=metadata, timeout=BOUND_S
@@ -178,10 +177,10 @@ async def record_of(service: Whole, request_id: str, tenant: str = "") -> c.Requ
     return wire.from_message(reply.record, c.RequestRecord)
 
 
-async def test_a_record_has_the_totals_of_the_answer_and_no_texts(service: Whole) -> None:
+async def test_a_record_has_the_totals_of_the_answer_and_no_texts(service: World) -> None:
     """Guards against other rounds or totals, and prompts, answers or stop texts in a record."""
     prompt = common_pb2.Prompt(text="secret prompt")
-    reply = await answer(service, small_request(prompt=prompt, sampling={"stop": ["stop-text"]}))
+    reply = await service.answer(small_request(prompt=prompt, sampling={"stop": ["stop-text"]}))
     record, final = await record_of(service, reply.request_id), wire.generation_from_message(reply)
     assert tuple(recorded.trace for recorded in record.rounds) == final.rounds
     assert (record.usage, record.answer_id, record.n) == (final.usage, final.best.id, final.n)
@@ -191,7 +190,7 @@ async def test_a_record_has_the_totals_of_the_answer_and_no_texts(service: Whole
     assert not any(text in repr(record) for text in ("secret", "stop-text", reply.text))
 
 
-async def test_a_running_request_has_a_record(service: Whole) -> None:
+async def test_a_running_request_has_a_record(service: World) -> None:
     """Guards against records that appear only at the end."""
     gates = service.generator.gates
     gates["prune"].shut()
@@ -211,14 +210,14 @@ async def test_a_running_request_has_a_record(service: Whole) -> None:
     assert (await record_of(service, request_id)).outcome == "CANCELLED"
 
 
-async def test_a_record_has_the_source_of_the_answer(cached_service: Whole) -> None:
+async def test_a_record_has_the_source_of_the_answer(cached_service: World) -> None:
     """Guards against a cached answer recorded as a run."""
     service, gate = cached_service, cached_service.generator.gates["open"]
-    first = await gate.hold(answer(service, small_request()))
-    second = asyncio.create_task(answer(service, small_request()))
+    first = await gate.hold(service.answer(small_request()))
+    second = asyncio.create_task(service.answer(small_request()))
     await until(lambda: len(service.orchestrator._records._running) == 2)
     gate.open()
-    replies = [await first, await second, await answer(service, small_request())]
+    replies = [await first, await second, await service.answer(small_request())]
     records = [await record_of(service, reply.request_id) for reply in replies]
     sources = {record.source for record in records}
     assert sources == {c.AnswerSource.RUN, c.AnswerSource.FLIGHT, c.AnswerSource.CACHE}

@@ -17,8 +17,8 @@ from specrej import telemetry
 from specrej.contracts import Candidate, Prompt, Scores, SessionSpec
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.orchestrator.services import HeldGenerator, Whole, whole
 from tests.serving import failure_of
+from tests.world import HeldGenerator, World, world
 
 MARK = "quokka-7f3a-zanzibar"
 
@@ -62,7 +62,7 @@ async def test_valid_requests_leave_no_text(
     traces: Callable[[], str], redis_url: str, admin: redis.Redis
 ) -> None:
     """Guards keys, spans of rounds, and the DEBUG logs of libraries."""
-    async with whole(redis_url=redis_url) as service:
+    async with world(redis_url=redis_url) as service:
         for _ in range(2):
             await service.stub.Generate(marked_request(), metadata=[("specrej-tenant", MARK)])
     keys = list(admin.scan_iter())
@@ -72,7 +72,7 @@ async def test_valid_requests_leave_no_text(
     assert MARK not in traces()
 
 
-async def test_invalid_requests_leave_no_text(traces: Callable[[], str], service: Whole) -> None:
+async def test_invalid_requests_leave_no_text(traces: Callable[[], str], service: World) -> None:
     """Guards against violations that are logged with the offending text."""
     prompt = marked_request().prompt
     unknown_reward = pb.Selection(rewards=[pb.WeightedReward(name=MARK)])
@@ -96,7 +96,7 @@ async def test_bugs_that_quote_prompts_leave_no_text(
 ) -> None:
     """Tracebacks are logged without the messages of their exceptions."""
     generator = QuotingGenerator() if broken == "generator" else HeldGenerator()
-    async with whole(generator) as service:
+    async with world(generator) as service:
         if broken == "reward":
             monkeypatch.setattr(ToyReward, "score", quote)
         failure = await failure_of(service.stub.Generate(marked_request()))

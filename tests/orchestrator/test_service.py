@@ -1,6 +1,6 @@
 """The public port: answers, their fields and defaults, descriptions.
 
-Every test that uses `whole()` waits at its end until nothing runs, waits or owns a slot.
+Every test that uses `world()` waits at its end until nothing runs, waits or owns a slot.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from orchestrator.cache import Flight
 from specrej.contracts import Schedule
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.orchestrator.calls import PROMPT, answer, events, generation, held, small_request
-from tests.orchestrator.services import Whole, whole
 from tests.serving import until
+from tests.world import PROMPT, World, generation, small_request, world
 
 
-async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: Whole) -> None:
+async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: World) -> None:
     message = small_request(
         cache_control=pb.CACHE_CONTROL_BYPASS, selection={"return_candidates": 5}
     )
-    reply = await answer(service, message)
-    received = await events(service, message)
+    reply = await service.answer(message)
+    received = await service.events(message)
     kinds = [event.WhichOneof("event") for event in received]
     num_rounds = len(reply.rounds)
     assert num_rounds >= 2, "the case did not occur"
@@ -46,18 +45,18 @@ async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: W
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_growth_while_scores_are_under_way_changes_no_text(service: Whole) -> None:
+async def test_growth_while_scores_are_under_way_changes_no_text(service: World) -> None:
     """It is on by default for generators that do not compute on a CPU, such as the toy."""
     message = small_request(selection={"return_candidates": 5})
-    waiting = await answer(service, message)
-    async with whole(overlap_scoring=None) as other:
-        overlapping = await answer(other, message)
+    waiting = await service.answer(message)
+    async with world(overlap_scoring=None) as other:
+        overlapping = await other.answer(message)
     assert overlapping.usage.discarded_tokens > waiting.usage.discarded_tokens == 0
     assert overlapping.candidates == waiting.candidates
 
 
-async def test_the_answer_is_the_best_candidate_and_usage_adds_up(service: Whole) -> None:
-    reply = await answer(service, small_request(selection={"return_candidates": 5}))
+async def test_the_answer_is_the_best_candidate_and_usage_adds_up(service: World) -> None:
+    reply = await service.answer(small_request(selection={"return_candidates": 5}))
     best = reply.candidates[0]
     assert (reply.text, reply.score, reply.finish_reason) == (
         best.text,
@@ -73,9 +72,9 @@ async def test_the_answer_is_the_best_candidate_and_usage_adds_up(service: Whole
     assert not reply.cached and not reply.degraded
 
 
-async def test_absent_fields_mean_the_defaults_of_the_schema(service: Whole) -> None:
+async def test_absent_fields_mean_the_defaults_of_the_schema(service: World) -> None:
     """Guards against an absent field that is read as 0."""
-    reply = await answer(service, pb.GenerateRequest(prompt=PROMPT))
+    reply = await service.answer(pb.GenerateRequest(prompt=PROMPT))
     with_defaults = pb.GenerateRequest(
         model="toy",
         prompt=PROMPT,
@@ -90,22 +89,22 @@ async def test_absent_fields_mean_the_defaults_of_the_schema(service: Whole) -> 
         ),
         cache_control=pb.CACHE_CONTROL_USE,
     )
-    assert generation(reply) == generation(await answer(service, with_defaults))
+    assert generation(reply) == generation(await service.answer(with_defaults))
     assert [round_.decision_token for round_ in reply.rounds[:2]] == [16, 32]
     assert (reply.n, len(reply.candidates)) == (8, 1)  # as many as fit
 
 
 async def test_the_schedule_setting_is_the_default() -> None:
-    async with whole(default_schedule=Schedule("tokens", tokens=(5, 9))) as service:
-        reply = await answer(service, small_request())
+    async with world(default_schedule=Schedule("tokens", tokens=(5, 9))) as service:
+        reply = await service.answer(small_request())
         assert [round_.decision_token for round_ in reply.rounds[:2]] == [5, 9]
         described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
         assert list(described.default_schedule.tokens) == [5, 9]
 
 
-async def test_describe_returns_the_current_load_and_limits(cached_service: Whole) -> None:
+async def test_describe_returns_the_current_load_and_limits(cached_service: World) -> None:
     service = cached_service
-    running = await held(service, small_request())
+    running = await service.held(small_request())
     described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     assert list(described.rewards) == ["toy", "other", "likelihood"]
     assert described.cache_available
@@ -118,21 +117,21 @@ async def test_describe_returns_the_current_load_and_limits(cached_service: Whol
     await running
 
 
-async def test_every_round_keeps_the_lead(service: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_round_keeps_the_lead(service: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards long runs against being repeated for the requests that wait."""
     noted: list[Flight[Any]] = []
     monkeypatch.setattr(Flight, "note_progress", lambda flight: noted.append(flight))
-    reply = await answer(service, small_request())
+    reply = await service.answer(small_request())
     assert len(reply.rounds) > 1, "the case did not occur"
     assert len(noted) == len(reply.rounds) + 2  # the first and the last event
 
 
 async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
     """Guards against equal sessions that queue behind each other in overload."""
-    async with whole(lead_s=1.0) as service:
+    async with world(lead_s=1.0) as service:
         gate = service.generator.gates["open"]
         gate.shut()
-        running = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
+        running = [asyncio.create_task(service.answer(small_request())) for _ in range(2)]
         await until(lambda: gate.held > 0)
         # A lead that is lost lets the other request open a session within this time.
         with pytest.raises(TimeoutError):

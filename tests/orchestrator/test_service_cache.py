@@ -24,31 +24,20 @@ from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import CacheEvents, Clock
-from tests.orchestrator.calls import (
-    ENDS,
-    Code,
-    answer,
-    events,
-    generation,
-    held,
-    refusal,
-    seeded,
-    small_request,
-)
-from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, whole
 from tests.serving import failure_of, until
+from tests.world import BOUND_S, ENDS, Code, HeldGenerator, World, generation, small_request, world
 
 BETTER = pb.CACHE_CONTROL_USE_BETTER
 BYPASS = pb.CACHE_CONTROL_BYPASS
 
 
-async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) -> None:
+async def test_second_equal_request_comes_from_the_cache(cached_service: World) -> None:
     """Its usage and timings are those of the run that made the answer."""
     sampling = {"logprobs": True, "top_logprobs": 2}
     message = small_request(sampling=sampling, selection={"return_candidates": 3})
-    first = await answer(cached_service, message)
-    second = await answer(cached_service, message)
-    (third,) = await events(cached_service, message)
+    first = await cached_service.answer(message)
+    second = await cached_service.answer(message)
+    (third,) = await cached_service.events(message)
     assert cached_service.generator.num_opened == 1
     assert not first.cached
     for reply in (second, third.finished):
@@ -60,7 +49,7 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) 
         reply.cached = False
         assert generation(reply) == generation(first)
     assert len({first.request_id, second.request_id, third.finished.request_id}) == 3
-    other = await answer(cached_service, small_request())
+    other = await cached_service.answer(small_request())
     assert not other.cached and not other.candidates[0].logprobs
 
 
@@ -72,37 +61,40 @@ async def test_an_answer_from_fewer_candidates_than_n_0_means_is_marked_and_not_
     answers that are never stored because the memory holds less than `auto_candidates`."""
     generator, message = HeldGenerator(60), small_request(selection={"n": 0})
     message.sampling.seed = 60 + is_busy
-    async with whole(generator, redis_url=redis_url) as service, AsyncExitStack() as stack:
+    async with world(generator, redis_url=redis_url) as service, AsyncExitStack() as stack:
         if is_busy:
             spec = SessionSpec(Prompt(text="other"), 1, Sampling(max_tokens=10), 1)
             await stack.enter_async_context(generator.toy.open(spec))
-        first = await answer(service, message)
+        first = await service.answer(message)
         assert first.reduced == is_busy
         assert first.n == (2 if is_busy else 3)
-        assert (await answer(service, message)).cached != is_busy
+        assert (await service.answer(message)).cached != is_busy
 
 
-async def test_tenants_share_neither_answers_nor_flights(cached_service: Whole) -> None:
+async def test_tenants_share_neither_answers_nor_flights(cached_service: World) -> None:
     """Guards against one tenant's answer, or its timing, for another."""
-    assert not (await answer(cached_service, small_request(), tenant="a")).cached
-    assert not (await answer(cached_service, small_request(), tenant="b")).cached
-    assert (await answer(cached_service, small_request(), tenant="a")).cached
+    assert not (await cached_service.answer(small_request(), tenant="a")).cached
+    assert not (await cached_service.answer(small_request(), tenant="b")).cached
+    assert (await cached_service.answer(small_request(), tenant="a")).cached
     gate = cached_service.generator.gates["extend"]
     gate.shut()
-    both = [asyncio.create_task(answer(cached_service, seeded(9), tenant=name)) for name in "ab"]
+    both = [
+        asyncio.create_task(cached_service.answer(small_request(seed=9), tenant=name))
+        for name in "ab"
+    ]
     await until(lambda: gate.held == 2)
     gate.open()
     assert not any(reply.cached for reply in await asyncio.gather(*both))
 
 
-async def test_tenants_have_their_own_salts_without_their_names(service: Whole) -> None:
+async def test_tenants_have_their_own_salts_without_their_names(service: World) -> None:
     """Guards against shared prompt prefixes, which reveal other prompts by their timing.
 
     Tenants' names are in no memory, trace or log of the generator.
     """
     tenants = ("", "acme", "Acme", "0123456789abcdef" * 2, "a" * 400, "acme")
     for tenant in tenants:
-        await answer(service, small_request(cache_control=BYPASS), tenant=tenant)
+        await service.answer(small_request(cache_control=BYPASS), tenant=tenant)
     salts = service.generator.salts
     assert salts[1] == salts[-1] and len(set(salts)) == len(set(tenants))
     for tenant, salt in zip(tenants[1:], salts[1:], strict=True):
@@ -111,19 +103,19 @@ async def test_tenants_have_their_own_salts_without_their_names(service: Whole) 
 
 
 async def test_bypass_neither_reads_nor_writes(
-    cached_service: Whole, cache_events: CacheEvents
+    cached_service: World, cache_events: CacheEvents
 ) -> None:
     for control in (BYPASS, pb.CACHE_CONTROL_USE, BYPASS):
-        assert not (await answer(cached_service, small_request(cache_control=control))).cached
+        assert not (await cached_service.answer(small_request(cache_control=control))).cached
     assert cached_service.generator.num_opened == 3
     assert cache_events.results == {"miss": 1}
 
 
-async def test_refresh_writes_and_does_not_read(cached_service: Whole) -> None:
-    first = await answer(cached_service, small_request())
-    fresh = await answer(cached_service, small_request(cache_control=pb.CACHE_CONTROL_REFRESH))
+async def test_refresh_writes_and_does_not_read(cached_service: World) -> None:
+    first = await cached_service.answer(small_request())
+    fresh = await cached_service.answer(small_request(cache_control=pb.CACHE_CONTROL_REFRESH))
     assert not fresh.cached
-    stored = await answer(cached_service, small_request())
+    stored = await cached_service.answer(small_request())
     assert stored.cached
     assert (
         stored.timings.extend_duration
@@ -132,7 +124,7 @@ async def test_refresh_writes_and_does_not_read(cached_service: Whole) -> None:
     )
 
 
-async def test_equal_requests_are_one_lookup_and_one_run(service: Whole) -> None:
+async def test_equal_requests_are_one_lookup_and_one_run(service: World) -> None:
     """Guards against a second run after a lookup that fails on a busy machine.
 
     Without Redis: no lookup finds an answer, and none can be stored.
@@ -147,26 +139,26 @@ async def test_equal_requests_are_one_lookup_and_one_run(service: Whole) -> None
     service.cache.get = counted  # type: ignore[method-assign]
     gate, flights = service.generator.gates["extend"], service.orchestrator._flights
     gate.shut()
-    tasks = [asyncio.create_task(answer(service, small_request())) for _ in range(20)]
+    tasks = [asyncio.create_task(service.answer(small_request())) for _ in range(20)]
     await until(lambda: gate.held == 1 and flights.num_waiting == 19)
     gate.open()
     replies = await asyncio.gather(*tasks)
     assert sorted(reply.cached for reply in replies) == [False] + [True] * 19
     assert service.generator.num_opened == 1 and len(lookups) == 1
-    assert not (await answer(service, small_request())).cached, "flights are no cache"
+    assert not (await service.answer(small_request())).cached, "flights are no cache"
 
 
 async def test_degraded_answers_are_shared_among_requests_that_allow_them(
-    cached_service: Whole,
+    cached_service: World,
 ) -> None:
     """A request that allows degradation gets an answer where an equal strict one gets an error.
 
     Guards against runs one after another while a reward is away, each as degraded as the first.
     """
     service, flights = cached_service, cached_service.orchestrator._flights
-    strict = await held(service, small_request())
+    strict = await service.held(small_request())
     message = small_request(allow_degraded=True)
-    lenient = [asyncio.create_task(answer(service, message)) for _ in range(2)]
+    lenient = [asyncio.create_task(service.answer(message)) for _ in range(2)]
     await until(lambda: flights.num_flying + flights.num_waiting == 3)
     await service.reward_server.kill()
     service.generator.gates["extend"].open()
@@ -181,10 +173,10 @@ async def test_degraded_answers_are_shared_among_requests_that_allow_them(
 async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: str) -> None:
     """Guards the cache against answers of a version that was deployed while the request waited."""
     old = HeldGenerator(end_every=next(ENDS))
-    async with whole(old, redis_url=redis_url, max_running=1) as service:
-        old_toy, first = service.generator.toy, await held(service, seeded(0))
+    async with world(old, redis_url=redis_url, max_running=1) as service:
+        old_toy, first = service.generator.toy, await service.held(small_request(seed=0))
         # The second leads a flight that the third joins.
-        waiting = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
+        waiting = [asyncio.create_task(service.answer(small_request())) for _ in range(2)]
         await until(lambda: service.admission.queued == 1)
         await until(lambda: service.orchestrator._flights.num_waiting == 1)
         if changed == "generator":
@@ -199,9 +191,9 @@ async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: 
             old_prints.generator != new_prints.generator,
             old_prints.reward != new_prints.reward,
         ] == [changed == "generator", changed == "reward"]
-        assert (await answer(service, small_request())).fingerprints == new_prints
+        assert (await service.answer(small_request())).fingerprints == new_prints
         service.generator.toy, service.reward.fingerprint = old_toy, ToyReward().fingerprint
-        again = await answer(service, small_request())
+        again = await service.answer(small_request())
         assert not again.cached and again.fingerprints == old_prints
 
 
@@ -209,23 +201,23 @@ async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: 
 
 
 @pytest.fixture
-async def both(redis_url: str) -> AsyncIterator[tuple[Whole, Whole]]:
+async def both(redis_url: str) -> AsyncIterator[tuple[World, World]]:
     """Two orchestrators, and so two servers of everything, in front of one toy generator."""
     generator = HeldGenerator(end_every=next(ENDS))
     async with (
-        whole(generator, redis_url=redis_url, lease_s=60) as one,
-        whole(generator, redis_url=redis_url, lease_s=60) as other,
+        world(generator, redis_url=redis_url, lease_s=60) as one,
+        world(generator, redis_url=redis_url, lease_s=60) as other,
     ):
         yield one, other
 
 
 async def lead(
-    service: Whole, events: CacheEvents, *waiting: Whole
+    service: World, events: CacheEvents, *waiting: World
 ) -> list[asyncio.Task[pb.GenerateResponse]]:
     """Equal requests: the first leads and is held in its first round, the others wait for it."""
-    tasks = [await held(service, small_request())]
+    tasks = [await service.held(small_request())]
     for number, waiter in enumerate(waiting):
-        tasks.append(asyncio.create_task(answer(waiter, small_request(), stream=number % 3 == 0)))
+        tasks.append(asyncio.create_task(waiter.answer(small_request(), stream=number % 3 == 0)))
     processes = {id(whole): whole for whole in (service, *waiting)}
 
     def wait_all() -> bool:
@@ -241,7 +233,7 @@ async def lead(
 
 
 async def test_fifty_equal_requests_at_two_orchestrators_are_one_generation(
-    both: tuple[Whole, Whole], cache_events: CacheEvents
+    both: tuple[World, World], cache_events: CacheEvents
 ) -> None:
     """Guards against a stampede, and against callers that leave with the run of the others."""
     one, other = both
@@ -258,7 +250,7 @@ async def test_fifty_equal_requests_at_two_orchestrators_are_one_generation(
 
 
 async def test_an_answer_is_given_before_it_is_stored(
-    both: tuple[Whole, Whole], cache_events: CacheEvents, monkeypatch: pytest.MonkeyPatch
+    both: tuple[World, World], cache_events: CacheEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards equal requests against a whole generation more, because the client of the first one
     left while the answer was stored."""
@@ -282,7 +274,7 @@ async def test_an_answer_is_given_before_it_is_stored(
 
 @pytest.mark.parametrize("lead_passes_to", ["same", "other"])
 async def test_a_cancelled_leader_hands_over(
-    both: tuple[Whole, Whole], cache_events: CacheEvents, lead_passes_to: str
+    both: tuple[World, World], cache_events: CacheEvents, lead_passes_to: str
 ) -> None:
     """Guards against waiting for the expiry of a lease after the client of its leader hung up."""
     one, other = both
@@ -293,28 +285,28 @@ async def test_a_cancelled_leader_hands_over(
     one.generator.gates["extend"].open()
     replies = await asyncio.gather(*waiters)
     assert sorted(reply.cached for reply in replies) == [False] + [True] * 4
-    assert one.generator.num_opened == 2 and (await answer(one, small_request())).cached
+    assert one.generator.num_opened == 2 and (await one.answer(small_request())).cached
 
 
 async def test_a_leader_that_is_stuck_loses_the_lead_at_both(redis_url: str) -> None:
     """Guards equal requests, at the same orchestrator and at another, against a run that hangs."""
     generator = HeldGenerator(end_every=next(ENDS))
     options: dict[str, Any] = {"redis_url": redis_url, "lead_s": 0.3, "lease_s": 0.6}
-    async with whole(generator, **options) as one, whole(generator, **options) as other:
-        stuck = await held(one, small_request())
+    async with world(generator, **options) as one, world(generator, **options) as other:
+        stuck = await one.held(small_request())
         num_opened = generator.num_opened
-        waiting = [asyncio.create_task(answer(each, small_request())) for each in (one, other)]
+        waiting = [asyncio.create_task(each.answer(small_request())) for each in (one, other)]
         await until(lambda: generator.num_opened > num_opened)
         generator.gates["extend"].open()
         assert all([(await reply).text for reply in (stuck, *waiting)])
 
 
 async def test_an_answer_that_is_not_stored_releases_the_waiters(
-    cached_service: Whole, admin: redis.Redis
+    cached_service: World, admin: redis.Redis
 ) -> None:
     """Guards against orchestrators that compute in turn an answer that cannot be shared."""
     cached_service.cache.max_bytes = 100
-    assert not (await answer(cached_service, small_request())).cached
+    assert not (await cached_service.answer(small_request())).cached
     (key,) = (key for key in admin.scan_iter() if not key.startswith(b"specrej:record:"))
     assert key.startswith(b"specrej:flight:") and admin.get(key) == b"none"
 
@@ -325,7 +317,7 @@ async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -
     gate = generator.gates["extend"]
     async with (
         proxy(shared_valkey.port) as front,
-        whole(
+        world(
             generator, redis_url=f"redis://127.0.0.1:{front.port}", cache_options={"timeout_s": 30}
         ) as service,
     ):
@@ -340,7 +332,7 @@ async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -
 
 @pytest.mark.parametrize("control", [pb.CACHE_CONTROL_REFRESH, pb.CACHE_CONTROL_BYPASS])
 async def test_refresh_and_bypass_do_not_wait(
-    both: tuple[Whole, Whole], cache_events: CacheEvents, control: int
+    both: tuple[World, World], cache_events: CacheEvents, control: int
 ) -> None:
     """Guards against a caller that requires its own answer and waits for another's."""
     one, other = both
@@ -348,14 +340,14 @@ async def test_refresh_and_bypass_do_not_wait(
     tasks = await lead(one, cache_events)
     message = small_request()
     message.cache_control = control  # type: ignore[assignment]
-    tasks.append(asyncio.create_task(answer(other, message)))
+    tasks.append(asyncio.create_task(other.answer(message)))
     await until(lambda: gate.held == 2)
     gate.open()
     assert not any(reply.cached for reply in await asyncio.gather(*tasks))
 
 
-async def test_refused_request_takes_no_lease(cached_service: Whole, admin: redis.Redis) -> None:
-    error = await refusal(cached_service, small_request(selection={"n": -1}))
+async def test_refused_request_takes_no_lease(cached_service: World, admin: redis.Redis) -> None:
+    error = await cached_service.refusal(small_request(selection={"n": -1}))
     assert error.code() is Code.INVALID_ARGUMENT
     assert not admin.keys("specrej:flight:*")
 
@@ -364,13 +356,13 @@ async def test_refused_request_takes_no_lease(cached_service: Whole, admin: redi
 
 
 @pytest.fixture
-async def stale_answer(redis_url: str) -> AsyncIterator[tuple[Whole, pb.GenerateResponse]]:
+async def stale_answer(redis_url: str) -> AsyncIterator[tuple[World, pb.GenerateResponse]]:
     """A service with a stale answer to `small_request()`; its generator holds the next run."""
     clock = Clock()
     options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock}
     generator = HeldGenerator(end_every=next(ENDS))
-    async with whole(generator, redis_url=redis_url, cache_options=options) as service:
-        stored = await answer(service, small_request())
+    async with world(generator, redis_url=redis_url, cache_options=options) as service:
+        stored = await service.answer(small_request())
         clock.now_s += 150
         generator.gates["extend"].shut()
         yield service, stored
@@ -378,7 +370,7 @@ async def stale_answer(redis_url: str) -> AsyncIterator[tuple[Whole, pb.Generate
 
 
 async def test_a_stale_answer_is_served_at_once_and_refreshed_once(
-    stale_answer: tuple[Whole, pb.GenerateResponse],
+    stale_answer: tuple[World, pb.GenerateResponse],
 ) -> None:
     """Guards callers against the time, the deadline and the number of refreshes."""
     service, stored = stale_answer
@@ -391,29 +383,29 @@ async def test_a_stale_answer_is_served_at_once_and_refreshed_once(
     assert gate.held == 1 and service.generator.num_opened == 2
     gate.open()
     await until(lambda: not service.orchestrator._refreshes.num_running)
-    renewed = await answer(service, small_request())
+    renewed = await service.answer(small_request())
     assert renewed.cached and renewed.timings.extend_duration != stored.timings.extend_duration
     assert service.generator.num_opened == 2
 
 
 async def test_a_refresh_that_fails_leaves_the_old_answer(
-    stale_answer: tuple[Whole, pb.GenerateResponse], caplog: pytest.LogCaptureFixture
+    stale_answer: tuple[World, pb.GenerateResponse], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against an error in a call, and against losing the stale answer."""
     service, _ = stale_answer
     caplog.set_level("INFO", "orchestrator.background")
     await service.generator_server.kill()
     for failures in (1, 2):
-        assert (await answer(service, small_request())).cached
+        assert (await service.answer(small_request())).cached
         await until(lambda: not service.orchestrator._refreshes.num_running)
         assert caplog.text.count("refreshing a stale answer failed") == failures
     await service.generator_server.start()
 
 
-async def test_closing_ends_refreshes(stale_answer: tuple[Whole, pb.GenerateResponse]) -> None:
+async def test_closing_ends_refreshes(stale_answer: tuple[World, pb.GenerateResponse]) -> None:
     """Guards against sessions, leases or tasks that outlive the service."""
     service, _ = stale_answer
-    await answer(service, small_request())
+    await service.answer(small_request())
     await until(lambda: service.generator.gates["extend"].held == 1)
     async with asyncio.timeout(5):
         await service.orchestrator.aclose()
@@ -423,16 +415,16 @@ async def test_closing_ends_refreshes(stale_answer: tuple[Whole, pb.GenerateResp
 # Better answers
 
 
-async def test_use_better_serves_a_smaller_request(both: tuple[Whole, Whole]) -> None:
+async def test_use_better_serves_a_smaller_request(both: tuple[World, World]) -> None:
     """Guards the path from the wire to the index and back; `use` does not read the index."""
     one, other = both
     stored = small_request(selection={"n": 40, "return_candidates": 3}, cache_control=BETTER)
-    large = await answer(one, stored)
-    assert not large.cached and (await answer(other, stored)).cached
+    large = await one.answer(stored)
+    assert not large.cached and (await other.answer(stored)).cached
     small = small_request(selection={"n": 6}, sampling={"seed": 99}, cache_control=BETTER)
-    reply = await answer(other, small)
+    reply = await other.answer(small)
     assert reply.cached and reply.text == large.text and reply.n == 40
     assert len(reply.candidates) == 1
     plain = small_request(selection={"n": 6}, sampling={"seed": 99})
-    assert not (await answer(other, plain)).cached
+    assert not (await other.answer(plain)).cached
     assert one.generator.num_opened == 2

@@ -15,24 +15,23 @@ from specrej.contracts import FinishReason
 from specrej.security import new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.certificates import place
-from tests.orchestrator.calls import (
-    Code,
-    answer,
-    answer_when_available,
-    held,
-    refusal,
-    rewards,
-    seeded,
-    small_request,
-)
-from tests.orchestrator.services import BOUND_S, HeldGenerator, LongTexts, Whole, whole
 from tests.serving import failure_of, reason_of, retry_info_s, turns, until
+from tests.world import (
+    BOUND_S,
+    Code,
+    HeldGenerator,
+    LongTexts,
+    World,
+    rewards,
+    small_request,
+    world,
+)
 
 PROMPT_COST = len("four words of prompt") // 4
 BY_METHOD = pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
 
 
-def start_call(service: Whole, message: pb.GenerateRequest, stream: bool, **options: Any) -> Any:
+def start_call(service: World, message: pb.GenerateRequest, stream: bool, **options: Any) -> Any:
     """A call that is not awaited yet."""
     if stream:
         return service.stub.GenerateStream(pb.GenerateStreamRequest(request=message), **options)
@@ -54,7 +53,7 @@ def check_retryable(error: grpc.aio.AioRpcError, code: Code, reason: str, delay_
     assert trailers["grpc-retry-pushback-ms"] == str(int(delay_s * 1000))
 
 
-async def test_backends_get_a_slightly_later_deadline(service: Whole) -> None:
+async def test_backends_get_a_slightly_later_deadline(service: World) -> None:
     """If the orchestrator hangs, backends end the work themselves, but never before it."""
     await service.stub.Generate(small_request(), timeout=7)
     await service.stub.Generate(small_request(sampling={"seed": 8}))
@@ -66,11 +65,11 @@ async def test_backends_get_a_slightly_later_deadline(service: Whole) -> None:
 
 async def test_times_count_from_arrival() -> None:
     """Guards against a first-round time without the time in the queue."""
-    async with whole(max_running=1) as service:
+    async with world(max_running=1) as service:
         slow = small_request(sampling={"max_tokens": 100, "ignore_eos": True}, selection={"n": 400})
-        first = asyncio.create_task(answer(service, slow))
+        first = asyncio.create_task(service.answer(slow))
         await until(lambda: service.admission.running == 1)
-        timings = (await answer(service, seeded(1))).timings
+        timings = (await service.answer(small_request(seed=1))).timings
         await first
     times = (timings.queue_duration, timings.first_round_duration, timings.total_duration)
     queue_s, first_round_s, total_s = (time.ToTimedelta().total_seconds() for time in times)
@@ -79,12 +78,12 @@ async def test_times_count_from_arrival() -> None:
 
 async def test_a_full_queue_is_resource_exhausted() -> None:
     """1 request runs, 1 waits, 3 are refused."""
-    async with whole(max_running=1, max_queued=1) as service:
-        first = await held(service, seeded(0))
-        second = asyncio.create_task(answer(service, seeded(1)))
+    async with world(max_running=1, max_queued=1) as service:
+        first = await service.held(small_request(seed=0))
+        second = asyncio.create_task(service.answer(small_request(seed=1)))
         await until(lambda: service.admission.queued == 1)
         for seed in (2, 3, 4):
-            error = await refusal(service, seeded(seed), stream=seed == 3)
+            error = await service.refusal(small_request(seed=seed), stream=seed == 3)
             check_retryable(error, Code.RESOURCE_EXHAUSTED, "OVERLOADED", 2.0)
         service.generator.gates["extend"].open()
         assert (await first).text and (await second).text
@@ -93,9 +92,9 @@ async def test_a_full_queue_is_resource_exhausted() -> None:
 
 async def test_a_request_that_leaves_n_open_is_charged_for_what_can_run() -> None:
     """Guards against 1,024 candidates, the most of any session, for the 8 that it gets."""
-    async with whole(max_running=1) as service:
-        first = await held(service, seeded(0))
-        second = asyncio.create_task(answer(service, small_request(selection={"n": 0})))
+    async with world(max_running=1) as service:
+        first = await service.held(small_request(seed=0))
+        second = asyncio.create_task(service.answer(small_request(selection={"n": 0})))
         await until(lambda: service.admission.queued == 1)
         assert service.admission.queued_tokens == 8 * (40 + 3) + 1 + PROMPT_COST
         service.generator.gates["extend"].open()
@@ -108,25 +107,25 @@ async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> N
     token, entry = new_token("acme")
     place(tmp_path / "tokens", entry)
     metadata = [("authorization", f"Bearer {token}")]
-    async with whole(server_settings={"tokens_file": str(tmp_path / "tokens")}) as service:
+    async with world(server_settings={"tokens_file": str(tmp_path / "tokens")}) as service:
         service.generator.gates["extend"].shut()
-        first = service.stub.Generate(seeded(0), metadata=metadata)
+        first = service.stub.Generate(small_request(seed=0), metadata=metadata)
         await until(lambda: service.admission.running == 1)
         place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 900}))
-        error = await failure_of(service.stub.Generate(seeded(1), metadata=metadata))
+        error = await failure_of(service.stub.Generate(small_request(seed=1), metadata=metadata))
         assert error.code() is Code.RESOURCE_EXHAUSTED
         assert error.details() == "522 candidate-tokens of 900 are under way"
         place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 1044}))
-        second = service.stub.Generate(seeded(1), metadata=metadata)
+        second = service.stub.Generate(small_request(seed=1), metadata=metadata)
         await until(lambda: service.admission.running == 2)
         service.generator.gates["extend"].open()
         assert (await first).text and (await second).text
 
 
 async def test_a_full_generator_is_resource_exhausted() -> None:
-    async with whole(HeldGenerator(300)) as service:
-        first = await held(service, seeded(0))
-        error = await refusal(service, seeded(1))
+    async with world(HeldGenerator(300)) as service:
+        first = await service.held(small_request(seed=0))
+        error = await service.refusal(small_request(seed=1))
         check_retryable(error, Code.RESOURCE_EXHAUSTED, "OVERLOADED", 1.0)
         service.generator.gates["extend"].open()
         await first
@@ -138,7 +137,7 @@ async def test_a_full_generator_is_resource_exhausted() -> None:
 async def test_a_deadline_ends_a_running_request(
     phase: str, stream: bool, is_default: bool
 ) -> None:
-    async with whole(default_deadline_s=0.1 if is_default else None) as service:
+    async with world(default_deadline_s=0.1 if is_default else None) as service:
         service.shut(phase)
         options = {} if is_default else {"timeout": 0.1}
         error = await error_of_call(start_call(service, small_request(), stream, **options), stream)
@@ -152,10 +151,10 @@ async def test_a_deadline_ends_a_running_request(
 @pytest.mark.parametrize("end", ["default deadline", "client's deadline", "cancel"])
 async def test_an_ended_call_leaves_the_queue(end: str, stream: bool) -> None:
     default_deadline_s = 0.1 if end == "default deadline" else None
-    async with whole(max_running=1, default_deadline_s=default_deadline_s) as service:
-        first = await held(service, seeded(0))  # with a longer deadline
+    async with world(max_running=1, default_deadline_s=default_deadline_s) as service:
+        first = await service.held(small_request(seed=0))  # with a longer deadline
         options = {"timeout": 0.1} if end == "client's deadline" else {}
-        call = start_call(service, seeded(1), stream, **options)
+        call = start_call(service, small_request(seed=1), stream, **options)
         if end == "cancel":
             await until(lambda: service.admission.queued == 1)
             call.cancel()
@@ -172,7 +171,7 @@ async def test_an_ended_call_leaves_the_queue(end: str, stream: bool) -> None:
 @BY_METHOD
 @pytest.mark.parametrize("phase", ["open", "extend", "score", "prune", "close"])
 async def test_a_cancelled_call_frees_everything(
-    service: Whole, phase: str, stream: bool, closes_channel: bool
+    service: World, phase: str, stream: bool, closes_channel: bool
 ) -> None:
     """All is freed although the gate stays shut."""
     service.shut(phase)
@@ -195,7 +194,7 @@ async def test_cancel_ends_a_blocked_write() -> None:
     call leaves."""
     num_tasks = len(asyncio.all_tasks())
     generator = LongTexts(2**17, FinishReason.STOP)
-    async with whole(generator, max_running=1) as service:
+    async with world(generator, max_running=1) as service:
         call = start_call(service, _LARGE, stream=True)
         await until(lambda: generator.num_closed == 1)
         await until(lambda: service.is_idle)
@@ -208,7 +207,7 @@ async def test_cancel_ends_a_blocked_write() -> None:
 async def test_a_call_whose_client_does_not_read_ends(caplog: pytest.LogCaptureFixture) -> None:
     """Guards memory against answers that are never read; the client learns why when it reads."""
     caplog.set_level("INFO", "specrej.requests")
-    async with whole(LongTexts(2**17, FinishReason.STOP), unread_s=0.1) as service:
+    async with world(LongTexts(2**17, FinishReason.STOP), unread_s=0.1) as service:
         call = start_call(service, _LARGE, stream=True)
         await until(lambda: bool(caplog.records))
         error = await error_of_call(call, stream=True)
@@ -220,7 +219,7 @@ async def test_a_call_whose_client_does_not_read_ends(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("timeout_s", [1e6, 1e8])  # the longest that clients send
 async def test_a_long_deadline_is_shortened(stream: bool, timeout_s: float) -> None:
     """Guards against a client that holds a permit for eleven days."""
-    async with whole(server_settings={"max_deadline_s": BOUND_S}) as service:
+    async with world(server_settings={"max_deadline_s": BOUND_S}) as service:
         service.shut("extend")
         call = start_call(service, small_request(), stream, timeout=timeout_s)
         ending = asyncio.create_task(error_of_call(call, stream))
@@ -229,7 +228,7 @@ async def test_a_long_deadline_is_shortened(stream: bool, timeout_s: float) -> N
         assert left_s is not None and left_s < BOUND_S + 2
         call.cancel()
         await asyncio.wait({ending})
-    async with whole(server_settings={"max_deadline_s": 0.5}) as service:
+    async with world(server_settings={"max_deadline_s": 0.5}) as service:
         service.shut("extend")
         call = start_call(service, small_request(), stream, timeout=timeout_s)
         assert reason_of(await error_of_call(call, stream)) == "DEADLINE_EXCEEDED"
@@ -238,7 +237,7 @@ async def test_a_long_deadline_is_shortened(stream: bool, timeout_s: float) -> N
 @BY_METHOD
 @pytest.mark.parametrize("phase", ["open", "extend", "prune", "score"])
 async def test_a_backend_that_ends_is_unavailable_until_it_returns(
-    service: Whole, phase: str, stream: bool
+    service: World, phase: str, stream: bool
 ) -> None:
     server = service.reward_server if phase == "score" else service.generator_server
     service.shut(phase)
@@ -249,15 +248,15 @@ async def test_a_backend_that_ends_is_unavailable_until_it_returns(
     await server.kill()
     check_retryable(await failing, Code.UNAVAILABLE, "UNAVAILABLE", 1.0)
     await until(lambda: service.is_idle)
-    assert (await refusal(service, small_request())).code() is Code.UNAVAILABLE
+    assert (await service.refusal(small_request())).code() is Code.UNAVAILABLE
     service.reward.gate.set()
     for gate in service.generator.gates.values():
         gate.open()
     await server.start()
-    assert (await answer_when_available(service, small_request())).text
+    assert (await service.answer_when_available(small_request())).text
 
 
-async def test_a_backend_that_never_started_is_unavailable(service: Whole) -> None:
+async def test_a_backend_that_never_started_is_unavailable(service: World) -> None:
     await service.generator_server.kill()
     description = service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     for call in (service.stub.Generate(small_request()), description):

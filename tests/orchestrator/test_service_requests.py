@@ -24,19 +24,18 @@ from specrej.contracts.errors import InvalidRequest
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
-from tests.orchestrator.calls import SERVICE, Code, answer, refusal, rewards, small_request
-from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, whole
 from tests.serving import failure_of, reason_of, violations_of
 from tests.test_fuzz import messages_of
+from tests.world import BOUND_S, SERVICE, Code, HeldGenerator, World, rewards, small_request, world
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
-async def test_all_violations_are_reported_at_once(service: Whole, stream: bool) -> None:
+async def test_all_violations_are_reported_at_once(service: World, stream: bool) -> None:
     """Guards both methods against a port that skips the checks of `contracts.validation`."""
     message = small_request(
         sampling={"max_tokens": 0}, selection={"alpha": 1, "algorithm": 7}, cache_control=9
     )
-    error = await refusal(service, message, stream=stream)
+    error = await service.refusal(message, stream=stream)
     assert error.code() is Code.INVALID_ARGUMENT
     assert reason_of(error) == "INVALID_REQUEST"
     assert set(violations_of(error)) == {
@@ -48,12 +47,12 @@ async def test_all_violations_are_reported_at_once(service: Whole, stream: bool)
     assert service.generator.num_opened == 0
 
 
-async def test_log_probabilities_of_one_request_are_bounded(service: Whole) -> None:
+async def test_log_probabilities_of_one_request_are_bounded(service: World) -> None:
     """Guards against gigabytes of them; N is at most 8 where it is left open."""
     sampling = {"max_tokens": 4000, "logprobs": True, "top_logprobs": 20}
-    error = await refusal(service, small_request(sampling=sampling, selection={"n": 64}))
+    error = await service.refusal(small_request(sampling=sampling, selection={"n": 64}))
     assert set(violations_of(error)) == {"sampling.top_logprobs"}
-    best = (await answer(service, small_request(sampling=sampling, selection={"n": 0}))).candidates
+    best = (await service.answer(small_request(sampling=sampling, selection={"n": 0}))).candidates
     assert {len(top.tokens) for top in best[0].top_logprobs} == {8}  # the toy's vocabulary
 
 
@@ -66,10 +65,10 @@ async def test_log_probabilities_of_one_request_are_bounded(service: Whole) -> N
     ],
 )
 async def test_an_unknown_model_or_reward_is_not_found(
-    service: Whole, message: pb.GenerateRequest, names: str
+    service: World, message: pb.GenerateRequest, names: str
 ) -> None:
     """The message lists the available names."""
-    error = await refusal(service, message)
+    error = await service.refusal(message)
     assert error.code() is Code.NOT_FOUND
     assert reason_of(error) == "NOT_FOUND"
     assert str(error.details()).endswith(names)
@@ -77,8 +76,8 @@ async def test_an_unknown_model_or_reward_is_not_found(
 
 
 async def test_a_refusal_of_the_generator_has_the_public_field_path() -> None:
-    async with whole(HeldGenerator(200)) as service:
-        error = await refusal(service, small_request(selection={"n": 500}))
+    async with world(HeldGenerator(200)) as service:
+        error = await service.refusal(small_request(selection={"n": 500}))
         assert error.code() is Code.INVALID_ARGUMENT
         assert list(violations_of(error)) == ["selection.n"]
         assert reason_of(error) == "SLOTS_EXCEEDED"
@@ -112,15 +111,15 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
     assert [violation.field for violation in raised.value.violations] == [field]
 
 
-async def test_unknown_fields_are_ignored(service: Whole) -> None:
+async def test_unknown_fields_are_ignored(service: World) -> None:
     """Guards newer clients against an older server."""
     unknown_field = b"\xfa\x3f\x03new"  # field 1023, a string
     newer = pb.GenerateRequest.FromString(small_request().SerializeToString() + unknown_field)
     assert newer.SerializeToString().endswith(unknown_field)
-    assert (await answer(service, newer)).text
+    assert (await service.answer(newer)).text
 
 
-async def test_an_unknown_method_is_unimplemented(service: Whole) -> None:
+async def test_an_unknown_method_is_unimplemented(service: World) -> None:
     call: Any = service.channel.unary_unary(f"/{SERVICE}/Guess")
     assert (await failure_of(call(b"", timeout=BOUND_S))).code() is Code.UNIMPLEMENTED
 
@@ -130,47 +129,47 @@ async def test_an_unknown_method_is_unimplemented(service: Whole) -> None:
 )
 @given(message=messages_of(pb.GenerateRequest.DESCRIPTOR), stream=st.booleans())
 async def test_any_request_gets_an_answer_or_a_client_error(
-    service: Whole, message: pb.GenerateRequest, stream: bool
+    service: World, message: pb.GenerateRequest, stream: bool
 ) -> None:
     """Guards against UNKNOWN and INTERNAL."""
     try:
-        reply = await answer(service, message, stream=stream)
+        reply = await service.answer(message, stream=stream)
         assert reply.candidates
         assert math.isfinite(reply.score)
     except grpc.aio.AioRpcError as error:
         assert error.code() in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), error
 
 
-async def test_an_adapter_is_named_as_the_model(cached_service: Whole) -> None:
+async def test_an_adapter_is_named_as_the_model(cached_service: World) -> None:
     """Guards against an adapter's answer for the model, in the generator and from the cache."""
     generator = cached_service.generator
     generator.adapters = ("support",)
     for model in ("support", "toy", "", "support"):
-        await answer(cached_service, small_request(model=model))
+        await cached_service.answer(small_request(model=model))
     assert generator.opened_adapters == ["support", ""]
 
 
-async def test_branching_needs_a_generator_that_forks(cached_service: Whole) -> None:
+async def test_branching_needs_a_generator_that_forks(cached_service: World) -> None:
     """Guards against INTERNAL from a generator of an older version, which ignores forks."""
     branching = {"n": 6, "branching": pb.Branching(width=4, keep=1)}
-    generation = await answer(cached_service, small_request(selection=branching))
+    generation = await cached_service.answer(small_request(selection=branching))
     assert sum(len(trace.forks) for trace in generation.rounds) > 0
     cached_service.generator.can_fork = False
-    error = await refusal(cached_service, small_request(selection=branching | {"n": 5}))
+    error = await cached_service.refusal(small_request(selection=branching | {"n": 5}))
     assert [*violations_of(error)] == ["selection.branching"]
 
 
-async def test_whole_answers_are_best_of_n(cached_service: Whole) -> None:
+async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     """Guards against a trace of rejections that a generator without early rejection cannot make,
     and an answer that is stored under a plan that was not carried out."""
     cached_service.generator.whole_answers = True
-    generation = await answer(cached_service, small_request(selection={"n": 6}))
+    generation = await cached_service.answer(small_request(selection={"n": 6}))
     assert [trace.num_rejected for trace in generation.rounds] == [0]
     record = await cached_service.stub.GetRecord(
         pb.GetRecordRequest(request_id=generation.request_id)
     )
     assert record.record.selection.algorithm == pb.ALGORITHM_BEST_OF_N
     best_of_n = {"n": 6, "algorithm": pb.ALGORITHM_BEST_OF_N}
-    assert (await answer(cached_service, small_request(selection=best_of_n))).cached
+    assert (await cached_service.answer(small_request(selection=best_of_n))).cached
     described = await cached_service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     assert described.generator.whole_answers

@@ -21,25 +21,24 @@ from specrej.contracts import (
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.orchestrator.calls import (
+from tests.serving import violations_of
+from tests.world import (
     ALL,
     BATCH,
     Code,
-    answer,
-    answer_when_available,
+    HeldGenerator,
+    World,
     generation,
-    refusal,
     rewards,
     small_request,
+    world,
 )
-from tests.orchestrator.services import HeldGenerator, Whole, whole
-from tests.serving import violations_of
 
 
-async def test_a_score_is_the_weighted_sum_of_rewards(service: Whole) -> None:
+async def test_a_score_is_the_weighted_sum_of_rewards(service: World) -> None:
     weights = rewards(("toy", 3.0), ("likelihood", 0.25), ("other", -1.0))
-    weighted = await answer(service, small_request(selection=ALL | weights))
-    plain = await answer(service, small_request(selection=ALL))
+    weighted = await service.answer(small_request(selection=ALL | weights))
+    plain = await service.answer(small_request(selection=ALL))
     toy_scores = {ranked.candidate_id: ranked.score for ranked in plain.candidates}
     for ranked in weighted.candidates:
         toy = toy_scores[ranked.candidate_id]
@@ -48,25 +47,25 @@ async def test_a_score_is_the_weighted_sum_of_rewards(service: Whole) -> None:
     assert weighted.fingerprints.reward != plain.fingerprints.reward
 
 
-async def test_the_likelihood_needs_no_reward_service(service: Whole) -> None:
+async def test_the_likelihood_needs_no_reward_service(service: World) -> None:
     """As the requested reward, or in place of one that was never described."""
     await service.reward_server.kill()
-    reply = await answer(service, small_request(selection=rewards(("likelihood", 1))))
+    reply = await service.answer(small_request(selection=rewards(("likelihood", 1))))
     assert reply.score == reply.candidates[0].mean_logprob
     assert reply.usage.reward_tokens == 0
-    assert (await refusal(service, small_request())).code() is Code.UNAVAILABLE
+    assert (await service.refusal(small_request())).code() is Code.UNAVAILABLE
     for selection in ({}, rewards(("toy", 1))):
-        reply = await answer(service, small_request(selection=selection, allow_degraded=True))
+        reply = await service.answer(small_request(selection=selection, allow_degraded=True))
         assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
 
 
-async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: Whole) -> None:
+async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: World) -> None:
     """The answer is flagged, and is not stored."""
     service = cached_service
-    assert not (await answer(service, small_request(sampling={"seed": 1}))).degraded
+    assert not (await service.answer(small_request(sampling={"seed": 1}))).degraded
     await service.reward_server.kill()
-    assert (await refusal(service, small_request())).code() is Code.UNAVAILABLE
-    reply = await answer(service, small_request(allow_degraded=True))
+    assert (await service.refusal(small_request())).code() is Code.UNAVAILABLE
+    reply = await service.answer(small_request(allow_degraded=True))
     assert reply.degraded
     assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
     assert reply.score == reply.candidates[0].mean_logprob
@@ -75,10 +74,10 @@ async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: 
     counts = (description.num_answers, description.num_degraded, description.num_hurried)
     assert counts == (2, 1, 0)
     await service.reward_server.start()
-    restored = await answer_when_available(service, small_request())
+    restored = await service.answer_when_available(small_request())
     assert not restored.cached  # the degraded answer was not stored
     # allow_degraded is not part of the cache key.
-    assert (await answer(service, small_request(allow_degraded=True))).cached
+    assert (await service.answer(small_request(allow_degraded=True))).cached
 
 
 @pytest.mark.parametrize("kind", [Unavailable, Overloaded, InternalError])
@@ -124,17 +123,17 @@ async def test_a_composite_equals_its_rewards() -> None:
         pb.WeightedReward(name="likelihood", weight=-1, normalization=BATCH),
         pb.WeightedReward(name="other", weight=2, veto_below=0.0),
     ]
-    async with whole(composites=[MIXED]) as service:
-        reply = await answer(service, small_request(selection=ALL | rewards(("mixed", 2))))
-        same = await answer(service, small_request(selection=ALL | {"rewards": expanded}))
+    async with world(composites=[MIXED]) as service:
+        reply = await service.answer(small_request(selection=ALL | rewards(("mixed", 2))))
+        same = await service.answer(small_request(selection=ALL | {"rewards": expanded}))
     assert generation(reply) == generation(same)
     assert {len(ranked.rewards) for ranked in reply.candidates} == {3}
 
 
 async def test_a_composite_hides_a_reward_of_its_name() -> None:
     composite = Composite("toy", (WeightedReward("other", -1.0),))
-    async with whole(composites=[composite]) as service:
-        reply = await answer(service, small_request(selection=ALL | rewards(("toy", 1))))
+    async with world(composites=[composite]) as service:
+        reply = await service.answer(small_request(selection=ALL | rewards(("toy", 1))))
         described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     assert all(ranked.score == -ranked.rewards[0] for ranked in reply.candidates)
     assert list(described.rewards) == ["toy", "other", "likelihood"]
@@ -152,10 +151,10 @@ async def test_a_composite_hides_a_reward_of_its_name() -> None:
 async def test_the_default_reward_is_used_and_described_first(
     default_reward: str, described_names: list[str]
 ) -> None:
-    async with whole(composites=[MIXED], default_reward=default_reward) as service:
-        without_names = await answer(service, small_request(selection=ALL))
-        named = await answer(
-            service, small_request(selection=ALL | rewards((described_names[0], 1)))
+    async with world(composites=[MIXED], default_reward=default_reward) as service:
+        without_names = await service.answer(small_request(selection=ALL))
+        named = await service.answer(
+            small_request(selection=ALL | rewards((described_names[0], 1)))
         )
         described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     assert generation(without_names) == generation(named)
@@ -166,19 +165,19 @@ async def test_a_changed_composite_changes_the_cache_key(redis_url: str) -> None
     fingerprints, cached = set(), []
     for composite in (MIXED, Composite("mixed", MIXED.rewards[:2]), MIXED):
         generator = HeldGenerator(end_every=29)  # in no other test: entries would be shared
-        async with whole(generator, redis_url=redis_url, composites=[composite]) as service:
-            reply = await answer(service, small_request(selection=rewards(("mixed", 1))))
+        async with world(generator, redis_url=redis_url, composites=[composite]) as service:
+            reply = await service.answer(small_request(selection=rewards(("mixed", 1))))
             fingerprints.add(reply.fingerprints.reward)
             cached.append(reply.cached)
     assert cached == [False, False, True]
     assert len(fingerprints) == 2
 
 
-async def test_raw_scores_are_in_the_callers_order(cached_service: Whole) -> None:
+async def test_raw_scores_are_in_the_callers_order(cached_service: World) -> None:
     """Guards against a cached answer with the values in the order of another request."""
     weights = [("toy", 1.0), ("likelihood", 1.0)]
-    generated = await answer(cached_service, small_request(selection=rewards(*weights)))
-    reversed_ = await answer(cached_service, small_request(selection=rewards(*weights[::-1])))
+    generated = await cached_service.answer(small_request(selection=rewards(*weights)))
+    reversed_ = await cached_service.answer(small_request(selection=rewards(*weights[::-1])))
     assert reversed_.cached and not generated.cached
     for reply, index in ((generated, 1), (reversed_, 0)):
         assert reply.candidates[0].rewards[index] == reply.candidates[0].mean_logprob
@@ -187,8 +186,8 @@ async def test_raw_scores_are_in_the_callers_order(cached_service: Whole) -> Non
 
 async def test_an_unknown_reward_of_a_composite_is_not_found() -> None:
     broken = Composite("broken", (WeightedReward("toy"), WeightedReward("nope")))
-    async with whole(composites=[broken]) as service:
-        error = await refusal(service, small_request(selection=rewards(("broken", 1))))
+    async with world(composites=[broken]) as service:
+        error = await service.refusal(small_request(selection=rewards(("broken", 1))))
         assert error.code() is Code.NOT_FOUND
         text = "no reward nope of composite broken, there are: toy, other, broken, likelihood"
         assert error.details() == text
@@ -197,8 +196,8 @@ async def test_an_unknown_reward_of_a_composite_is_not_found() -> None:
 
 async def test_a_normalised_composite_is_refused() -> None:
     normalized = pb.WeightedReward(name="mixed", normalization=BATCH)
-    async with whole(composites=[MIXED]) as service:
-        error = await refusal(service, small_request(selection={"rewards": [normalized]}))
+    async with world(composites=[MIXED]) as service:
+        error = await service.refusal(small_request(selection={"rewards": [normalized]}))
         assert error.code() is Code.INVALID_ARGUMENT
         assert list(violations_of(error)) == ["selection.rewards[0].normalization"]
         assert service.generator.num_opened == 0

@@ -1,6 +1,6 @@
 """Shadows run after the answer, change no request, and have the texts of a run without cuts.
 
-Every test that uses `whole()` ends with the invariant: nothing runs, waits or owns a slot.
+Every test that uses `world()` ends with the invariant: nothing runs, waits or owns a slot.
 """
 
 from __future__ import annotations
@@ -31,10 +31,19 @@ from specrej.contracts import (
 )
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator import calls
-from tests.orchestrator.calls import generation, held, rewards, small_request
 from tests.orchestrator.runs import PROMPT, SCHEDULES, LetterScorer
-from tests.orchestrator.services import BOUND_S, Backend, HeldGenerator, Whole, timeless, whole
 from tests.serving import until
+from tests.world import (
+    BOUND_S,
+    Backend,
+    HeldGenerator,
+    World,
+    generation,
+    rewards,
+    small_request,
+    timeless,
+    world,
+)
 
 KIND = Kind("geometric 16x2", "toy")
 
@@ -44,9 +53,9 @@ def watching(share: float = 1.0, **options: Any) -> Shadows:
 
 
 @pytest.fixture
-async def service() -> AsyncIterator[Whole]:
+async def service() -> AsyncIterator[World]:
     """A service that watches every request."""
-    async with whole(shadows=watching()) as service:
+    async with world(shadows=watching()) as service:
         yield service
 
 
@@ -59,22 +68,22 @@ def message(seed: int, **selection: Any) -> pb.GenerateRequest:
     )
 
 
-async def answer(service: Whole, seed: int, **selection: Any) -> object:
+async def answer(service: World, seed: int, **selection: Any) -> object:
     """The answer to a request, without times and its id."""
     return generation(await calls.answer(service, message(seed, **selection)))
 
 
-async def ended(service: Whole) -> dict[Kind, int]:
+async def ended(service: World) -> dict[Kind, int]:
     """The number of observed requests of every kind, once no shadow runs."""
     shadows = service.orchestrator._shadows
     await until(lambda: not shadows.tasks.num_running)
     return {kind: len(known.latest) for kind, known in shadows.statistics.items()}
 
 
-async def answered_and_held(service: Whole, gate: str) -> None:
+async def answered_and_held(service: World, gate: str) -> None:
     """Answer a request, and hold its shadows at a gate of the generator."""
     gates = service.generator.gates
-    call = await gates["close"].hold(answer(service, 1))
+    call = await gates["close"].hold(service.answer(1))
     gates[gate].shut()
     gates["close"].open()
     await call
@@ -130,10 +139,10 @@ async def test_recording_changes_no_event_of_a_run(
 
 async def test_neither_an_answer_nor_the_next_request_waits_for_shadows() -> None:
     """With one request at a time: the answer returns its permit."""
-    async with whole(shadows=watching(), max_running=1) as service:
+    async with world(shadows=watching(), max_running=1) as service:
         await answered_and_held(service, "prune")
         assert service.admission.running == 0
-        await answer(service, 2, algorithm=pb.ALGORITHM_BEST_OF_N)
+        await service.answer(2, algorithm=pb.ALGORITHM_BEST_OF_N)
         assert service.generator.gates["prune"].held == 1
         service.generator.gates["prune"].open()
 
@@ -162,10 +171,10 @@ async def test_shadows_end_as_in_best_of_n(
             assert best_of_n.partial[number][decision_tokens.index(token)] == values
 
 
-async def test_shadows_of_several_requests_give_estimates(service: Whole) -> None:
+async def test_shadows_of_several_requests_give_estimates(service: World) -> None:
     """Over the wire: requests in, a correlation per decision token and a regret out."""
     for seed in range(12):
-        await answer(service, seed)
+        await service.answer(seed)
         assert await ended(service) == {KIND: seed + 1}
     known = service.orchestrator._shadows.statistics[KIND]
     correlations = known.correlations()
@@ -175,13 +184,13 @@ async def test_shadows_of_several_requests_give_estimates(service: Whole) -> Non
     assert known.recommended_alpha() is None, "of twelve requests"
 
 
-async def test_a_request_ranked_by_likelihood_has_shadows(service: Whole) -> None:
+async def test_a_request_ranked_by_likelihood_has_shadows(service: World) -> None:
     """Although the likelihood is not one of the reward service's rewards."""
-    await answer(service, 3, **rewards(("likelihood", 1.0)))
+    await service.answer(3, **rewards(("likelihood", 1.0)))
     assert await ended(service) == {KIND._replace(reward="likelihood"): 1}
 
 
-async def test_an_answer_without_rewards_has_no_shadows(service: Whole) -> None:
+async def test_an_answer_without_rewards_has_no_shadows(service: World) -> None:
     """Guards against load while a reward is away, and estimates of another ranking."""
     await service.reward_server.kill()
     wanted = message(3)
@@ -233,10 +242,10 @@ async def test_which_answers_get_shadows() -> None:
 
 
 async def test_no_shadow_starts_while_requests_wait() -> None:
-    async with whole(shadows=watching(), max_running=1) as service:
+    async with world(shadows=watching(), max_running=1) as service:
         gate = service.generator.gates["extend"]
-        first = await gate.hold(answer(service, 1))
-        second = asyncio.ensure_future(answer(service, 2))
+        first = await gate.hold(service.answer(1))
+        second = asyncio.ensure_future(service.answer(2))
         await until(lambda: service.admission.queued == 1)
         gate.open()
         await asyncio.gather(first, second)
@@ -266,7 +275,7 @@ async def test_shadows_that_stop_or_differ_give_up(change: dict[str, Any], reaso
     assert not shadows.statistics[Kind.of(other.request)].latest
 
 
-async def test_shadows_share_prompt_prefixes_within_their_tenant(service: Whole) -> None:
+async def test_shadows_share_prompt_prefixes_within_their_tenant(service: World) -> None:
     await calls.answer(service, message(1), tenant="acme")
     await until(lambda: len(service.generator.salts) == 2)
     assert len(set(service.generator.salts)) == 1
@@ -275,8 +284,8 @@ async def test_shadows_share_prompt_prefixes_within_their_tenant(service: Whole)
 # Failures
 
 
-async def test_a_cancelled_request_has_no_shadows(service: Whole) -> None:
-    call = await held(service, message(1))
+async def test_a_cancelled_request_has_no_shadows(service: World) -> None:
+    call = await service.held(message(1))
     call.cancel()
     service.generator.gates["extend"].open()
     await until(lambda: service.is_idle)
@@ -285,9 +294,9 @@ async def test_a_cancelled_request_has_no_shadows(service: Whole) -> None:
 
 @pytest.mark.parametrize("gate", ["extend", "prune"])
 async def test_closing_the_orchestrator_ends_shadows_and_frees_their_slots(
-    service: Whole, gate: str
+    service: World, gate: str
 ) -> None:
-    """In the middle of a step or a cut; `whole()` checks that all is free."""
+    """In the middle of a step or a cut; `world()` checks that all is free."""
     await answered_and_held(service, gate)
     assert service.generator.toy.ledger.num_sessions == 1
     async with asyncio.timeout(BOUND_S):
@@ -298,7 +307,7 @@ async def test_closing_the_orchestrator_ends_shadows_and_frees_their_slots(
 
 
 @pytest.mark.parametrize("backend", ["generator_server", "reward_server"])
-async def test_a_lost_backend_ends_shadows_only(service: Whole, backend: str) -> None:
+async def test_a_lost_backend_ends_shadows_only(service: World, backend: str) -> None:
     """The next request is answered after its return, and has shadows of its own."""
     server: Backend = getattr(service, backend)
     await answered_and_held(service, "extend")

@@ -17,29 +17,28 @@ from specrej import contracts as c
 from specrej.contracts import wire
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import SECRET, open_cache
-from tests.orchestrator.calls import answer, seeded, small_request
-from tests.orchestrator.services import BOUND_S, Whole, whole
 from tests.orchestrator.test_request_records import record_of
 from tests.serving import failure_of, until
+from tests.world import BOUND_S, World, small_request, world
 
 RECORD = c.RequestRecord("0" * 32, time.time(), c.Selection(n=4), 64, outcome="OK", n=4)
 
 
 @pytest.fixture
-async def pair(redis_url: str, admin: redis.Redis) -> AsyncIterator[tuple[Whole, Whole]]:
+async def pair(redis_url: str, admin: redis.Redis) -> AsyncIterator[tuple[World, World]]:
     """Two orchestrators, each with backends of its own, on one empty Redis."""
-    async with whole(redis_url=redis_url) as one, whole(redis_url=redis_url) as other:
+    async with world(redis_url=redis_url) as one, world(redis_url=redis_url) as other:
         yield one, other
 
 
-async def listed(service: Whole, tenant: str = "") -> list[c.RequestRecord]:
+async def listed(service: World, tenant: str = "") -> list[c.RequestRecord]:
     metadata = (("specrej-tenant", tenant),) if tenant else ()
     request = pb.ListRecordsRequest()
     reply = await service.stub.ListRecords(request, metadata=metadata, timeout=BOUND_S)
     return [wire.from_message(record, c.RequestRecord) for record in reply.records]
 
 
-async def stored(service: Whole, num_records: int, tenant: str = "") -> list[c.RequestRecord]:
+async def stored(service: World, num_records: int, tenant: str = "") -> list[c.RequestRecord]:
     """The list, once it has that many records."""
     records: list[c.RequestRecord] = []
 
@@ -51,10 +50,10 @@ async def stored(service: Whole, num_records: int, tenant: str = "") -> list[c.R
     return records
 
 
-async def test_another_orchestrator_finds_a_record(pair: tuple[Whole, Whole]) -> None:
+async def test_another_orchestrator_finds_a_record(pair: tuple[World, World]) -> None:
     """Guards against records that half of the calls miss behind two orchestrators."""
     first, second = pair
-    reply = await answer(first, small_request())
+    reply = await first.answer(small_request())
     await stored(second, 1)
     record = await record_of(second, reply.request_id)
     assert record == await record_of(first, reply.request_id)
@@ -64,14 +63,14 @@ async def test_another_orchestrator_finds_a_record(pair: tuple[Whole, Whole]) ->
 
 
 async def test_a_list_has_running_and_failed_requests_latest_first(
-    pair: tuple[Whole, Whole],
+    pair: tuple[World, World],
 ) -> None:
     """Guards against a list of answers only, and of one process only."""
     first, second = pair
-    ended = await answer(second, small_request())
-    await failure_of(answer(first, small_request(selection={"rewards": [{"name": "absent"}]})))
+    ended = await second.answer(small_request())
+    await failure_of(first.answer(small_request(selection={"rewards": [{"name": "absent"}]})))
     first.shut("extend")
-    call = first.stub.GenerateStream(pb.GenerateStreamRequest(request=seeded(8)))
+    call = first.stub.GenerateStream(pb.GenerateStreamRequest(request=small_request(seed=8)))
     running = (await call.read()).admitted.request_id
     records = await stored(first, 2)
     assert [record.request_id for record in records] == [running, ended.request_id]
@@ -82,11 +81,11 @@ async def test_a_list_has_running_and_failed_requests_latest_first(
     assert [record.outcome for record in await stored(second, 2)] == ["CANCELLED", "OK"]
 
 
-async def test_records_are_those_of_the_tenant(pair: tuple[Whole, Whole]) -> None:
+async def test_records_are_those_of_the_tenant(pair: tuple[World, World]) -> None:
     """Guards against a record, or its id, that another tenant gets: from the orchestrator that made
     it, and from Redis."""
     first, second = pair
-    reply = await answer(first, small_request(), tenant="a")
+    reply = await first.answer(small_request(), tenant="a")
     await stored(second, 1, "a")
     for service in pair:
         assert (await record_of(service, reply.request_id, "a")).outcome == "OK"
@@ -100,11 +99,11 @@ async def test_records_are_those_of_the_tenant(pair: tuple[Whole, Whole]) -> Non
 
 @pytest.mark.parametrize("damage", ["foreign", "moved", "garbage"])
 async def test_values_that_this_cache_did_not_store_are_no_records(
-    pair: tuple[Whole, Whole], admin: redis.Redis, damage: str
+    pair: tuple[World, World], admin: redis.Redis, damage: str
 ) -> None:
     """Guards against a program that writes Redis and gives a tenant another one's record."""
     first, second = pair
-    reply = await answer(first, small_request(), tenant="a")
+    reply = await first.answer(small_request(), tenant="a")
     await stored(second, 1, "a")
     owners = [hashed_tenant(tenant, SECRET) for tenant in "ab"]
     key, other = (record_key(reply.request_id, owner) for owner in owners)
@@ -144,8 +143,8 @@ async def test_the_records_of_a_tenant_are_bounded(redis_url: str, admin: redis.
 
 async def test_without_redis_each_orchestrator_has_its_own_records() -> None:
     """Guards against a request that fails, or a list that waits, because Redis is off."""
-    async with whole() as service:
-        reply = await answer(service, small_request())
+    async with world() as service:
+        reply = await service.answer(small_request())
         assert [record.request_id for record in await listed(service)] == [reply.request_id]
 
 

