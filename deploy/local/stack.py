@@ -10,12 +10,13 @@ import asyncio
 import itertools
 import os
 import secrets
+import shutil
 import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from specrej.security import Credentials, TLSFiles, tls_files
 from specrej.server.serving import LIVENESS
 
 HOST = "127.0.0.1"
+_READYZ = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 # Below the kernel's ephemeral ports. A free port is bound only later, so every process starts its
 # search at a random port and continues in order.
@@ -82,18 +84,19 @@ class _Replica:
         return f"{HOST}:{self.port}"
 
 
-class Stack:
-    """All processes, ready when the context is entered, stopped when it is left.
+class Stack(Processes):
+    """All services, ready when the context is entered, stopped when it is left.
 
     Without `ports`, and for all replicas but the first, it takes free ones. Without `log_dir`, logs
     go to a temporary directory that is removed at the end. `environment` is added to that of this
     process. `credentials` are used for the health checks of services with TLS. `gateway`: start the
-    gateway too.
+    gateway too. Processes are "redis", "generator", "generator-2", "orchestrator" and so on.
 
     Raises on entering:
         ProcessError: a port is taken, or a process ended or was not ready in time.
     """
 
+    processes = Processes.pids
     # Tests replace them with broken ones.
     modules: ClassVar[Mapping[str, str]] = {
         "generator": "generator_service",
@@ -116,30 +119,26 @@ class Stack:
         reward_services: int = 1,
         gateway: bool = False,
     ) -> None:
+        logs = log_dir or Path(tempfile.gettempdir(), f"specrej-{secrets.token_hex(8)}")
+        super().__init__([], logs, start_timeout_s=start_timeout_s, grace_s=grace_s)
+        self._keeps_logs = log_dir is not None
         self.ports = ports = ports or Ports.free()
+        self._environment = dict(environment or {})
         self._generators = _replicas(ports, "generator", generators)
         self._rewards = _replicas(ports, "reward", reward_services)
         self._orchestrators = _replicas(ports, "orchestrator", orchestrators)
         self._gateways = _replicas(ports, "gateway", int(gateway))
         self.orchestrator_address = self._orchestrators[0].address
-        has_tls = {**os.environ, **(environment or {})}.get("SPECREJ_GATEWAY_TLS_CERT")
-        self.gateway_url = f"{'https' if has_tls else 'http'}://{HOST}:{ports.gateway}"
         self.generator_address = self._generators[0].address
         self.reward_address = self._rewards[0].address
         # Of all replicas, comma-separated.
         self.orchestrator_addresses = ",".join(one.address for one in self._orchestrators)
         self.generator_addresses = ",".join(one.address for one in self._generators)
         self.reward_addresses = ",".join(one.address for one in self._rewards)
-        self.redis_url = f"redis://{HOST}:{self.ports.redis}/0"
-        self._log_dir = log_dir
-        self._environment = dict(environment or {})
+        scheme = "https" if self._has_tls("gateway") else "http"
+        self.gateway_url = f"{scheme}://{HOST}:{ports.gateway}"
+        self.redis_url = f"redis://{HOST}:{ports.redis}/0"
         self._credentials = credentials or Credentials()
-        self._start_timeout_s = start_timeout_s
-        self._grace_s = grace_s
-        # Set on entering.
-        self.log_dir: Path
-        self._children: Processes
-        self._exit: AsyncExitStack
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
@@ -147,50 +146,21 @@ class Stack:
         replicas = (*self._orchestrators, *self._generators, *self._rewards, *self._gateways)
         return tuple(f"http://{HOST}:{replica.metrics_port}/metrics" for replica in replicas)
 
-    @property
-    def processes(self) -> dict[str, int]:
-        """Process ids of "redis", "generator", "generator-2", "orchestrator" and so on."""
-        return self._children.pids
-
     async def __aenter__(self) -> Self:
         self.ports.check_free()
-        async with AsyncExitStack() as undo:
-            scratch = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-")))
-            self.log_dir = self._log_dir or scratch
-            self.log_dir.mkdir(parents=True, exist_ok=True)
-            self._children = Processes(
-                [
-                    self._valkey(scratch),
-                    *map(self._replica, (*self._generators, *self._rewards)),
-                    *map(self._replica, (*self._orchestrators, *self._gateways)),
-                ],
-                self.log_dir,
-                start_timeout_s=self._start_timeout_s,
-                grace_s=self._grace_s,
-            )
-            await undo.enter_async_context(self._children)
-            self._exit = undo.pop_all()
-        return self
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        backends = (*self._generators, *self._rewards)
+        services = map(self._replica, (*backends, *self._orchestrators, *self._gateways))
+        self._programs = {program.name: program for program in (self._valkey(), *services)}
+        return await super().__aenter__()
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._exit.aclose()
+    async def _stop_all(self) -> None:
+        await super()._stop_all()
+        if not self._keeps_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
 
-    async def restart(self, name: str) -> None:
-        """Stop one process, if it still runs, and start it again.
-
-        Raises:
-            ProcessError: it ended, or was not ready in time.
-        """
-        await self._children.restart(name)
-
-    def log_tails(self) -> str:
-        """The last lines that each process wrote."""
-        names = self._children.pids
-        return "\n".join(f"{name}:\n{self._children.log_tail(name)}" for name in names)
-
-    async def keep_alive(self, report: Callable[[str], None]) -> None:
-        """Restart processes that end; runs until cancelled."""
-        await self._children.keep_alive(report)
+    def _has_tls(self, kind: str) -> bool:
+        return bool({**os.environ, **self._environment}.get(f"SPECREJ_{kind.upper()}_TLS_CERT"))
 
     def _replica(self, replica: _Replica) -> Program:
         settings = {"PORT": str(replica.port), "METRICS_PORT": str(replica.metrics_port)}
@@ -203,28 +173,32 @@ class Stack:
         if replica.kind == "gateway":
             settings["ORCHESTRATOR_ADDRESS"] = self.orchestrator_address
         prefix = f"SPECREJ_{replica.kind.upper()}_"
-        secured = {**os.environ, **self._environment}.get(f"{prefix}TLS_CERT")
-        credentials = self._credentials if secured else Credentials()
-        arguments = (sys.executable, "-m", self.modules[replica.kind])
         environment = {prefix + key: value for key, value in settings.items()} | self._environment
+        arguments = (sys.executable, "-m", self.modules[replica.kind])
+        secured = self._has_tls(replica.kind)
         if replica.kind == "gateway":
-            tls = _tls_context(credentials) if secured else None
-            is_ready = partial(_is_ready, replica.port, tls)
+            tls = _tls_context(self._credentials) if secured else None
+            is_ready = partial(_replies, replica.port, _READYZ, b" 200 ", tls)
             return Program(replica.name, arguments, is_ready, environment)
         states = health_pb2.HealthCheckResponse
+        credentials = self._credentials if secured else Credentials()
         is_serving = partial(_has_state, states.SERVING, "", replica.address, credentials)
         # A process that does not answer may be busy.
         is_stuck = partial(_has_state, states.NOT_SERVING, LIVENESS, replica.address, credentials)
         return Program(replica.name, arguments, is_serving, environment, is_stuck)
 
-    def _valkey(self, data_dir: Path) -> Program:
-        options = ("--bind", HOST, "--port", str(self.ports.redis), "--dir", str(data_dir))
-        in_memory = ("--save", "", "--appendonly", "no")
-        return Program(
-            name="redis",
-            arguments=(_valkey_server(), *options, *in_memory),
-            is_ready=partial(_answers_ping, self.ports.redis),
+    def _valkey(self) -> Program:
+        listening = (
+            "--bind",
+            HOST,
+            "--port",
+            str(self.ports.redis),
+            "--dir",
+            tempfile.gettempdir(),
         )
+        in_memory = ("--save", "", "--appendonly", "no")
+        is_ready = partial(_replies, self.ports.redis, b"PING\r\n", b"+PONG")
+        return Program("redis", (_valkey_server(), *listening, *in_memory), is_ready)
 
 
 def _replicas(ports: Ports, kind: str, count: int) -> list[_Replica]:
@@ -276,13 +250,10 @@ async def _has_state(state: int, service: str, address: str, credentials: Creden
     return bool(answer.status == state)
 
 
-async def _answers_ping(port: int) -> bool:
-    return (await first_line(port, b"PING\r\n")).startswith(b"+PONG")
-
-
-async def _is_ready(port: int, tls: ssl.SSLContext | None) -> bool:
-    request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    return b" 200 " in await first_line(port, request, tls)
+async def _replies(
+    port: int, request: bytes, expected: bytes, tls: ssl.SSLContext | None = None
+) -> bool:
+    return expected in await first_line(port, request, tls)
 
 
 async def first_line(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:

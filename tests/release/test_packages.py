@@ -122,7 +122,7 @@ def test_prepared_models_are_not_fetched_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[str] = []
 
-    def run(*arguments: str, environment: dict[str, str]) -> None:
+    def run(*arguments: str, packages: Path | None = None) -> None:
         calls.append(arguments[1])
 
     monkeypatch.setattr(models, "_run", run)

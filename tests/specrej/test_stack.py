@@ -11,7 +11,7 @@ import pytest
 
 from deploy.local.__main__ import main
 from deploy.local.processes import ProcessError, Processes
-from deploy.local.stack import Ports, Stack, _is_ready
+from deploy.local.stack import Ports, Stack, first_line
 from tests.faults.proxy import reset
 
 
@@ -43,7 +43,7 @@ async def test_a_reset_connection_is_no_answer() -> None:
         reset(writer)
 
     async with await asyncio.start_server(leave, "127.0.0.1", 0) as server:
-        assert not await _is_ready(server.sockets[0].getsockname()[1], None)
+        assert await first_line(server.sockets[0].getsockname()[1], b"PING\r\n") == b""
 
 
 async def test_a_service_that_cannot_start_raises(
@@ -62,7 +62,7 @@ async def test_a_service_that_cannot_start_raises(
 async def test_the_embedded_server_answers_and_keeps_nothing(tmp_path: Path) -> None:
     """Guards against options that the embedded server refuses, and dump files left behind."""
     stack = Stack()
-    async with Processes([stack._valkey(tmp_path)], tmp_path, start_timeout_s=20):
+    async with Processes([stack._valkey()], tmp_path, start_timeout_s=20):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports.redis)
         writer.write(b"SET a 1\r\nCONFIG GET bind\r\n")
         assert await reader.readline() == b"+OK\r\n"
