@@ -60,7 +60,8 @@ def _loaded() -> Iterator[str]:
 
 def _run(*arguments: str, packages: Path | None = None) -> None:
     """Run Python, with the modules of `packages` too."""
-    paths = filter(None, [packages and str(packages), os.environ.get("PYTHONPATH")])
+    paths = [str(packages)] if packages else []
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = (sys.executable, *arguments)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
