@@ -54,7 +54,7 @@ from specrej.contracts import (
     Options,
     RewardDescription,
 )
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 
 _LONG_TOKENS = 512
 

@@ -9,8 +9,7 @@ from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from gateway.requests import Preset
 from specrej.contracts import MAX_INT32, Selection, WeightedReward
-from specrej.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
-from specrej.contracts.validation import check_selection
+from specrej.contracts.validation import MAX_PUBLIC_MESSAGE_BYTES, check_selection
 from specrej.security import Credentials, check_credentials, is_loopback, may_send_token
 from specrej.settings import Port, ProcessSettings, Seconds
 

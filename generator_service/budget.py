@@ -22,7 +22,7 @@ from rich.table import Table
 
 from generator_service.admission import SPARE_BLOCKS, Blocks, Demand, own_slots
 from generator_service.settings import GeneratorSettings
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 from specrej_models.sizes import (
     CPU_COLUMNS,
     DRAW_BLOCK,

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej_models.hub import ModelFiles, embedded_models, find
 

@@ -15,8 +15,7 @@ from orchestrator.cache import RedisAccess, Secret, check_access
 from orchestrator.loop.composition import Composite, check_composites
 from specrej.contracts import Schedule
 from specrej.contracts.errors import Violation
-from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
-from specrej.contracts.validation import check_schedule
+from specrej.contracts.validation import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES, check_schedule
 from specrej.security import Credentials, check_credentials, is_loopback
 from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from reward_service.specs import CausalSpec, PairwiseSpec
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
-from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
 from specrej_models.token_prefix import common_length
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from reward_service.reward import Described, whole_answers
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 from specrej.telemetry import metrics, names
 
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources, RewardSpec
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej_models.hub import embedded_models
 

@@ -32,8 +32,8 @@ from specrej.contracts import (
     wire,
 )
 from specrej.contracts.errors import InternalError, SpecrejError, Unavailable
-from specrej.contracts.limits import MAX_BATCH
 from specrej.contracts.status import from_backend_error, has_details
+from specrej.contracts.validation import MAX_BATCH
 from specrej.server.serving import time_left_s
 from specrej.v1 import common_pb2
 

@@ -21,7 +21,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specrej.contracts.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from specrej.contracts.validation import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 from specrej.security import TLSFiles, is_loopback, read_tokens
 
 Port = Annotated[int, Field(ge=0, le=65535)]

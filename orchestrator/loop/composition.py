@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from specrej.contracts import Normalization, WeightedReward
 from specrej.contracts.errors import Violation
-from specrej.contracts.limits import MAX_REWARDS
-from specrej.contracts.validation import check_rewards
+from specrej.contracts.validation import MAX_REWARDS, check_rewards
 
 # The generator's own mean log-likelihood goes by this name.
 LIKELIHOOD = "likelihood"

@@ -22,7 +22,7 @@ from reward_service.reward import StatelessSession, Text, TextTask, distinct
 from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt
-from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
 
 # The relevance model's published limit (sentence_bert_config.json), so that scores are those of its

@@ -23,7 +23,7 @@ from reward_service.kinds.lm_head import LMHead, single_token
 from reward_service.reward import distinct
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
-from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.token_prefix import common_length
 
 # Pairs of texts to compare, by their indices.

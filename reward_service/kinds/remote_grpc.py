@@ -22,7 +22,7 @@ from specrej.backend.v1 import reward_pb2_grpc
 from specrej.client.channel import open_channel
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, wire
 from specrej.contracts.errors import NotFound, Unavailable
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 from specrej.remote import RemoteRewards
 
 _POLL_S = 0.2  # between two calls to a service that loads its rewards

@@ -22,7 +22,7 @@ from reward_service.specs import HTTPSpec
 from specrej import fingerprint
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
-from specrej.contracts.limits import MAX_BATCH
+from specrej.contracts.validation import MAX_BATCH
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
 

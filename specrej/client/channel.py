@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack, cast
 import grpc
 import grpc.aio
 
-from specrej.contracts.limits import MAX_MESSAGE_BYTES
+from specrej.contracts.validation import MAX_MESSAGE_BYTES
 from specrej.reloading_file import ReloadingFile
 from specrej.security import (
     PEM,

@@ -67,6 +67,11 @@ class InvalidRequest(SpecrejError):
             self.reason = reason
 
 
+def malformed() -> InvalidRequest:
+    """The error for bytes that are not a message."""
+    return InvalidRequest([Violation("request", "must be a valid message")])
+
+
 def raise_if_any(violations: Iterable[Violation]) -> None:
     """Raises InvalidRequest if there are violations: the first ones, and the number of others."""
     remaining = iter(violations)

@@ -1,13 +1,14 @@
 """Checks of requests, made by every port before anything else; all violations at once.
 
-They work on contract values, after `limits` has bounded the lengths of their messages. The schema
-has the ranges as rules for other languages; to evaluate those takes too long per request.
+`check_lengths` bounds the repeated fields and texts of a message before it is converted; the other
+checks work on contract values. The schema has the ranges as rules for other languages; to evaluate
+those takes too long per request.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -28,7 +29,59 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.contracts.errors import Violation
-from specrej.contracts.limits import MAX_DECISION_TOKENS, MAX_PROMPT_CHARACTERS, MAX_REWARDS
+
+# Default limits of what a peer may send.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # between services
+MAX_PUBLIC_MESSAGE_BYTES = 8 * 1024 * 1024
+MAX_METADATA_BYTES = 16 * 1024
+
+MAX_PROMPT_CHARACTERS = 1_000_000  # of all messages
+MAX_DECISION_TOKENS = 1024
+MAX_REWARDS = 8
+MAX_BATCH = 65_536  # candidates that a service can be configured for
+_NAME_CHARACTERS = 256
+MAX_TOKEN_CHARACTERS = 128  # of a token; the longest of common vocabularies are white space
+_TEXT_CHARACTERS = 2**17 * MAX_TOKEN_CHARACTERS  # of a candidate: as many tokens as it may have
+
+# All repeated fields of requests: how many items each may have. For public requests, these and the
+# numbers of characters are rules of the schema, too.
+MAX_ITEMS: Mapping[str, int] = {
+    "Prompt.messages": 1024,
+    "Sampling.stop": 16,
+    "Sampling.stop_token_ids": 64,
+    "Sampling.logit_bias": 1024,
+    "Sampling.bad_words": 64,
+    "Schedule.tokens": MAX_DECISION_TOKENS,
+    "Selection.rewards": MAX_REWARDS,
+    "OpenSession.started": MAX_BATCH,
+    "StartedCandidate.token_ids": 2**17,
+    "PruneSession.keep": MAX_BATCH,
+    "PruneSession.forks": MAX_BATCH,
+    "ScoreRequest.responses": MAX_BATCH,
+    "ScoreBatch.candidates": MAX_BATCH,
+}
+# All texts of requests: how many characters each may have.
+MAX_CHARACTERS: Mapping[str, int] = {
+    "Message.role": _NAME_CHARACTERS,
+    "Message.content": MAX_PROMPT_CHARACTERS,
+    "Prompt.text": MAX_PROMPT_CHARACTERS,
+    "Sampling.stop": 256,
+    "Sampling.bad_words": 256,
+    "JsonSchema.schema": 65_536,
+    "Regex.pattern": 4096,
+    "Grammar.lark": 65_536,
+    "GenerateRequest.model": _NAME_CHARACTERS,
+    "WeightedReward.name": _NAME_CHARACTERS,
+    "GetRecordRequest.request_id": _NAME_CHARACTERS,
+    "OpenSession.cache_salt": 128,
+    "OpenSession.adapter": _NAME_CHARACTERS,
+    "ScoreRequest.reward": _NAME_CHARACTERS,
+    "ScoreRequest.responses": _TEXT_CHARACTERS,
+    "OpenScoring.reward": _NAME_CHARACTERS,
+    "ScoreCandidate.text": _TEXT_CHARACTERS,
+}
+# Its fields have the same paths in errors as those of Generate.
+_WITHOUT_PATH = "GenerateStreamRequest.request"
 
 ROLES = ("system", "user", "assistant")
 # Closer to 1, computing the next decision token would take very many steps.
@@ -43,6 +96,30 @@ MAX_ALL_TOP_LOGPROBS = 2**20  # of one request
 # The kinds of schedules that use a field.
 _KINDS_WITH = {"first": ("geometric", "memory"), "factor": ("geometric",), "tokens": ("tokens",)}
 _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
+
+
+def check_lengths(message: Any, path: str = "") -> Iterator[Violation]:
+    """Every repeated field and text of a protobuf message that is too long.
+
+    What a message can cost: gRPC bounds its bytes (MAX_PUBLIC_MESSAGE_BYTES), and the parser, in C,
+    needs up to 28 times as many for empty messages of two bytes. As an object, each of these takes
+    another hundred times; so nothing is converted, and no item of a long list is visited, before
+    this check. It runs in the same step of the event loop as the parser: one such message exists at
+    a time.
+    """
+    for field, value in message.ListFields():
+        name = f"{message.DESCRIPTOR.name}.{field.name}"
+        where = path if name == _WITHOUT_PATH else f"{path}.{field.name}".lstrip(".")
+        if field.is_repeated and len(value) > MAX_ITEMS[name]:
+            yield Violation(where, f"must have at most {MAX_ITEMS[name]} items")
+        elif field.message_type or field.type == field.TYPE_STRING:
+            for index, item in enumerate(value if field.is_repeated else (value,)):
+                here = f"{where}[{index}]" if field.is_repeated else where
+                if field.message_type:
+                    yield from check_lengths(item, here)
+                elif len(item) > MAX_CHARACTERS[name]:
+                    accepted = f"at most {MAX_CHARACTERS[name]} characters"
+                    yield Violation(here, f"must have {accepted}, has {len(item)}")
 
 
 def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:

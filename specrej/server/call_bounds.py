@@ -19,8 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from specrej import telemetry
-from specrej.contracts import limits
-from specrej.contracts.errors import DeadlineExceeded, Overloaded
+from specrej.contracts.errors import DeadlineExceeded, Overloaded, malformed
 from specrej.telemetry import names
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -145,11 +144,11 @@ def _refusal(reason: str, text: str) -> Overloaded:
 def bounded(
     handler: Any,
     bounds: CallBounds,
-    check: Callable[[bytes, Any], None],
+    check: Callable[[Any], None],
     wrap: Callable[[Handler], Handler],
     tenant: str,
 ) -> RpcHandler:
-    """The handler within `wrap` and `bounds`; `check` reads the bytes of unparsed messages."""
+    """The handler within `wrap` and `bounds`; `check` receives each parsed message."""
     behavior, decode = getattr(handler, behavior_name(handler)), _decoder(handler, check)
 
     async def read(_: Any, context: Context) -> Any:
@@ -202,19 +201,19 @@ class _Messages:
         """The message of a unary call. Raises InvalidRequest: there is none."""
         async for message in self:
             return message
-        raise limits.malformed()
+        raise malformed()
 
 
-def _decoder(handler: RpcHandler, check: Callable[[bytes, Any], None]) -> Callable[[bytes], Any]:
+def _decoder(handler: RpcHandler, check: Callable[[Any], None]) -> Callable[[bytes], Any]:
     """The handler's deserializer; a malformed or oversized message raises InvalidRequest."""
     parse: Any = handler.request_deserializer
-    message = parse.__self__.DESCRIPTOR  # generated handlers have its class's FromString
 
     def decode(data: bytes) -> Any:
-        check(data, message)
         try:
-            return parse(data)
+            message = parse(data)
+            check(message)
+            return message
         except DecodeError:
-            raise limits.malformed() from None
+            raise malformed() from None
 
     return decode

@@ -18,7 +18,6 @@ from typing import Any, Never
 import grpc.aio
 
 from specrej import telemetry
-from specrej.contracts import limits
 from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -27,8 +26,10 @@ from specrej.contracts.errors import (
     SpecrejError,
     Violation,
     is_late,
+    raise_if_any,
 )
 from specrej.contracts.status import to_status
+from specrej.contracts.validation import check_lengths
 from specrej.security import OURS, Access, Caller, set_caller
 from specrej.server.call_bounds import (
     CallBounds,
@@ -113,7 +114,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return None
         if details.method.startswith(OURS):
             wrap = partial(self._guard, details.method, caller=caller, admit=admit)
-            return bounded(handler, self._bounds, limits.check, wrap, caller.tenant)
+            return bounded(handler, self._bounds, _check_lengths, wrap, caller.tenant)
         bounds = self._probe_bounds.get(details.method)
         if bounds is None:
             bounds = CallBounds(
@@ -288,8 +289,13 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
     return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
 
 
-def _check_probe(data: bytes, _: Any) -> None:
+def _check_lengths(message: Any) -> None:
+    """Raises InvalidRequest: fields of a message are too long."""
+    raise_if_any(check_lengths(message))
+
+
+def _check_probe(message: Any) -> None:
     """Raises InvalidRequest: a message of health or reflection is too long."""
-    if len(data) > _MAX_PROBE_BYTES:
-        most = f"must have at most {_MAX_PROBE_BYTES} bytes, has {len(data)}"
+    if (size := message.ByteSize()) > _MAX_PROBE_BYTES:
+        most = f"must have at most {_MAX_PROBE_BYTES} bytes, has {size}"
         raise InvalidRequest([Violation("request", most)])

@@ -14,7 +14,7 @@ from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
 from specrej.client.channel import open_channel
 from specrej.contracts import Prompt
-from specrej.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
+from specrej.contracts.validation import MAX_PUBLIC_MESSAGE_BYTES
 from specrej.v1 import common_pb2
 from tests import http2
 from tests.faults.case import Case, case

@@ -34,10 +34,10 @@ from reward_service.specs import HTTPSpec
 from specrej import contracts as c
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request
-from specrej.contracts import limits, wire
-from specrej.contracts.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
+from specrej.contracts import wire
+from specrej.contracts.errors import InvalidRequest, RewardInvalid, SpecrejError
 from specrej.contracts.status import DETAILS_TRAILER, from_backend_error, to_status
-from specrej.contracts.validation import check_request, check_schedule
+from specrej.contracts.validation import check_lengths, check_request, check_schedule
 from specrej.security import Credentials, read_tokens, watch_token
 from specrej.v1 import common_pb2, orchestrator_pb2
 
@@ -50,12 +50,10 @@ _CONTEXT, _CANDIDATES, _VOCABULARY = 4096, 1024, 50_000
 
 def request(data: bytes) -> bool:
     """A public request: unpack and validate it; a valid one is packed, compared and keyed."""
-    with suppress(InvalidRequest):
-        limits.check(data, orchestrator_pb2.GenerateRequest.DESCRIPTOR)
     message = _parsed(orchestrator_pb2.GenerateRequest, data)
     if message is None:
         return False
-    violations: list[Violation] = []
+    violations = [*check_lengths(message)]
     unpacked = wire.request_from_message(message, c.Schedule(), violations)
     violations += check_request(unpacked, _CONTEXT, _CANDIDATES, _VOCABULARY)
     if not violations:

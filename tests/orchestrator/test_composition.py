@@ -22,7 +22,7 @@ from orchestrator.loop.composition import (
 from orchestrator.loop.scoring import judged
 from specrej.contracts import Normalization, WeightedReward
 from specrej.contracts.errors import RewardInvalid
-from specrej.contracts.limits import MAX_REWARDS
+from specrej.contracts.validation import MAX_REWARDS
 
 # Raw values of each candidate, one per reward, and the rewards.
 ScoredValues = tuple[dict[int, tuple[float, ...]], list[WeightedReward]]

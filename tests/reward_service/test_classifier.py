@@ -17,7 +17,7 @@ from reward_service.reward import score
 from reward_service.specs import Transform
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
-from specrej.contracts.limits import MAX_TOKEN_CHARACTERS
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service.tiny import (
     BOS,
     CONFIGS,

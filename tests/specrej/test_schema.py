@@ -15,9 +15,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message_factory import GetMessageClass
 
 from deploy.stubs import described
-from specrej.contracts import MAX_INT32, Schedule, limits, wire
-from specrej.contracts.errors import InvalidRequest, Violation
-from specrej.contracts.validation import check_request
+from specrej.contracts import MAX_INT32, Schedule, wire
+from specrej.contracts.validation import check_lengths, check_request
 from specrej.v1 import common_pb2, orchestrator_pb2
 from tests.specrej.test_limits import fields_of, filled, path_of
 
@@ -152,13 +151,10 @@ def complete(message: Any, path: str) -> None:
 def violated(message: Any) -> list[str]:
     """The fields with violations, as the orchestrator reports them."""
     stub = getattr(orchestrator_pb2, message.DESCRIPTOR.name)
-    data, violations = message.SerializeToString(), list[Violation]()
-    try:
-        limits.check(data, stub.DESCRIPTOR)
-    except InvalidRequest as error:
-        return [violation.field for violation in error.violations]
-    if stub is orchestrator_pb2.GenerateRequest:
-        made = wire.request_from_message(stub.FromString(data), Schedule(), violations)
+    parsed = stub.FromString(message.SerializeToString())
+    violations = [*check_lengths(parsed)]
+    if not violations and stub is orchestrator_pb2.GenerateRequest:
+        made = wire.request_from_message(parsed, Schedule(), violations)
         violations += check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
     return [violation.field for violation in violations]
 

@@ -15,8 +15,7 @@ from hypothesis import given
 
 from specrej import contracts as c
 from specrej.contracts.errors import Violation
-from specrej.contracts.limits import MAX_PROMPT_CHARACTERS
-from specrej.contracts.validation import check_request
+from specrej.contracts.validation import MAX_PROMPT_CHARACTERS, check_request
 from tests.specrej.test_wire import REQUESTS
 
 CONTEXT = 2048
