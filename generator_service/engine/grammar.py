@@ -1,8 +1,9 @@
 """Structured output: which tokens may follow a candidate's tokens, by llguidance. No torch.
 
 A session's output is compiled once. Its `Matchers` have one state per candidate, which depends on
-the candidate's tokens alone: cuts change no state, a fork copies its parent's, and after a failover
-it is computed anew from the tokens. Nothing here depends on logits or draws.
+the candidate's tokens alone: cuts change no state, and a fork copies its parent's. Nothing here
+depends on logits or draws. A session's candidates share the library's table of lexer states: its
+bound, far beyond what useful grammars need, is the one thing in which they can affect each other.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from decimal import Decimal
+from math import trunc
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from generator_service.engine.schema_numbers import check_numbers
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.contracts.errors import InternalError, InvalidRequest, Violation
 
@@ -48,6 +50,12 @@ _MOST_STATES = 50_000  # of a session's lexers, about a kilobyte each
 # Processor time that a session's masks may take: an initial budget, and an increment for each token
 # of a candidate; many times what JSON takes (docs/structured.md).
 _FIRST_S, _TOKEN_S = 1.0, 0.002
+
+_DIGITS = 15  # of numbers that float64 holds exactly
+_EXCLUSIVE = {
+    "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
+    "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
+}
 
 # A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords
 # that are not supported. White space is at most one space after a comma or a colon: models that
@@ -253,15 +261,11 @@ class CompiledGrammar:
     vocabulary: Vocabulary
 
     @classmethod
-    def of(cls, source: str, vocabulary: Vocabulary, num_tables: int = 1) -> CompiledGrammar:
-        """`num_tables`: the bound of the lexer's table is shared with so many others.
-
-        Raises:
-            ValueError: it cannot be compiled.
-        """
+    def of(cls, source: str, vocabulary: Vocabulary) -> CompiledGrammar:
+        """Raises ValueError if it cannot be compiled."""
         from llguidance import LLMatcher
 
-        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(num_tables), log_level=0)
+        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(), log_level=0)
         if first.is_error():
             raise ValueError(first.get_error())
         return cls(source, first, vocabulary)
@@ -279,9 +283,7 @@ class Matchers:
         self._vocabulary = grammar.vocabulary
         # By candidate, with the number of tokens that it has read.
         self._states: dict[int, tuple[LLMatcher, int]] = {}
-        self._alone: set[int] = set()  # candidates whose tables no other one uses
         self._lost: set[int] = set()  # candidates that are given up
-        self._most = 1  # candidates at the same time
         self._left_s = _FIRST_S
 
     def allowed(
@@ -302,7 +304,6 @@ class Matchers:
         num_read = (self._states[c][1] if c in self._states else 0 for c, _, _ in followed)
         unread = (max(1, len(text) - n) for (_, text, _), n in zip(followed, num_read, strict=True))
         self._left_s += sum(unread) * _TOKEN_S
-        self._most = max(self._most, len(ids))
         for candidate, text, mask in followed:
             if self._left_s <= 0:
                 self._lost.add(candidate)
@@ -310,9 +311,6 @@ class Matchers:
             began = time.thread_time()
             matcher = self._read(candidate, text)
             self._set_next(mask, matcher)
-            if matcher.is_error() and candidate not in self._alone:
-                matcher = self._read_alone(candidate, text)
-                self._set_next(mask, matcher)
             if matcher.is_error():
                 self._lost.add(candidate)
             self._left_s -= time.thread_time() - began
@@ -345,7 +343,6 @@ class Matchers:
                 matcher, num_read = self._states[parent]
                 states[number] = matcher.deep_copy(), num_read
         self._states = states
-        self._alone = self._alone & {*ids} - {*forks.values()}
         lost_forks = {number for number, parent in forks.items() if parent in self._lost}
         self._lost = (self._lost & {*ids}) | lost_forks
 
@@ -363,17 +360,6 @@ class Matchers:
             matcher.consume_tokens(list(text[num_read:]))
         self._states[candidate] = matcher, len(text)
         return matcher
-
-    def _read_alone(self, candidate: int, text: Sequence[int]) -> LLMatcher:
-        """The state after all of `text`, of a grammar compiled anew.
-
-        Copies share the lexer's table, whose size is bounded: without this, a candidate's mask
-        would depend on what the others have. Its own table has its share of the bound.
-        """
-        self._alone.add(candidate)
-        anew = CompiledGrammar.of(self._grammar.source, self._vocabulary, self._most)
-        self._states[candidate] = anew.first, 0
-        return self._read(candidate, text)
 
 
 def unpacked(masks: Mask, vocabulary: int) -> NDArray[np.bool_]:
@@ -402,7 +388,41 @@ def _source(output: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(lark)
 
 
-def _limits(num_tables: int) -> Any:
+def check_numbers(schema: str) -> None:
+    """Refuse numbers that llguidance, which reads them as float64, would change.
+
+    Text that is not JSON passes: llguidance refuses it.
+
+    Raises:
+        ValueError: the schema has such a number, or is nested too deeply.
+    """
+
+    def exact(text: str) -> float:
+        number = Decimal(text)
+        if abs(number.adjusted()) > 300 or len(number.normalize().as_tuple().digits) > _DIGITS:
+            raise ValueError(
+                f"the number {text[:40]} has more than {_DIGITS} digits or is too large"
+            )
+        return float(text)
+
+    def bounded(part: dict[str, Any]) -> dict[str, Any]:
+        # llguidance would allow an exclusive bound that is the other bound without its fraction.
+        for name, others in _EXCLUSIVE.items():
+            bound = part.get(name)
+            for other in (part.get(key) for key in others):
+                if type(bound) is type(other) is float and trunc(other) == bound != other:
+                    raise ValueError(f"{name} {bound:g} beside the other bound {other:g}")
+        return part
+
+    try:
+        json.loads(schema, parse_float=exact, parse_int=exact, object_hook=bounded)
+    except json.JSONDecodeError:
+        return
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+
+
+def _limits() -> Any:
     """Of the work for one grammar, and for one token of one candidate."""
     from llguidance._lib import LLParserLimits
 
@@ -410,7 +430,7 @@ def _limits(num_tables: int) -> Any:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=50_000,
         step_max_items=20_000,
-        max_lexer_states=_MOST_STATES // num_tables,
+        max_lexer_states=_MOST_STATES,
         max_grammar_size=100_000,
         verbose_errors=False,
     )

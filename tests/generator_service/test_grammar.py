@@ -24,11 +24,9 @@ from hypothesis import strategies as st
 
 from generator_service.engine import grammar
 from generator_service.engine.grammar import (
-    CompiledGrammar,
     Grammars,
     Matchers,
     TokenizerSpec,
-    Vocabulary,
     unpacked,
 )
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
@@ -163,21 +161,13 @@ def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_candidate_that_is_given_up_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against time that grows with all tokens that are not read, and against a grammar that
-    is compiled anew for each fork of a candidate whose tokens do not conform."""
+    """Guards against time that grows with all tokens that are not read."""
     monkeypatch.setattr("generator_service.engine.grammar._FIRST_S", -100.0)
     monkeypatch.setattr("generator_service.engine.grammar._TOKEN_S", 1.0)
     states = matchers(WORDS)
     for length in range(1, 200):
         states.allowed([0], [tokens("a" * length)])
     assert states._left_s < -95
-    monkeypatch.undo()
-    states, compiled = matchers(WORDS), mock.Mock(wraps=CompiledGrammar.of)
-    monkeypatch.setattr(CompiledGrammar, "of", compiled)
-    for number in range(5):
-        states.allowed([number], [tokens("ax" + "b" * number)])
-        states.keep([number], {number + 1: number})
-    assert compiled.call_count == 1
 
 
 def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +190,14 @@ def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyP
         ('{"$ref": "#"}', ""),
         ("{", ""),
         # llguidance's numbers are float64.
-        ('{"enum": [1234567890123456789]}', "float64"),
-        ('{"anyOf": [{"const": {"a": [9007199254740993]}}]}', "float64"),
-        ('{"const": 123456789.12345679}', "float64"),
-        ('{"const": 1' + 5000 * "0" + "}", "digits"),
-        ('{"const": 1' + 400 * "0" + "}", "out of range"),
-        (_NUMBER % '"exclusiveMinimum": 4, "maximum": 4.5', "whole"),
-        (_NUMBER % '"minimum": -0.5, "exclusiveMaximum": 0', "whole"),
-        (_NUMBER % '"minimum": 1, "exclusiveMaximum": 1e9999999', ""),
+        ('{"enum": [1234567890123456789]}', "the number 1234567890123456789 has more"),
+        ('{"type": "integer", "maximum": 9223372036854775807}', "9223372036854775807"),
+        ('{"anyOf": [{"const": {"a": [9007199254740993]}}]}', "9007199254740993"),
+        ('{"const": 123456789.12345679}', "123456789.12345679"),
+        ('{"const": 1' + 400 * "0" + "}", "too large"),
+        (_NUMBER % '"minimum": 1, "exclusiveMaximum": 1e9999999', "1e9999999"),
+        (_NUMBER % '"exclusiveMinimum": 4, "maximum": 4.5', "exclusiveMinimum 4 beside"),
+        (_NUMBER % '"minimum": -0.5, "exclusiveMaximum": 0', "exclusiveMaximum 0 beside"),
     ],
 )
 def test_schemas_that_are_not_supported_are_refused(schema: str, reason: str) -> None:
@@ -243,18 +233,14 @@ def check_refused(output: StructuredOutput, field: str, reason: str) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        '{"enum": [9007199254740992, -0.1, "9007199254740993", true]}',
-        '{"type": "integer", "maximum": 9223372036854775807}',
+        '{"enum": [900719925474099, 1e20, -0.1, "9007199254740993", true]}',
         _NUMBER % '"exclusiveMinimum": 0, "exclusiveMaximum": 1',
         _NUMBER % '"minimum": 0.25, "exclusiveMaximum": 0.5',
         _NUMBER % '"minimum": 1.5, "exclusiveMaximum": 2',
         _NUMBER % '"exclusiveMinimum": -1, "maximum": -0.5',
         _NUMBER % '"minimum": 0, "maximum": 1, "exclusiveMinimum": true',
-        _NUMBER % '"examples": [{"const": 12345678901234567890}]',
         '{"enum": [3.14159265358979, 0.3, 1.0]}',
         '{"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}',
-        '{"type": "object", "properties": {"const": {"type": "integer",'
-        ' "maximum": 9223372036854775807}}, "additionalProperties": false}',
     ],
 )
 def test_numbers_that_are_exact_are_accepted(schema: str) -> None:
@@ -326,29 +312,6 @@ def test_the_latest_outputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
         for output in (WORDS, Regex(f"a{{{number + 1}}}")):
             compiler.compile(output)
     assert run.call_count == 1 + 600
-
-
-def test_a_mask_does_not_depend_on_other_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards survivors, forks and failovers: copies of a grammar share a table of bounded size,
-    which the others may fill."""
-    pattern = '{"type": "string", "pattern": "a.{20,30}$"}'
-    monkeypatch.setattr(grammar, "_MOST_STATES", 300)
-    source = grammar._source(JsonSchema(pattern))
-    vocabulary = Vocabulary(SPEC.load(), [EOS, OTHER_END])
-
-    def walked(num_candidates: int) -> list[set[int]]:
-        states = CompiledGrammar.of(source, vocabulary).matchers()
-        randoms = [Random(number) for number in range(num_candidates)]
-        texts: list[list[int]] = [[] for _ in randoms]
-        seen = []
-        for _ in range(60):
-            rows = next_of(states, *texts)
-            seen.append(rows[0])
-            for text, row, random in zip(texts, rows, randoms, strict=True):
-                text.append(random.choice(sorted(row - {EOS, OTHER_END}) or [5]))
-        return seen
-
-    assert walked(8) == walked(1)
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
