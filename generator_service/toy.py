@@ -1,9 +1,10 @@
 """A test double that ships: a generator of deterministic words with real slot accounting.
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
-neighbours; bias, penalties, bad words, stop tokens and structured outputs change it. No model, no
-torch; a session that does not fit is refused and never waits. Options make its steps slow or fail,
-so that tests can interrupt a request under way.
+neighbours. Of the sampling it follows ends, stop tokens and log-probabilities, ignores what would
+change the draws, and refuses structured outputs. No model, no torch; a session that does not fit
+is refused and never waits. Options make its steps slow or fail, so that tests can interrupt a
+request under way.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from functools import cached_property
 
 from generator_service.admission import AdmissionQueue
 from generator_service.engine.commands import GrowingCandidate, OpenCommand, named_tokens
-from generator_service.engine.grammar import CompiledGrammar, Grammars, TokenizerSpec, unpacked
 from generator_service.engine.steps import Load, OnStep, Step
 from specrej.contracts import (
     NO_FORKS,
@@ -32,14 +30,12 @@ from specrej.contracts import (
     RoundEnd,
     SessionSpec,
     SlotGauge,
-    StructuredOutput,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.slots import SlotLedger
 
-_WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath")
-_ALL = range(len(_WORDS))
-_END = 2 * len(_WORDS)  # a token of structured outputs
+# Of different lengths, so that texts shifted by a word are noticed.
+_WORDS = ("ash", "birch", "clouds", "delta", "elm", "fjords", "grove", "heather")
 _FAILING_STEP = 10
 _AUTO_CANDIDATES = 8
 
@@ -60,10 +56,6 @@ class ToySession:
         self._live: list[GrowingCandidate] = []
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
-        self._matchers = command.grammar and command.grammar.matchers()
-        sampling = command.sampling
-        penalties = sampling.presence_penalty, sampling.frequency_penalty
-        self._adjusts = any((sampling.logit_bias, *penalties, sampling.repetition_penalty != 1.0))
 
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
@@ -125,49 +117,21 @@ class ToySession:
             return
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
-        ordered = [(draw + shift) % len(_WORDS) for shift in _ALL]
-        if self._adjusts:
-            ranks = dict(zip(ordered, _ALL, strict=True))
-            ordered.sort(key=lambda word: ranks[word] - self._adjustment(candidate, word))
-        if sampling.stop_token_ids or self.command.bad_words:
-            ordered.sort(key=lambda word: not self._may_follow(candidate, word))
-        conforming, _ = self._next(candidate)
-        word = next((word for word in ordered if word in conforming), ordered[0])
-        logprob = -(draw % 1000) / 500
+        word, logprob = draw % len(_WORDS), -(draw % 1000) / 500
+        stops = sampling.stop_token_ids
+        if step < sampling.min_tokens:  # the next word that is not a stop token
+            shifted = ((word + shift) % len(_WORDS) for shift in range(len(_WORDS)))
+            word = next((other for other in shifted if other not in stops), word)
         candidate.append(word, logprob)
         if sampling.top_logprobs:
             others = [other for other in range(len(_WORDS)) if other != word]
             ids = [word, *others][: sampling.top_logprobs]
             candidate.note_top((ids, [logprob - rank for rank in range(len(ids))]))
-        following, is_complete = self._next(candidate)
-        may_end = not sampling.ignore_eos and step >= sampling.min_tokens and is_complete
-        ends = may_end and draw // 1000 % self._generator.end_every == 0
-        if ends or word in sampling.stop_token_ids or (is_complete and not following):
+        may_end = not sampling.ignore_eos and step >= sampling.min_tokens
+        if (may_end and draw // 1000 % self._generator.end_every == 0) or word in stops:
             candidate.finish = FinishReason.STOP
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
-
-    def _next(self, candidate: GrowingCandidate) -> tuple[Collection[int], bool]:
-        """The words that a structured output allows next, and whether it allows the end."""
-        if not self._matchers:
-            return _ALL, True
-        text = [word + len(_WORDS) * (at > 0) for at, word in enumerate(candidate.token_ids)]
-        bits = unpacked(self._matchers.allowed([candidate.id], [text]), _END + 1)[0]
-        spelled = len(_WORDS) * bool(text)
-        return [word for word in _ALL if bits[word + spelled]], bool(bits[_END])
-
-    def _adjustment(self, candidate: GrowingCandidate, word: int) -> float:
-        """By how many ranks bias and penalties move a word; a repetition_penalty of 1.5 is one."""
-        sampling, count = self._sampling, candidate.token_ids.count(word)
-        bias = sum(bias.bias for bias in sampling.logit_bias if bias.token_id == word)
-        penalty = sampling.presence_penalty + 2 * (sampling.repetition_penalty - 1.0)
-        return bias - sampling.frequency_penalty * count - penalty * (count > 0)
-
-    def _may_follow(self, candidate: GrowingCandidate, word: int) -> bool:
-        if word in self._sampling.stop_token_ids and self._num_tokens < self._sampling.min_tokens:
-            return False
-        made = (*candidate.token_ids, word)
-        return not any(made[-len(bad) :] == bad for bad in self.command.bad_words)
 
     def _report(self, candidate: GrowingCandidate) -> Candidate:
         prefix = candidate.report()
@@ -209,6 +173,9 @@ class ToyGenerator:
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+        if spec.sampling.structured_output:
+            refused = "is not supported: the toy has no tokenizer"
+            raise InvalidRequest([Violation("sampling.structured_output", refused)])
         command = OpenCommand(
             range(_num_words(spec.prompt)),
             spec.n,
@@ -216,9 +183,7 @@ class ToyGenerator:
             spec.first_round_tokens,
             first_candidate_id=spec.first_candidate_id,
             started=spec.started,
-            bad_words=_sequences(spec.sampling.bad_words),
             min_answers=spec.min_answers,
-            grammar=await self._compiled(spec.sampling.structured_output),
         )
         session = ToySession(self, next(self._ids), command)
         self.queue.enter(session)  # admitted or refused: none may wait
@@ -229,35 +194,6 @@ class ToyGenerator:
             self.ledger.close(session.id)
             self.ledger.retire(session.prompt_tokens)
             self.ledger.evict(session.prompt_tokens)
-
-    async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
-        if output is None:
-            return None
-        grammar = await self._grammars.compiled(output)
-        first = unpacked(grammar.matchers().allowed([0], [[]]), _END + 1)[0]
-        if not first[[*_ALL, _END]].any():
-            refused = "must begin with a word of the toy"
-            raise InvalidRequest([Violation("sampling.structured_output", refused)])
-        return grammar
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        """For a tokenizer of the words, the words after a space, and the end; its other tokens are
-        never drawn: characters, and the parts that words are merged from."""
-        space, end = "\u0120", {"id": _END, "content": "</s>", "special": True}
-        end |= dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
-        merges = [(word[:at], word[at]) for word in _WORDS for at in range(1, len(word))]
-        merges += [(space, word) for word in _WORDS]
-        tokens = [*_WORDS, *(space + word for word in _WORDS), "</s>", space]
-        tokens += [chr(code) for code in range(33, 127)]  # of ASCII
-        tokens = list(dict.fromkeys([*tokens, *map("".join, merges)]))
-        vocabulary = {token: number for number, token in enumerate(tokens)}
-        model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
-        part = {"type": "ByteLevel"} | dict.fromkeys(("add_prefix_space", "use_regex"), False)
-        part |= {"trim_offsets": True}
-        tokenizer = {"version": "1.0", "added_tokens": [end], "model": model}
-        tokenizer |= {"decoder": part, "pre_tokenizer": part}
-        return Grammars(TokenizerSpec(json.dumps(tokenizer), len(tokens), _END), [_END])
 
     def report(self, step: Step) -> None:
         if self._on_step:
@@ -314,12 +250,6 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep | None = None) -> 
     return ToyGenerator(
         capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed, on_step=on_step
     )
-
-
-def _sequences(texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The words of each text, as indices; texts with other words are left out."""
-    split = [text.split() for text in texts]
-    return [tuple(map(_WORDS.index, words)) for words in split if {*words} <= {*_WORDS}]
 
 
 def _token(word: int) -> bytes:

@@ -45,7 +45,7 @@ ADJUSTED = replace(
     frequency_penalty=0.3,
     logit_bias=(TokenBias(5, 3.0),),
     min_p=0.001,
-    bad_words=("delta", "birch cloud", "e", "ab"),
+    bad_words=("e", "ab"),
 )
 # Its texts could end at any word, but for min_tokens.
 STRUCTURED = Sampling(
@@ -54,6 +54,11 @@ STRUCTURED = Sampling(
 IN_ALL_WAYS = pytest.mark.parametrize(
     "sampling", [ENDLESS, ADJUSTED, STRUCTURED], ids=["plain", "adjusted", "structured"]
 )
+
+
+def skip_if_refused(subject: Subject, sampling: Sampling) -> None:
+    if subject.is_toy and sampling.structured_output:
+        pytest.skip("a toy refuses structured outputs")
 
 
 @also_remote_own
@@ -126,6 +131,7 @@ async def has_owned(subject: Subject, slots: int) -> None:
 @IN_ALL_WAYS
 async def test_a_cut_changes_no_survivor(subject: Subject, sampling: Sampling) -> None:
     """In place: the tokens of a run without cuts in one round, wherever rounds end."""
+    skip_if_refused(subject, sampling)
     expected = await tokens_in_one_round(subject.generator, 8, sampling)
     async with subject.generator.open(SessionSpec(PROMPT, 8, sampling, 8)) as session:
         tokens, finishes = await to_the_end(session, [3, 8, 17, 24], cut=True)
@@ -141,6 +147,7 @@ async def test_a_cut_changes_no_survivor(subject: Subject, sampling: Sampling) -
 async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling) -> None:
     """It has its parent's tokens, then those that a candidate of its id draws; survivors have the
     tokens of a run without forks. The parent of one is rejected."""
+    skip_if_refused(subject, sampling)
     before = (await subject.generator.describe()).slots  # of a fleet up to a poll old
     expected = await tokens_in_one_round(subject.generator, 4, sampling)
     parents = {4: 0, 6: 2, 9: 1}
@@ -246,6 +253,7 @@ async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
 async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: Sampling) -> None:
     """They are neither drawn again nor reported, and their log-probability is kept. A session that
     has moved can fork before another token is drawn."""
+    skip_if_refused(subject, sampling)
     expected = await tokens_in_one_round(subject.generator, 6, sampling)
     started = tuple(StartedCandidate(i, expected[i][:8], -4.0) for i in (2, 5))
     async with subject.generator.open(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
 
 from generator_service.toy import is_toy, load_toy
-from specrej.contracts import Prompt, Regex, Sampling, SessionSpec
+from specrej.contracts import Prompt, Sampling, SessionSpec
 
 PROMPT = Prompt.from_user("one two three")
 
@@ -33,17 +32,3 @@ def test_unknown_options_of_a_toy_are_refused(name: str) -> None:
     assert not is_toy("toys")
     with pytest.raises(FileNotFoundError, match="no such toy"):
         load_toy(name, 1000)
-
-
-async def test_sessions_with_structured_outputs_open_at_the_same_time() -> None:
-    """Guards against threads that share the one process of trials, and wait for ever."""
-    toy = load_toy("toy", 100_000)
-
-    async def opened(number: int) -> None:
-        output = Regex("amber" + "( birch)?" * number)
-        sampling = Sampling(max_tokens=4, structured_output=output)
-        async with toy.open(SessionSpec(PROMPT, 1, sampling, 4)) as session:
-            assert session.n == 1
-
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(opened(number) for number in range(1, 17)))
