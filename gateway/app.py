@@ -19,12 +19,20 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import JSON, Answer, in_thread
+from gateway.completions import (
+    JSON,
+    Answer,
+    Call,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    call_of,
+    in_thread,
+    parsed,
+)
 from gateway.connection import Bodies, Disconnected, until_disconnected
 from gateway.errors import HTTPError, for_caller, response_of
-from gateway.mapping import Call, call_of
 from gateway.page import Page
-from gateway.requests import ChatRequest, CompletionRequest, Request, parsed
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
 from specrej import telemetry

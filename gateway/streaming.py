@@ -13,11 +13,9 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import JSON, Answer, in_thread
+from gateway.completions import JSON, Answer, Call, Request, in_thread
 from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
-from gateway.mapping import Call
-from gateway.requests import Request
 from specrej import telemetry
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
 

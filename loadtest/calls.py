@@ -14,7 +14,7 @@ import grpc
 
 from specrej.client.channel import open_blocking_channel
 from specrej.client.client import build_request
-from specrej.contracts import Options, ServiceDescription, wire
+from specrej.contracts import ServiceDescription, wire
 from specrej.contracts.status import from_rpc_error
 from specrej.security import TENANT_METADATA, Credentials, watch_token
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -57,9 +57,7 @@ class Caller:
         """Cancel all calls and disconnect."""
         self._channel.close()
 
-    def generate(
-        self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
-    ) -> Outcome:
+    def generate(self, prompt: str, started: float, tenant: str = "", **options: Any) -> Outcome:
         """Make a unary call; `started` is a reading of time.perf_counter()."""
         message = build_request(prompt, **options)
         try:
@@ -68,9 +66,7 @@ class Caller:
             return _failed(error, started)
         return _answered(answer, started)
 
-    def stream(
-        self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
-    ) -> Outcome:
+    def stream(self, prompt: str, started: float, tenant: str = "", **options: Any) -> Outcome:
         """Make a streaming call and time every round; stopping the greenlet cancels the call.
 
         Reads the stream to its status: otherwise the server would count the call as cancelled.

@@ -40,6 +40,7 @@ from specrej.contracts import (
     ServiceDescription,
     TokenBias,
     WeightedReward,
+    declared_options,
     wire,
 )
 from specrej.contracts import Options as Options
@@ -73,16 +74,17 @@ _LARGE_BYTES = 8192
 _NAME, _TEXT = re.compile("[0-9a-z_.-]+(?<!-bin)"), re.compile("[ -~]*")
 
 
-def build_request(
-    prompt: PromptLike, **options: Unpack[Options]
-) -> orchestrator_pb2.GenerateRequest:
-    """The message for a prompt and `Options`.
+def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.GenerateRequest:
+    """The message for a prompt and options by their names, see `declared_options`.
+
+    `rewards` may map names to weights, `logit_bias` token ids to biases; `structured_output` may be
+    a JSON Schema.
 
     Raises:
         TypeError: an unknown option.
         InvalidRequest: a value that no message can hold, such as a number beyond 64 bits.
     """
-    if unknown := options.keys() - Options.__annotations__.keys():
+    if unknown := options.keys() - declared_options().keys():
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     given = {name: value for name, value in options.items() if value is not None}
     for name in ("stop", "bad_words"):  # a text is a sequence of texts, its characters
@@ -226,12 +228,13 @@ class Client(_Connection):
 
     async def generate(
         self,
+        /,
         prompt: PromptLike,
         *,
         timeout_s: float | None = None,
         token: str = "",
         metadata: Metadata = (),
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Generation:
         """The best answer.
 
@@ -244,6 +247,7 @@ class Client(_Connection):
 
     async def stream(
         self,
+        /,
         prompt: PromptLike,
         *,
         timeout_s: float | None = None,
@@ -252,7 +256,7 @@ class Client(_Connection):
         progress: bool = False,
         text_deltas: bool = False,
         texts: bool = False,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> AsyncGenerator[Event, None]:
         """`generate` with an event at admission and after every round; `Finished` is the last.
 

@@ -6,26 +6,23 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from specrej.contracts import (
     Branching,
-    GenerationRequest,
     Grammar,
     JsonObject,
     JsonSchema,
     Normalization,
     Options,
     Regex,
-    Sampling,
     Schedule,
-    Selection,
     StructuredOutput,
     TokenBias,
     WeightedReward,
+    declared_options,
 )
 from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
@@ -131,32 +128,25 @@ _SYNTAX: dict[str, tuple[Callable[[str], object], str]] = {
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add a flag per option of a request; a flag that is not given leaves no attribute."""
-    for contract in (Selection, Sampling, GenerationRequest):
-        hints = get_type_hints(contract)
-        for item in fields(contract):
-            if "help" in item.metadata:
-                _add_option(parser, item, hints[item.name])
-
-
-def _add_option(parser: argparse._ArgumentGroup, item: Field[Any], hint: Any) -> None:
-    more: dict[str, Any] = {}
-    if item.name in _SYNTAX:
-        more["type"], more["metavar"] = _SYNTAX[item.name]
-    elif hint is bool:
-        on_off = argparse.BooleanOptionalAction
-        more["action"] = on_off if item.default else "store_true"
-    elif isinstance(hint, type) and issubclass(hint, Enum):
-        choices = [choice.value for choice in hint]
-        more |= {"type": _choice(hint), "metavar": f"{{{','.join(choices)}}}"}
-    else:
-        more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(hint, hint)
-    if isinstance(item.default, tuple):
-        more["action"] = "append"
-    flag = "--reward" if item.name == "rewards" else f"--{item.name.replace('_', '-')}"
-    names = (flag, "-n") if item.name == "n" else (flag,)
-    # argparse formats help texts with %.
-    text = item.metadata["help"].replace("%", "%%")
-    parser.add_argument(*names, dest=item.name, default=argparse.SUPPRESS, help=text, **more)
+    for name, option in declared_options().items():
+        more: dict[str, Any] = {}
+        kind = option.type
+        if name in _SYNTAX:
+            more["type"], more["metavar"] = _SYNTAX[name]
+        elif kind is bool:
+            more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            choices = ",".join(choice.value for choice in kind)
+            more |= {"type": _choice(kind), "metavar": f"{{{choices}}}"}
+        else:
+            more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(kind, kind)
+        if isinstance(option.default, tuple):
+            more["action"] = "append"
+        flag = "--reward" if name == "rewards" else f"--{name.replace('_', '-')}"
+        flags = (flag, "-n") if name == "n" else (flag,)
+        # argparse formats help texts with %.
+        text = option.help_text.replace("%", "%%")
+        parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **more)
 
 
 def _choice(kind: type[Enum]) -> Callable[[str], Enum]:
@@ -171,13 +161,7 @@ def _choice(kind: type[Enum]) -> Callable[[str], Enum]:
 
 def options_of(arguments: argparse.Namespace) -> Options:
     """The options that were given; for all others the server's defaults apply."""
-    given: Any = _given(arguments, Options)
-    options: Options = given
-    return options
-
-
-def _given(arguments: argparse.Namespace, keys: type) -> dict[str, Any]:
-    return {key: value for key, value in vars(arguments).items() if key in keys.__annotations__}
+    return {key: value for key, value in vars(arguments).items() if key in declared_options()}
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +188,8 @@ def credentials_of(arguments: argparse.Namespace) -> Credentials:
 
     The token itself has no flag: other users of the machine can read the arguments of a process.
     """
-    given: Any = {**credentials_from(os.environ), **_given(arguments, Credentials)}
+    names = Credentials.__annotations__
+    flags = {name: value for name, value in vars(arguments).items() if name in names}
+    given: Any = {**credentials_from(os.environ), **flags}
     credentials: Credentials = given
     return credentials

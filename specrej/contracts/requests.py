@@ -7,10 +7,11 @@ does not depend on other values, its accepted range: `option`. The client, the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
@@ -309,39 +310,33 @@ class GenerationRequest:
     )
 
 
-class Options(TypedDict, total=False):
-    """Every `option` of Selection, Sampling and GenerationRequest, as keyword arguments.
+# Values of options by their names, as `Client.generate` accepts them. An option left out is absent
+# on the wire, so that the server's default applies.
+Options = dict[str, Any]
 
-    An option left out is absent on the wire, so that the server's default applies.
-    """
 
-    n: int
-    alpha: float
-    schedule: Schedule
-    algorithm: Algorithm
-    rewards: Mapping[str, float] | Sequence[WeightedReward]  # a mapping: name -> weight
-    return_candidates: int
-    prefer_complete: bool
-    branching: Branching | None
-    min_answers: int
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    stop: Sequence[str]
-    seed: int
-    ignore_eos: bool
-    min_tokens: int
-    logprobs: bool
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float] | Sequence[TokenBias]  # a mapping: token id -> bias
-    bad_words: Sequence[str]
-    stop_token_ids: Sequence[int]
-    top_logprobs: int
-    structured_output: StructuredOutput | Mapping[str, Any]  # a mapping: a JSON Schema
-    model: str
-    cache: CacheControl
-    allow_degraded: bool
+class Option(NamedTuple):
+    """A declared option; `path` is that of its field in errors."""
+
+    path: str
+    type: Any
+    default: Any
+    help_text: str
+
+
+@cache
+def declared_options() -> Mapping[str, Option]:
+    """Every `option` of Selection, Sampling and GenerationRequest, by its name."""
+    options: dict[str, Option] = {}
+    for contract, part in (
+        (Selection, "selection."),
+        (Sampling, "sampling."),
+        (GenerationRequest, ""),
+    ):
+        hints = get_type_hints(contract)
+        for item in fields(contract):
+            if "help" in item.metadata:
+                wire_name = "cache_control" if item.name == "cache" else item.name
+                hint, help_text = hints[item.name], item.metadata["help"]
+                options[item.name] = Option(part + wire_name, hint, item.default, help_text)
+    return options

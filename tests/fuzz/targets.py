@@ -20,8 +20,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from gateway.mapping import call_of
-from gateway.requests import ChatRequest, CompletionRequest, parsed
+from gateway.completions import ChatRequest, CompletionRequest, call_of, parsed
 from loadtest.prompts import read_prompts
 from orchestrator.cache import Secret, cache_keys, tenant_digest
 from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack

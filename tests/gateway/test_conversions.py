@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.answers import in_thread
+from gateway.completions import in_thread
 from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted, wire
 from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
 from tests.serving import until

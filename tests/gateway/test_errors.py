@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from gateway.__main__ import Server
-from gateway.answers import Answer
 from gateway.app import Gateway
+from gateway.completions import Answer
 from gateway.settings import GatewaySettings
 from specrej.client import Client
 from specrej.contracts import errors

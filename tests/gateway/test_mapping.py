@@ -17,8 +17,8 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming,
 )
 
-from gateway.mapping import MAX_LOGPROBS, call_of
-from gateway.requests import (
+from gateway.completions import (
+    MAX_LOGPROBS,
     MESSAGE_TABLE,
     PART_TABLE,
     STREAM_TABLE,
@@ -34,8 +34,8 @@ from gateway.requests import (
     ResponseFormat,
     SchemaFormat,
     StreamOptions,
+    call_of,
     parsed,
-    path_of,
 )
 from gateway.settings import GatewaySettings
 from specrej import contracts as c
@@ -184,8 +184,8 @@ def test_turns_have_the_texts_of_all_their_parts() -> None:
 def test_every_option_of_the_client_can_be_set() -> None:
     """Guards against an option of the core without a name here; new ones appear in `specrej`."""
     own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)}
-    for option in c.Options.__annotations__:
-        assert option in Extension.model_fields or path_of(option) in own, option
+    for name, option in c.declared_options().items():
+        assert name in Extension.model_fields or option.path in own, name
 
 
 def test_options_arrive_as_the_clients() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.answers import Answer
+from gateway.completions import Answer
 from gateway.streaming import _part
 from tests.gateway.gateways import CHAT, STREAM, gateway_at, whole_reply
 from tests.specrej.fakes import ONE, FakeOrchestrator

@@ -118,13 +118,6 @@ def test_value_survives_the_wire(
     assert wire.from_message(sent(wire.to_message(value, message)), contract) == value
 
 
-def test_every_option_is_a_keyword_of_the_client() -> None:
-    """Guards against a new option that the client and the command line do not accept."""
-    groups = (c.Selection, c.Sampling, c.GenerationRequest)
-    declared = [item.name for group in groups for item in fields(group) if "help" in item.metadata]
-    assert declared == list(c.Options.__annotations__)
-
-
 def test_absent_fields_have_the_defaults_of_the_contract() -> None:
     """Guards against zero in place of a default: max_tokens 0, alpha 0."""
     default = c.Schedule(first=9)

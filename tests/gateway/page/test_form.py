@@ -16,8 +16,7 @@ import pytest_asyncio
 from google.protobuf import json_format
 
 from deploy.local.stack import Stack
-from gateway.mapping import call_of
-from gateway.requests import ChatRequest, parsed
+from gateway.completions import ChatRequest, call_of, parsed
 from gateway.settings import GatewaySettings
 from specrej.client import Client
 from specrej.client.client import build_request

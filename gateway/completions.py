@@ -1,0 +1,669 @@
+"""OpenAI's completions: requests as calls of specrej's client, answers as OpenAI's objects.
+
+A field of OpenAI's API is one row of `TABLE`, and its type in a request class. Options without a
+field there are in `specrej`, which is built from the contract's options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from specrej.contracts import (
+    MAX_RETURN_CANDIDATES,
+    MAX_SEED,
+    Algorithm,
+    CacheControl,
+    Generation,
+    JsonObject,
+    JsonSchema,
+    Message,
+    Options,
+    Prompt,
+    RankedCandidate,
+    RoundCompleted,
+    Sampling,
+    StructuredOutput,
+    TopLogprobs,
+    WeightedReward,
+    declared_options,
+    wire,
+)
+from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
+
+JSON = dict[str, Any]
+T = TypeVar("T")
+
+# Requests
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """The field sets the orchestrator's `path`; errors about that path name the field."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """The field has no effect."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Values other than null and the `harmless` ones, which change nothing, are an error."""
+
+    why: str
+    harmless: tuple[Any, ...] = ()
+
+
+Rule = Maps | Ignored | Refused
+
+_TOOLS = "is not supported: tools do not work here"
+_AUDIO = "is not supported: there is only text"
+_THOUGHT = "is not supported: no setting of the models here"
+_HOSTING = "a feature of OpenAI's hosting"
+
+TABLE: Mapping[str, Rule] = {
+    "model": Maps("model"),
+    "messages": Maps("prompt.messages"),
+    "prompt": Maps("prompt.text"),
+    "n": Maps("selection.return_candidates"),
+    "best_of": Maps("selection.n"),
+    "max_tokens": Maps("sampling.max_tokens"),
+    "max_completion_tokens": Maps("sampling.max_tokens"),
+    "temperature": Maps("sampling.temperature"),
+    "top_p": Maps("sampling.top_p"),
+    "stop": Maps("sampling.stop"),
+    "presence_penalty": Maps("sampling.presence_penalty"),
+    "frequency_penalty": Maps("sampling.frequency_penalty"),
+    "logit_bias": Maps("sampling.logit_bias"),
+    "seed": Maps("sampling.seed"),
+    "logprobs": Maps("sampling.logprobs"),
+    "top_logprobs": Maps("sampling.top_logprobs"),
+    "response_format": Maps("sampling.structured_output"),
+    "stream": Maps("stream"),
+    "stream_options": Maps("stream"),
+    "specrej": Maps("specrej"),
+    "audio": Refused(_AUDIO),
+    "echo": Refused("is not supported: prompts are not repeated", (False,)),
+    "function_call": Refused(_TOOLS, ("none", "auto")),
+    "functions": Refused(_TOOLS, ([],)),
+    "modalities": Refused(_AUDIO, (["text"],)),
+    "moderation": Refused("is not supported: answers are not moderated"),
+    "reasoning_effort": Refused(_THOUGHT, ("none",)),
+    "store": Refused("is not supported: conversations are not stored", (False,)),
+    "suffix": Refused("is not supported: text is only continued", ("",)),
+    "tool_choice": Refused(_TOOLS, ("none", "auto")),
+    "tools": Refused(_TOOLS, ([],)),
+    "verbosity": Refused(_THOUGHT, ("medium",)),
+    "web_search_options": Refused("is not supported: there is no search"),
+    "metadata": Ignored("it labels stored conversations"),
+    "parallel_tool_calls": Ignored("there are no tools"),
+    "prediction": Ignored("it changes the speed only"),
+    "prompt_cache_key": Ignored("equal beginnings are shared without it"),
+    "prompt_cache_options": Ignored(_HOSTING),
+    "prompt_cache_retention": Ignored(_HOSTING),
+    "safety_identifier": Ignored(_HOSTING),
+    "service_tier": Ignored(_HOSTING),
+    "user": Ignored("the token identifies the tenant"),
+}
+
+# The same for the fields of a message, of its parts, and of stream_options.
+MESSAGE_TABLE: Mapping[str, Rule] = {
+    "tool_calls": Refused(_TOOLS, ([],)),
+    "tool_call_id": Refused(_TOOLS),
+    "function_call": Refused(_TOOLS),
+    "audio": Refused(_AUDIO),
+    "name": Ignored("chat templates have no names"),
+    "refusal": Ignored("part of an answer"),
+    "parsed": Ignored("part of an answer"),
+    "annotations": Ignored("part of an answer"),
+    "reasoning_content": Ignored("part of an answer"),
+}
+PART_TABLE: Mapping[str, Rule] = {
+    "type": Maps("prompt.messages.content"),
+    "text": Maps("prompt.messages.content"),
+    "prompt_cache_breakpoint": Ignored(_HOSTING),
+}
+STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are not padded")}
+
+# Options that are fields of OpenAI's and of `specrej`, which has more values; not both at once.
+_BOTH = {"selection.n": "best_of", "sampling.structured_output": "response_format"}
+
+# Tags of the two forms of rewards, and pydantic's mark of a wrong key: not parts of a field's path.
+_BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
+
+# Unknown fields are kept, for the tables.
+_JSON = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(BaseModel):
+    model_config = _JSON
+
+    include_usage: bool | None = None
+
+
+def _options_of(part: str = "") -> dict[str, Any]:
+    """Types of the options without a field of OpenAI, all with default None."""
+    own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)} - _BOTH.keys()
+    types = {
+        "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
+        "rewards": Annotated[
+            Annotated[dict[str, float], Tag(_BY_NAME)]
+            | Annotated[tuple[WeightedReward, ...], Tag(_LISTED)],
+            Discriminator(lambda given: _BY_NAME if isinstance(given, Mapping) else _LISTED),
+        ],
+    }
+    return {
+        name: (types.get(name, option.type) | None, None)
+        for name, option in declared_options().items()
+        if option.path not in own and option.path.startswith(part)
+    }
+
+
+class _Extension(BaseModel):
+    """What OpenAI's API has no field for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    timeout_s: Annotated[float | None, Field(gt=0)] = None
+    events: Literal["rounds", "reasoning", "all"] | None = None
+    allow_special_tokens: bool = False
+
+
+Extension: type[_Extension] = create_model("Extension", __base__=_Extension, **_options_of())
+
+# What a preset may carry. Its source is a setting: texts of JSON become enums and tuples.
+Preset: type[BaseModel] = create_model(
+    "Preset",
+    __config__=ConfigDict(extra="forbid", allow_inf_nan=False),
+    **_options_of("selection."),
+)
+
+
+def _texts(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class Request(BaseModel):
+    """The fields that both endpoints have."""
+
+    model_config = _JSON
+
+    model: Annotated[str, Field(min_length=1)]
+    n: Annotated[int | None, Field(ge=1, le=MAX_RETURN_CANDIDATES)] = None
+    best_of: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_texts)] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    specrej: Extension = Field(default_factory=Extension)
+
+
+def _joined(value: object) -> object:
+    """The text of a message: a string, or the parts of one."""
+    if not isinstance(value, list):
+        return "" if value is None else value
+    texts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
+    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a text, or parts of type text: no images, audio or files")
+    if unknown := sorted({name for part in value for name in part} - PART_TABLE.keys()):
+        raise ValueError(f"its parts have unknown fields: {', '.join(unknown)}")
+    return "".join(map(str, texts))
+
+
+def _role(value: object) -> object:
+    if value in ("tool", "function"):
+        raise ValueError(f"{value} {_TOOLS}")
+    return "system" if value == "developer" else value
+
+
+class ChatMessage(BaseModel):
+    model_config = _JSON
+
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_joined)] = ""
+
+
+class SchemaFormat(BaseModel):
+    """A JSON schema with its name; answers always conform, also where `strict` is false."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The schema without the white space and the escapes that would lengthen it."""
+        return json.dumps(self.schema_, ensure_ascii=False, separators=(",", ":"))
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema if its type is json_schema, else not")
+        return self
+
+    @property
+    def output(self) -> StructuredOutput | None:
+        if self.json_schema:
+            return JsonSchema(self.json_schema.text)
+        return JsonObject() if self.type == "json_object" else None
+
+
+class ChatRequest(Request):
+    """A conversation."""
+
+    response_format: ResponseFormat | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+def _one(value: object) -> object:
+    if isinstance(value, list) and not (len(value) == 1 and isinstance(value[0], str)):
+        raise ValueError("must be one text: neither token ids nor several prompts")
+    return value[0] if isinstance(value, list) else value
+
+
+class CompletionRequest(Request):
+    """Raw text, without the model's chat template. `logprobs`: so many of each step's tokens."""
+
+    prompt: Annotated[str, BeforeValidator(_one), Field(min_length=1)]
+    logprobs: int | None = None
+
+
+R = TypeVar("R", bound=Request)
+
+_MAX_ERRORS = 1000  # of a request: more are not listed, and no objects are made for them
+
+
+def parsed(model: type[R], body: bytes) -> R:
+    """The request in a JSON body.
+
+    Raises:
+        InvalidRequest: every field that is unknown, refused or of a wrong type.
+    """
+    try:
+        request = model.model_validate_json(body)
+    except ValidationError as error:
+        if error.error_count() > _MAX_ERRORS:
+            text = f"has more than {_MAX_ERRORS} invalid fields"
+            raise InvalidRequest([Violation("body", text)]) from None
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        texts = (item["msg"].removeprefix("Value error, ") for item in problems)
+        raise_if_any(map(Violation, (_name(item["loc"]) for item in problems), texts))
+        raise
+    raise_if_any(_violations(request))
+    return request
+
+
+def _name(location: tuple[int | str, ...]) -> str:
+    """The path of a field: that of ("messages", 0, "content") is "messages[0].content"."""
+    parts = [part for part in location if part not in (_BY_NAME, _LISTED, _KEY)]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return path.lstrip(".") or "body"
+
+
+def _violations(request: Request) -> Iterator[Violation]:
+    yield from _extra(request, TABLE)
+    if isinstance(request, ChatRequest):
+        for index, message in enumerate(request.messages):
+            yield from _extra(message, MESSAGE_TABLE, f"messages[{index}].")
+        if None not in (request.max_tokens, request.max_completion_tokens):
+            yield Violation("max_tokens", "is max_completion_tokens: set one of them")
+    if request.stream_options:
+        yield from _extra(request.stream_options, STREAM_TABLE, "stream_options.")
+        if not request.stream:
+            yield Violation("stream_options", "needs stream: true")
+    for path, name in _BOTH.items():
+        option = path.rpartition(".")[2]
+        if None not in (getattr(request, name, None), getattr(request.specrej, option, None)):
+            yield Violation(f"specrej.{option}", f"is {name}: set one of them")
+
+
+def _extra(given: BaseModel, table: Mapping[str, Rule], path: str = "") -> Iterator[Violation]:
+    for name, value in (given.model_extra or {}).items():
+        match table.get(name):
+            case Ignored():
+                pass
+            case Refused(why, harmless):
+                if value is not None and value not in harmless:
+                    yield Violation(path + name, why)
+            case _:
+                yield Violation(path + name, "unknown field")
+
+
+# Calls
+
+# Of the choices of a request: the body of the answer takes about 300 MB while it is made.
+MAX_LOGPROBS = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the client; `sources` has the caller's field for each path that is set."""
+
+    prompt: Prompt
+    options: Options
+    timeout_s: float | None
+    sources: Mapping[str, str]
+
+    @property
+    def num_choices(self) -> int:
+        return int(self.options.get("return_candidates", 1))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.options.get("logprobs", False))
+
+    def name_of(self, path: str) -> str:
+        """The caller's field for a path in the orchestrator's errors."""
+        for known in sorted(self.sources, key=len, reverse=True):
+            if path == known or path.startswith((f"{known}.", f"{known}[")):
+                return self.sources[known] + path[len(known) :]
+        part, _, option = path.partition(".")
+        return f"specrej.{option}" if option and part in ("sampling", "selection") else path
+
+
+def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
+    """The call for a request.
+
+    Raises:
+        InvalidRequest: fewer candidates than choices, several choices at temperature 0, or more
+            than MAX_LOGPROBS values.
+    """
+    paths = {name: option.path for name, option in declared_options().items()}
+    options: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    model, _, preset = request.model.rpartition(":")
+    has_preset = bool(model) and preset in presets
+    parts = [(presets[preset], f"model: {preset}.")] if has_preset else []
+    for part, prefix in (*parts, (request.specrej, "specrej.")):
+        for name in part.model_fields_set & paths.keys():
+            if (value := getattr(part, name)) is not None:
+                options[name] = value
+                sources[paths[name]] = prefix + name
+    for name in type(request).model_fields:
+        rule, value = TABLE[name], getattr(request, name)
+        if isinstance(rule, Maps) and value is not None:
+            sources[rule.path] = name
+            option = rule.path.rpartition(".")[2]
+            if option in paths:
+                options[option] = value
+    of_preset = {name for name in options if sources.get(paths[name], "").startswith("model: ")}
+    for name in of_preset & _unfit(options):
+        del options[name]
+    sources.setdefault("prompt", "messages" if isinstance(request, ChatRequest) else "prompt")
+    sources.setdefault("selection.min_answers", "n")
+    sources.setdefault("sampling.top_logprobs", "logprobs")
+    sources.setdefault("sampling.max_tokens", "max_tokens")
+    sources["prompt.allow_special_tokens"] = "specrej.allow_special_tokens"
+    options["model"] = model if has_preset else request.model
+    if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
+        raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
+    _fill_in(options)
+    call = Call(_prompt(request), options, request.specrej.timeout_s, sources)
+    if 0 < call.options.get("n", 0) < call.num_choices:
+        text = f"must be at least n, the number of choices ({call.num_choices})"
+        raise InvalidRequest([Violation(call.name_of("selection.n"), text)])
+    raise_if_any(_too_large(call))
+    return call
+
+
+def _too_large(call: Call) -> Iterator[Violation]:
+    options = call.options
+    per_token = 1 + options.get("top_logprobs", 0) if call.wants_logprobs else 0
+    num_tokens = call.num_choices * options.get("max_tokens", Sampling().max_tokens)
+    if num_tokens * per_token > MAX_LOGPROBS:
+        # Without their number, which may have too many digits for a text.
+        most = f"the choices may have at most {MAX_LOGPROBS} log-probabilities"
+        yield Violation(call.name_of("sampling.top_logprobs"), most)
+
+
+def _unfit(options: Mapping[str, Any]) -> set[str]:
+    """Options that the others make invalid: a preset's are left out then."""
+    if options.get("temperature") == 0:  # greedy candidates would all be equal
+        return {"n", "min_answers", "branching"}
+    unfit: set[str] = set()
+    num_choices, least = options.get("return_candidates", 1), options.get("min_answers", 1)
+    branching, most = options.get("branching"), options.get("n") or math.inf
+    if most < num_choices:
+        unfit.add("n")
+        most = math.inf
+    if branching:
+        most = min(most, branching.keep)
+        is_best_of_n = options.get("algorithm") is Algorithm.BEST_OF_N
+        if is_best_of_n or branching.keep < max(num_choices, least):
+            unfit.add("branching")
+    if not num_choices <= least <= most:
+        unfit.add("min_answers")
+    return unfit
+
+
+def _fill_in(options: dict[str, Any]) -> None:
+    """Set defaults that differ from the orchestrator's; docs/gateway.md has the reasons."""
+    if options.get("temperature") == 0:
+        options.setdefault("n", 1)
+    elif "seed" not in options:
+        options["seed"] = secrets.randbelow(MAX_SEED)
+        options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
+    if isinstance(given := options.get("structured_output"), ResponseFormat):
+        options["structured_output"] = given.output
+    if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
+        options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
+    if (num_choices := options.get("return_candidates", 1)) > 1:
+        options.setdefault("min_answers", num_choices)
+
+
+def _prompt(request: Request) -> Prompt:
+    special = request.specrej.allow_special_tokens
+    if isinstance(request, CompletionRequest):
+        return Prompt(text=request.prompt, allow_special_tokens=special)
+    assert isinstance(request, ChatRequest)
+    turns = tuple(Message(message.role, message.content) for message in request.messages)
+    return Prompt(messages=turns, allow_special_tokens=special)
+
+
+# Answers
+
+_LARGE = ThreadPoolExecutor(1, "large-answers")
+
+
+async def in_thread(convert: Callable[[], T], *, is_large: bool) -> T:
+    """Return `convert()`, computed in a thread, because it would block the event loop.
+
+    Large answers, those with log-probabilities, are converted one at a time.
+    """
+    executor = _LARGE if is_large else None
+    return await asyncio.get_running_loop().run_in_executor(executor, convert)
+
+
+def _chat_logprobs(candidate: RankedCandidate) -> JSON:
+    tops = candidate.top_logprobs or [TopLogprobs(())] * len(candidate.tokens)
+    content = [
+        {**_token(token, value), "top_logprobs": [_token(t.token, t.logprob) for t in top.tokens]}
+        for token, value, top in zip(candidate.tokens, candidate.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: bytes, logprob: float) -> JSON:
+    return {"token": wire.text_of(token), "bytes": list(token), "logprob": logprob}
+
+
+def _text_logprobs(candidate: RankedCandidate) -> JSON:
+    """Offsets are characters of the answer before each token."""
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    lengths = [len(decoder.decode(token)) for token in candidate.tokens]
+    tops = [
+        {wire.text_of(t.token): t.logprob for t in top.tokens} for top in candidate.top_logprobs
+    ]
+    return {
+        "tokens": [*map(wire.text_of, candidate.tokens)],
+        "token_logprobs": list(candidate.logprobs),
+        "top_logprobs": tops or None,
+        "text_offset": [*accumulate(lengths[:-1], initial=0)],
+    }
+
+
+def _num_equal(first: str, second: str) -> int:
+    """The length of the beginning that two texts share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+class Answer:
+    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions."""
+
+    def __init__(self, model: str, num_choices: int, *, is_chat: bool, logprobs: bool) -> None:
+        self._model = model
+        self._num_choices = num_choices
+        self._is_chat = is_chat
+        self._logprobs = logprobs
+        self._created = int(time.time())
+        self._sent = ""  # of the only choice
+
+    def whole(self, generation: Generation) -> JSON:
+        """The body of a request that does not stream.
+
+        Raises:
+            InvalidRequest: fewer candidates are complete than choices were requested.
+        """
+        choices: list[JSON] = []
+        for index, candidate in enumerate(self._chosen(generation)):
+            message = {"role": "assistant", "content": candidate.text, "refusal": None}
+            text = {"message": message} if self._is_chat else {"text": candidate.text}
+            choices.append({"index": index, **text, **self._end(candidate)})
+        body = self._chunk(generation.request_id, choices)
+        return {**body, "object": body["object"].removesuffix(".chunk"), **self._about(generation)}
+
+    def opening(self, request_id: str) -> Iterator[JSON]:
+        """The first chunk of each choice, with its role."""
+        for index in range(self._num_choices if self._is_chat else 0):
+            yield self._delta(request_id, index, {"role": "assistant", "content": ""})
+
+    def round(self, request_id: str, event: RoundCompleted, style: str) -> JSON:
+        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
+        if style == "rounds" or not self._is_chat:
+            return self._chunk(request_id, []) | {"specrej": wire.to_plain(event)}
+        trace = event.trace
+        line = (
+            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
+            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
+        )
+        return self._delta(request_id, 0, {"reasoning_content": line})
+
+    def delta(self, request_id: str, text: str) -> Iterator[JSON]:
+        """The next part of the text, if there is one choice; log-probabilities come at its end."""
+        if self._num_choices == 1 and not self._logprobs:
+            self._sent += text
+            yield self._delta(request_id, 0, {"content": text})
+
+    def closing(
+        self, request_id: str, generation: Generation, include_usage: bool
+    ) -> Iterator[JSON]:
+        """What was not sent of the text of each choice, its end, and the usage if requested."""
+        for index, candidate in enumerate(self._chosen(generation)):
+            end = self._end(candidate)
+            # The sent text differs from the answer's where later bytes made an earlier character
+            # invalid.
+            rest = candidate.text[_num_equal(self._sent, candidate.text) :]
+            logprobs = end.pop("logprobs")
+            if rest or logprobs or not self._sent:
+                yield self._delta(request_id, index, {"content": rest}, logprobs)
+            last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
+            yield self._chunk(request_id, [{"index": index, **last, **end, "logprobs": None}])
+        if include_usage:
+            yield self._chunk(request_id, []) | self._about(generation)
+
+    def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
+        completed = len(generation.candidates)
+        if completed < self._num_choices:
+            text = (
+                f"{self._num_choices} choices were requested and {completed} candidates completed:"
+                " rewards have vetoed the others, or the answer is degraded"
+            )
+            raise InvalidRequest([Violation("n", text)])
+        return generation.candidates[: self._num_choices]
+
+    def _chunk(self, request_id: str, choices: list[JSON]) -> JSON:
+        return {
+            "id": f"chatcmpl-{request_id}" if self._is_chat else f"cmpl-{request_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _delta(
+        self, request_id: str, index: int, delta: JSON, logprobs: JSON | None = None
+    ) -> JSON:
+        text = {"delta": delta} if self._is_chat else {"text": delta["content"]}
+        choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
+        return self._chunk(request_id, [choice])
+
+    def _end(self, candidate: RankedCandidate) -> JSON:
+        end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
+        if self._logprobs:
+            end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
+        return end
+
+    def _about(self, generation: Generation) -> JSON:
+        """The usage of the returned choices, and what OpenAI's objects have no field for."""
+        prompt = generation.usage.prompt_tokens
+        completion = sum(candidate.num_tokens for candidate in self._chosen(generation))
+        # The candidates and rounds of a large answer take seconds, and are omitted.
+        plain = wire.to_plain(replace(generation, candidates=generation.candidates[:1], rounds=()))
+        omitted = ("text", "score", "finish_reason", "candidates", "rounds")
+        rest = {name: value for name, value in plain.items() if name not in omitted}
+        scores = [candidate.score for candidate in self._chosen(generation)]
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            "system_fingerprint": generation.generator_fingerprint,
+            "specrej": {**rest, "scores": scores},
+        }
