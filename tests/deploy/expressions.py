@@ -97,9 +97,3 @@ def selected(text: str) -> list[Selected]:
 _OPERATORS = {
     "MatchOp.Equal": "=", "MatchOp.NotEqual": "!=", "MatchOp.Re": "=~", "MatchOp.NotRe": "!~"
 }  # fmt: skip
-
-
-def grouping_labels(text: str) -> set[str]:
-    """Return the labels in by (...) and on (...)."""
-    lists = re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", text)
-    return {label.strip() for labels in lists for label in labels.split(",") if label.strip()}

@@ -183,26 +183,6 @@ class Manifests:
         return {key.removeprefix(prefix): v for key, v in variables if key.startswith(prefix)}
 
 
-_UNITS = {"m": 1e-3, "": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
-
-
-def quantity(text: str) -> float:
-    """The value of a Kubernetes quantity: cores or bytes."""
-    number = text.rstrip("mKMGi")
-    return float(number) * _UNITS[text.removeprefix(number)]
-
-
-def needed(manifests: Manifests, name: str, kind: str, resource: str) -> float:
-    """The requests or limits of all pods of a workload; init containers run before the others."""
-    pod = manifests.pod(name)
-    before, together = (
-        [quantity(container["resources"][kind][resource]) for container in pod.get(group, ())]
-        for group in ("initContainers", "containers")
-    )
-    of_pod = max([sum(together), *before])
-    return of_pod * int(manifests.workloads[name]["spec"]["replicas"])
-
-
 def accepted(
     name: str, variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> ProcessSettings:

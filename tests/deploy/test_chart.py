@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -122,17 +121,6 @@ def test_values_change_what_they_name(chart: Path) -> None:
     assert template["metadata"]["annotations"] != annotated["orchestrator"]
 
 
-def test_values_of_a_group_of_nodes(chart: Path) -> None:
-    """Guards against images that reach only one of the two pod templates."""
-    values = {"overlay": "gpu-nodes", "images": {"generator": "example.com/generator:1"}}
-    theirs = _template(chart, **values, replicas={"generator-nodes": 5})
-    (group,) = theirs.of("LeaderWorkerSet")
-    assert group["spec"]["replicas"] == 5
-    for part in ("leaderTemplate", "workerTemplate"):
-        (container,) = group["spec"]["leaderWorkerTemplate"][part]["spec"]["containers"]
-        assert container["image"] == "example.com/generator:1"
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -146,21 +134,6 @@ def test_values_of_a_group_of_nodes(chart: Path) -> None:
 def test_wrong_values_are_refused(chart: Path, values: dict[str, Any], reason: str) -> None:
     """Guards against a value that is misspelt and ignored."""
     assert reason in _run(chart, values)["error"]
-
-
-def test_objects_are_in_the_namespace_of_the_release(chart: Path) -> None:
-    files = _run(chart, {}, namespace="elsewhere")["files"]
-    (content,) = files.values()
-    spaces = {item["metadata"]["namespace"] for item in parsed(content)}
-    assert spaces == {"elsewhere"}
-
-
-def test_the_release_fits_into_a_secret(chart: Path) -> None:
-    """Guards against a chart that Helm cannot store: at most 1 MiB, compressed, as base64."""
-    files = [path.read_bytes() for path in chart.rglob("*") if path.is_file()]
-    largest = max((chart / "overlays").iterdir(), key=lambda path: path.stat().st_size)
-    stored = gzip.compress(b"".join([*files, largest.read_bytes()]))
-    assert len(stored) * 4 / 3 < 2**20
 
 
 def test_versions_and_overlays_are_those_of_the_project() -> None:

