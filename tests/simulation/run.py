@@ -1,4 +1,8 @@
-"""One run: orchestrators, clients of several tenants and faults, all drawn from a seed."""
+"""One run: clients of several tenants, orchestrators and faults, all drawn from a seed.
+
+The product's client calls the product's servicers over `wire`: request and events are messages, an
+error is a status. Backends are toys behind their own servicers.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import replace
 from functools import cache, partial
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -27,20 +31,25 @@ from orchestrator.cache import redis_client as redis_py
 from orchestrator.edge import service
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
+from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.loop.run import run
 from orchestrator.observe.request_records import RequestRecords
-from specrej import contracts
-from specrej.contracts import CacheControl, GenerationRequest
-from specrej.security import Share
-from tests.simulation import backends
+from specrej import Client, Retries, contracts
+from specrej.client import client as client_module
+from specrej.contracts import CacheControl, Generation, Options
+from specrej.contracts.errors import SpecrejError
+from specrej.remote import RemoteGenerator, RemoteRewards
+from specrej.security import TENANT_METADATA
+from tests.simulation import nodes
 from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, note_change
+from tests.simulation.wire import Channel, Server
 
 DEADLINE_S = 30.0
-_LATE_S = 1.0  # a call to Redis and the end of a session may follow the deadline
-_SETTLED_S = 5.0  # then every lease has expired
+_LATE_S = 1.5  # a call to Redis and the end of a session may follow the deadline
+_SETTLED_S = 12.0  # then every lease has expired
 _MOST_IDLE = 400  # entries of all containers of an idle orchestrator
-_BOTH = tuple(map(contracts.WeightedReward, backends.REWARDS))
 _CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
+_NOT_SEARCHED = ("cache", "allow_degraded")
 _JUMPS_S = {"": 0.0, "behind": -3600.0, "ahead": 3600.0, "little": 2.0}  # of a wall clock
 
 
@@ -88,13 +97,15 @@ class Process:
 
     def __init__(self, run: Simulation, limits: Limits, **cache_options: Any) -> None:
         loop, draw = run.loop, run.rng.random
-        self.link = backends.Link(run.redis)
-        self.generators = _fleet(run.generators, lambda described: described.fingerprint)
-        self.rewards = _fleet(run.rewards, len)
+        self.link = nodes.Link(run.redis)
+        self.generators = _fleet(
+            run.generators, RemoteGenerator, lambda described: described.fingerprint
+        )
+        self.rewards = _fleet(run.rewards, RemoteRewards, len)
         with mock.patch.object(redis_py, "connect", lambda *_: self.link):
-            client = RedisClient(RedisAccess("redis://simulated"), clock=loop.time)
+            redis = RedisClient(RedisAccess("redis://simulated"), clock=loop.time)
         wall_clock = lambda: EPOCH_S + loop.time() + _JUMPS_S[self.fault]  # noqa: E731
-        cached = Cache(client, wall_clock=wall_clock, **cache_options)
+        cached = Cache(redis, wall_clock=wall_clock, **cache_options)
         self.admission = WatchedAdmission(limits, loop.time)
         self.orchestrator = Orchestrator(
             FleetGenerator(self.generators, draw),
@@ -104,13 +115,36 @@ class Process:
             shared_flights=SharedSingleFlight(cached),
             records=RequestRecords(4, clock=loop.time),
         )
+        servicer = OrchestratorServicer(self.orchestrator)
+        self._server = Server(
+            servicer.service(), deadline_s=2 * DEADLINE_S, max_deadline_s=2 * DEADLINE_S
+        )
+        self._draw = draw
+
+    async def travel(self) -> None:
+        """From a client or back."""
+        await asyncio.sleep(int(self._draw() ** 2 * 8) / 1e3)
+
+    def set_fault(self, fault: str) -> None:
+        self.fault = fault
+
+    def client(self, attempts: int) -> Client:
+        """The product's client of this orchestrator."""
+        channel = Channel(self._server, self)
+        with mock.patch.object(client_module, "open_channel", lambda *_, **__: channel):
+            return Client(timeout_s=DEADLINE_S, retries=Retries(attempts))
 
 
-def _fleet(nodes: list[Any], version: Any) -> Fleet[Any]:
-    by_target = {node.target: node for node in nodes}
+def _fleet(targets: Sequence[nodes.Node], peer: Any, version: Any) -> Fleet[Any]:
+    by_target = {node.target: node for node in targets}
     polls = PollSettings(poll_s=1.0, resolve_s=5.0, lost_s=4.0)
     listed: Any = SimpleNamespace(resolve=partial(asyncio.sleep, 0, frozenset(by_target)))
-    return Fleet("node", listed, lambda at: (by_target[at].channel, by_target[at]), version, polls)
+
+    def connect(at: Any) -> tuple[Any, Any]:
+        channel = Channel(by_target[at].server, by_target[at])
+        return channel, peer(channel)
+
+    return Fleet("node", listed, connect, version, polls)
 
 
 def _num_kept(one: Any, seen: set[int]) -> int:
@@ -134,19 +168,20 @@ class Simulation:
         self._slots, self._per_s = rng.choice((60, 150, 2000)), rng.choice((20, 60, 400))
         self._tenants = "abcde"[: rng.randint(1, 5)]
         self.generators = [
-            backends.SimulatedGenerator(rng, f"g{n}", self._slots) for n in range(rng.randint(1, 3))
+            nodes.GeneratorNode(rng, f"g{n}", self._slots) for n in range(rng.randint(1, 3))
         ]
-        self.rewards = [backends.SimulatedRewards(rng, f"r{n}") for n in range(rng.randint(1, 2))]
-        self.redis = backends.SimulatedRedis(rng)
+        self.rewards = [nodes.RewardNode(rng, f"r{n}") for n in range(rng.randint(1, 2))]
+        self.redis = nodes.SimulatedRedis(rng)
         most = rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64))
         limits = Limits(*most, spare_running=rng.choice((0, 2)))
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
-        nodes, links = [*self.generators, *self.rewards], [one.link for one in self._processes]
+        served: list[nodes.Node] = [*self.generators, *self.rewards]
+        links = [one.link for one in self._processes]
         self._places: dict[str, tuple[Any, list[str]]] = {  # by kind: where, and the faults
-            "crash": (nodes, ["down"]),
+            "crash": (served, ["down"]),
             "upgrade": (self.generators, ["upgrade"]),
-            "stall": (nodes, ["stall", "slow"]),
+            "stall": (served, ["stall", "slow"]),
             "reward": (self.rewards, ["error", "nan", "short"]),
             "redis": ([self.redis], ["down", "hangs", "slow", "full"]),
             "link": (links, ["cut"]),
@@ -216,23 +251,20 @@ class Simulation:
             size = _num_kept(process.orchestrator, set())
             if held or size > _MOST_IDLE:
                 raise Violation(f"idle, but {held} permits are held and {size} entries are kept")
-        if num_open := sum(node.num_open for node in (*self.generators, *self.rewards)):
+        if num_open := sum(node.num_open() for node in (*self.generators, *self.rewards)):
             raise Violation(f"{num_open} sessions were never closed")
 
     async def _break(self, targets: Sequence[Any], names: Sequence[str]) -> None:
         while True:
             await asyncio.sleep(self.rng.expovariate(1.0))
             target = self.rng.choice(targets)
-            target.fault = fault = self.rng.choice(names)
-            if isinstance(target, backends.Node):
-                target.life += fault in ("down", "upgrade")
-            if fault == "upgrade":
-                target.toy.end_every = backends.OTHER_VERSION[target.toy.end_every]
+            fault = self.rng.choice(names)
+            target.set_fault(fault)
             self._note(fault)
             try:
                 await asyncio.sleep(self.rng.choice((0.01, 0.01, 0.3, 2.0, 6.0)))
             finally:
-                target.fault = ""
+                target.set_fault("")
 
     async def _send_all(self) -> None:
         """Requests in bursts, which may be equal; a flood is of one tenant at one orchestrator."""
@@ -249,102 +281,165 @@ class Simulation:
                 client = self._client(equal or self._draw_request(), *caller)
                 self._clients.add(asyncio.ensure_future(client))
 
-    def _draw_request(self) -> GenerationRequest:
+    def _draw_request(self) -> tuple[str, Options]:
         draw = self.rng.random
         is_hot = draw() < 0.5
-        seed = int(draw() * 4) if is_hot else next(self._new_seeds)
-        return GenerationRequest(
-            contracts.Prompt(text=("one", "one two", "one two three", "four")[int(draw() * 4)]),
-            contracts.Sampling(max_tokens=(4, 8, 12)[int(draw() * 3)], seed=seed),
-            contracts.Selection(
-                n=4 if is_hot else int(draw() * 6),
-                algorithm=[*contracts.Algorithm][draw() < 0.1],
-                schedule=contracts.Schedule(first=4 if is_hot else 2),
-                rewards=_BOTH if draw() < 0.1 else (),
-            ),
+        options = Options(
+            seed=int(draw() * 4) if is_hot else next(self._new_seeds),
+            max_tokens=(4, 8, 12)[int(draw() * 3)],
+            n=4 if is_hot else int(draw() * 6),
+            algorithm=[*contracts.Algorithm][draw() < 0.1],
+            schedule=contracts.Schedule(first=4 if is_hot else 2),
+            rewards=dict.fromkeys(nodes.REWARDS[: 1 + (draw() < 0.1)], 1.0),
             cache=_CONTROLS[int(draw() * len(_CONTROLS))],
             allow_degraded=draw() < 0.2,
+            prefer_complete=draw() < 0.5,
+            return_candidates=1 + int(draw() * 3),
         )
+        if draw() < 0.2 and options["algorithm"] is not contracts.Algorithm.BEST_OF_N:
+            options["branching"] = contracts.Branching(width=4, keep=2)
+            options["n"] = 4
+        return ("one", "one two", "one two three", "four")[int(draw() * 4)], options
 
-    async def _client(self, request: GenerationRequest, tenant: str, process: Process) -> None:
+    async def _client(self, request: Any, tenant: str, process: Process) -> None:
         draw, faults, began_s = self.rng.random, {*self.faults}, self.loop.time()
         cancels_s = draw() ** 2 / 5 if "cancel" in faults and draw() < 0.1 else None
         deadline_s = draw() / 2 if "deadline" in faults and draw() < 0.1 else DEADLINE_S
+        is_stream, shows_text = draw() < 0.6, draw() < 0.5
         if cancels_s is not None:
             self.loop.call_later(cancels_s, cast(Any, asyncio.current_task()).cancel)
-        caller: dict[str, Any] = {"tenant": tenant, "share": Share(), "time_left_s": deadline_s}
-        events: list[Any] = []
+        sent: Any = {"metadata": ((TENANT_METADATA, tenant),), "timeout_s": deadline_s}
+        (prompt, options), client = request, process.client(attempts=1 + 2 * (draw() < 0.2))
+        events: list[contracts.Event] = []
         try:
-            async with asyncio.timeout(deadline_s):
-                await process.orchestrator.generate(request, events.append, **caller)
-            answer, kinds = events[-1], [type(event) for event in events]
-            if kinds.index(contracts.Finished) < len(kinds) - 1:
-                raise Violation("the answer is not the last event")
+            if is_stream:
+                shown = {"progress": shows_text, "text_deltas": shows_text, "texts": shows_text}
+                stream = client.stream(prompt, **sent, **shown, **options)
+                async with aclosing(stream):
+                    async for event in stream:
+                        events.append(event)
+                        await asyncio.sleep(int(draw() * 1.1) / 10)  # at times it reads slowly
+                generation = _checked(events)
+            else:
+                generation = await client.generate(prompt, **sent, **options)
             left_s = began_s + deadline_s - self.loop.time()
-            self._check(request, tenant, answer, left_s)
-            outcome = answer.source.name
-            self._note(answer.generation.best.text)
-        except (Exception, asyncio.CancelledError) as error:
+            self._check(prompt, options, tenant, generation, left_s)
+            outcome = "CACHED" if generation.cached else "RUN"
+            self._note(generation.best.text)
+        except (SpecrejError, asyncio.CancelledError) as error:
             outcome, took_s = type(error).__name__, self.loop.time() - began_s
-            is_stuck = took_s > 0.7 * DEADLINE_S and bool(faults & {"crash", "stall"})
+            is_stuck = took_s > 0.3 * DEADLINE_S and bool(faults & {"crash", "stall"})
             may_fail = {
+                "Cancelled": cancels_s is not None,
                 "CancelledError": cancels_s is not None,
                 "DeadlineExceeded": is_stuck or deadline_s < DEADLINE_S,
                 "InvalidRequest": self._slots < 100,
+                "SlotsExceeded": self._slots < 100,
                 "Overloaded": True,
                 "RewardInvalid": "reward" in faults,
-                "TimeoutError": is_stuck or deadline_s < DEADLINE_S,
-                "TooLate": True,
                 "Unavailable": bool(faults & {"crash", "upgrade", "stall", "reward"}),
             }
             if not may_fail.get(outcome):
                 self.loop.fail(f"a request fails after {took_s:.3f} s: {error!r}")
+        except Exception as error:
+            outcome = type(error).__name__
+            self.loop.fail(error if isinstance(error, Violation) else repr(error))
         if self.loop.time() > began_s + deadline_s + _LATE_S:
             self.loop.fail(f"a request ends late: {outcome}")
         self.outcomes[outcome] += 1
         self._note(f"{tenant} {outcome}")
 
     def _check(
-        self, request: GenerationRequest, tenant: str, answer: contracts.Finished, left_s: float
+        self, prompt: str, options: Any, tenant: str, generation: Generation, left_s: float
     ) -> None:
         """The answer may be given to this request, `left_s` before its deadline, with its texts."""
-        generation, source = answer.generation, answer.source.name
         is_weak = generation.degraded or generation.hurried
-        # Requests of a flight have the same `allow_degraded`, and weak answers are not stored.
-        is_late = left_s <= generation.timings.total_ms / 1e3 + _LATE_S
-        only_reward = {*generation.degradations} == {contracts.Degradation.REWARD}
-        is_lent = (
-            source == "FLIGHT"
-            and (request.allow_degraded or not generation.degraded)
-            and (is_late or (only_reward and not generation.hurried))
-        )
-        may_have = request.cache is CacheControl.USE and (is_lent or not is_weak)
-        if source != "RUN" and not may_have:
-            raise Violation(f"a {source} must not have this answer for {request.cache}")
-        made_by, salt = generation.generator_fingerprint, tenant_digest(tenant)
-        is_mixed = "+" in made_by  # after a failover, an end may be that of either version
-        sampling = replace(request.sampling, ignore_eos=is_mixed)
-        for ranked in generation.candidates:
-            spec = contracts.SessionSpec(request.prompt, 1, sampling, 1, salt, ranked.id)
-            own = _alone(spec, made_by.partition("+")[0])
-            words, is_cut = ranked.text.split(), ranked.finish is contracts.FinishReason.LENGTH
-            ends = is_mixed or (len(words), ranked.finish) == (own.num_tokens, own.finish)
-            if words != own.text.split()[: ranked.num_tokens] or not (is_cut or ends):
-                raise Violation(f"the text of another request: {ranked.text}")
+        if generation.cached:
+            # Requests of a flight have the same `allow_degraded`, and weak answers are not stored.
+            is_late = left_s <= generation.timings.total_ms / 1e3 + _LATE_S
+            only_reward = {*generation.degradations} == {contracts.Degradation.REWARD}
+            is_lent = (options["allow_degraded"] or not generation.degraded) and (
+                is_late or (only_reward and not generation.hurried)
+            )
+            if options["cache"] is not CacheControl.USE or (is_weak and not is_lent):
+                raise Violation(f"an answer of another request for {options['cache']}")
+        _check_texts(prompt, options, tenant, generation)
         is_full = any(t.ended_by is contracts.RoundEnd.SLOTS_FULL for t in generation.rounds)
-        if request.selection.n and not (is_weak or is_full):
-            key = (tenant, request.prompt, request.sampling, request.selection, made_by)
+        if options["n"] and not (is_weak or is_full):
+            searched = {name: options[name] for name in options if name not in _NOT_SEARCHED}
+            key = tenant, prompt, repr(searched), generation.generator_fingerprint
             value = generation.best.text, generation.best.score
             if value != (known := self._answers.setdefault(key, value)):
                 raise Violation(f"equal requests, but the answers {known} and {value}")
 
 
+def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation) -> None:
+    """Candidates are in their order, and have the texts that the toy draws for them."""
+    length, is_preferred = contracts.FinishReason.LENGTH, options["prefer_complete"]
+    ranking = [(is_preferred and c.finish is length, -c.score, c.id) for c in generation.candidates]
+    if ranking != sorted(ranking) or len(ranking) > options["return_candidates"]:
+        raise Violation(f"not in order: {ranking}")
+    parents = {fork.id: fork for trace in generation.rounds for fork in trace.forks}
+    starts = {fork.id: trace.decision_token for trace in generation.rounds for fork in trace.forks}
+    sampling = contracts.Sampling(max_tokens=options["max_tokens"], seed=options["seed"])
+    user = contracts.Prompt.from_user(prompt)
+    salt = tenant_digest(tenant)
+
+    def words_of(number: int) -> list[str]:
+        """The words that a candidate draws if it does not end."""
+        spec = contracts.SessionSpec(
+            user, 1, replace(sampling, ignore_eos=True), 1, salt, first_candidate_id=number
+        )
+        own = _alone(spec, 40).text.split()
+        if number not in parents:
+            return own
+        at = starts[number]
+        return words_of(parents[number].parent_id)[:at] + own[at:]
+
+    for ranked in generation.candidates:
+        words, is_cut = ranked.text.split(), ranked.finish is contracts.FinishReason.LENGTH
+        if words != words_of(ranked.id)[: ranked.num_tokens]:
+            raise Violation(f"the text of another request: {ranked.text}")
+        if ranked.id not in parents and not is_cut:
+            spec = contracts.SessionSpec(user, 1, sampling, 1, salt, first_candidate_id=ranked.id)
+            version = generation.generator_fingerprint.removeprefix("toy-")
+            if _alone(spec, int(version)).num_tokens != len(words):
+                raise Violation(f"the end of another version: {ranked.text}")
+
+
+def _checked(events: Sequence[contracts.Event]) -> Generation:
+    """The answer of a stream. Raises Violation: its events are not those of one request."""
+    *earlier, last = events
+    if not isinstance(last, contracts.Finished):
+        raise Violation("the answer is not the last event")
+    generation = last.generation
+    rounds = [event.trace for event in earlier if isinstance(event, contracts.RoundCompleted)]
+    if generation.cached:
+        return generation
+    if not isinstance(events[0], contracts.Admitted) or events[0].n != generation.n:
+        raise Violation(f"the first event is {events[0]}")
+    if tuple(rounds) != generation.rounds:
+        raise Violation("the streamed rounds are not those of the answer")
+    for one, other in pairwise(rounds):
+        if (one.number + 1, one.num_live) != (other.number, other.num_started):
+            raise Violation(f"round {other.number} does not follow round {one.number}")
+    text = "".join(event.text for event in earlier if isinstance(event, contracts.TextDelta))
+    if text and text != generation.best.text:
+        raise Violation(f"streamed {text!r}, but the answer is {generation.best.text!r}")
+    return generation
+
+
 @cache
-def _alone(spec: contracts.SessionSpec, version: str) -> contracts.Candidate:
+def _alone(spec: contracts.SessionSpec, end_every: int) -> contracts.Candidate:
     """A candidate as the toy makes it alone and without cuts."""
 
     async def grown() -> Any:
-        async with ToyGenerator(end_every=int(version[4:])).open(backends.seeded(spec)) as session:
+        async with ToyGenerator(end_every=end_every).open(nodes.seeded(spec)) as session:
             return (await session.extend(spec.sampling.max_tokens)).candidates[0]
 
-    return cast(contracts.Candidate, backends.at_once(grown()))
+    coroutine = grown()
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return cast(contracts.Candidate, done.value)
+    raise Violation("the toy waits")

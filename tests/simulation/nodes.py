@@ -1,4 +1,4 @@
-"""Toys in place of generators, reward services and Redis: late, stalled, crashed or refusing.
+"""The processes around the orchestrators: generators and rewards of toys, clients' ways, and Redis.
 
 Each has a `fault`, a text; empty: it works.
 """
@@ -8,143 +8,129 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from grpc_health.v1 import health_pb2
 from redis.exceptions import ResponseError
 
+from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.resolving import Target
 from reward_service.kinds.toy import ToyReward
+from reward_service.servicer import RewardServicer
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, SessionSpec
 from specrej.contracts.errors import Unavailable
 from tests.simulation.loop import Violation, note_change
+from tests.simulation.wire import Server
 
 REWARDS = ("toy", "other")
-_DESCRIBED = tuple(RewardDescription(name, name, "a toy") for name in REWARDS)
 OTHER_VERSION = {40: 12, 12: 40}  # `end_every` of the toys: their texts end elsewhere
+LEASE_S = 10.0
 _REWARD = ToyReward()
-_SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 class Node:
-    """A process that serves, and the channel to it. `life` is the number of its crashes."""
+    """A process that serves, and the network to it."""
 
     fault = ""  # "down", "upgrade" (down, then of another version), "stall", "slow"
-    num_open = 0  # sessions
 
-    def __init__(self, rng: random.Random, address: str) -> None:
+    def __init__(self, rng: random.Random, address: str, *services: Any) -> None:
         self.target = Target(address, "node")
-        method = lambda *_, **__: lambda _: self.call(lambda: _SERVING)  # noqa: E731
-        closed = partial(asyncio.sleep, 0)
-        self.channel = SimpleNamespace(unary_unary=method, unary_stream=method, close=closed)
-        self.life = 0
-        self.draw = rng.random
+        self.server = Server(*services, max_deadline_s=None)
+        self._draw = rng.random
 
     async def travel(self) -> None:
         """One way to the node or back, in whole milliseconds so that events coincide."""
-        await asyncio.sleep(int(self.draw() ** 2 * 8) / (50 if self.fault == "slow" else 1e3))
+        await asyncio.sleep(int(self._draw() ** 2 * 8) / (50 if self.fault == "slow" else 1e3))
         while self.fault == "stall":  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
-    async def call(self, work: Callable[[], Any], life: int | None = None) -> Any:
-        """The result of a call. Raises Unavailable: the node has crashed since it began `life`."""
-        life, result = self.life if life is None else life, None
-        for is_way_back in (False, True):
-            await self.travel()
-            if self.life != life or self.fault in ("down", "upgrade"):
-                raise Unavailable("the node has crashed")
-            result = result if is_way_back else work()
-        return result
+    def num_open(self) -> int:
+        """Sessions."""
+        raise NotImplementedError
 
-
-def at_once(coroutine: Any, changed: Any = None) -> Any:
-    """The result of a coroutine that never waits; it may change `changed`."""
-    if changed:
-        note_change(changed)
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise Violation("the toy waits")
+    def set_fault(self, fault: str) -> None:
+        """Begin or, with an empty text, end a fault."""
+        self.fault = fault
+        if fault in ("down", "upgrade"):
+            self.server.crash()
+        else:
+            self.server.is_down = False
 
 
 def seeded(spec: SessionSpec) -> SessionSpec:
     """With another seed, the only thing the toy's texts depend on: so prompt and tenant count."""
-    key = f"{spec.cache_salt}/{spec.prompt.text}/{spec.sampling.seed}".encode()
+    text = spec.prompt.turns[-1].content
+    key = f"{spec.cache_salt}/{text}/{spec.sampling.seed}".encode()
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
     return replace(spec, sampling=replace(spec.sampling, seed=seed))
 
 
-class SimulatedGenerator(Node):
-    """A toy; the sessions of an earlier life fail."""
+class _Toy(ToyGenerator):
+    def open(self, spec: SessionSpec) -> AbstractAsyncContextManager[Any]:
+        return super().open(seeded(spec))
+
+
+class GeneratorNode(Node):
+    """The generator's servicer on a toy."""
 
     def __init__(self, rng: random.Random, address: str, capacity_slots: int) -> None:
-        super().__init__(rng, address)
-        self.toy = ToyGenerator(capacity_slots)
+        self.toy = _Toy(capacity_slots, on_step=lambda _: note_change(self))
+        servicer = GeneratorServicer(lease_s=LEASE_S)
+        servicer.load(self.toy)
+        super().__init__(rng, address, servicer.service())
+
+    def set_fault(self, fault: str) -> None:
+        super().set_fault(fault)
+        if fault == "upgrade":
+            self.toy.end_every = OTHER_VERSION[self.toy.end_every]
+
+    def num_open(self) -> int:
+        return self.toy.ledger.num_sessions
 
     def check(self) -> None:
         """Raises Violation, AssertionError: slots do not add up, or closed sessions own some."""
         ledger = self.toy.ledger
         ledger.check_integrity()
-        self.num_open = ledger.num_sessions
-        if ledger.owned and not self.num_open:
+        if ledger.owned and not ledger.num_sessions:
             raise Violation(f"{ledger.owned} slots are owned by closed sessions")
 
-    async def describe(self) -> Any:
-        return await self.call(lambda: at_once(self.toy.describe()))
+
+class RewardNode(Node):
+    """The reward service's servicer. Faults of its scores: "error", "nan" or "short"."""
+
+    def __init__(self, rng: random.Random, address: str) -> None:
+        self._num_open = 0
+        servicer = RewardServicer(max_batch=64, lease_s=10 * LEASE_S)
+        workers: Any = [
+            SimpleNamespace(
+                description=RewardDescription(name, name, "a toy"), max_batch=64, open=self._open
+            )
+            for name in REWARDS
+        ]
+        servicer.serve(workers)
+        super().__init__(rng, address, servicer.service())
+
+    def num_open(self) -> int:
+        return self._num_open
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
-        """A session; a cancelled one ends later at the generator."""
-        life, late_s, opened = self.life, self.draw() / 100, list[Any]()
-        opening, version = self.toy.open(seeded(spec)), frozenset({f"toy-{self.toy.end_every}"})
-
-        async def call(verb: str, *arguments: Any) -> Any:
-            work = lambda: at_once(getattr(opened[0], verb)(*arguments), self)  # noqa: E731
-            result = await self.call(work, life)
-            return replace(result, made_by=version) if verb == "extend" else result
-
+    async def _open(self, prompt: Prompt) -> AsyncIterator[Any]:
+        self._num_open += 1
         try:
-            await self.call(lambda: opened.append(at_once(opening.__aenter__(), self)), life)
-            verbs = {verb: partial(call, verb) for verb in ("extend", "prune")}
-            sizes = {name: getattr(opened[0], name) for name in ("n", "prompt_tokens", "reduced")}
-            yield SimpleNamespace(**sizes, **verbs)
-            await self.travel()
-            late_s = 0.0
+            yield SimpleNamespace(score=self._score)
         finally:
-            if opened:
-                closing = lambda: at_once(opening.__aexit__(None, None, None), self)  # noqa: E731
-                asyncio.get_running_loop().call_later(late_s, closing)
+            self._num_open -= 1
 
-
-class SimulatedRewards(Node):
-    """A reward service. Faults of its scores: "error", "nan" or "short"."""
-
-    async def describe(self) -> Any:
-        return await self.call(lambda: _DESCRIBED)
-
-    @asynccontextmanager
-    async def open(self, name: str, prompt: Prompt) -> AsyncIterator[Any]:
-        life = await self.call(lambda: self.life)
-        self.num_open += 1
-        try:
-            score = lambda batch: self.call(partial(self._scores, name, batch), life)  # noqa: E731
-            yield SimpleNamespace(score=score)
-        finally:
-            self.num_open -= 1
-
-    def _scores(self, name: str, candidates: Sequence[Candidate]) -> Scores:
+    async def _score(self, candidates: Sequence[Candidate]) -> Scores:
         if self.fault == "error":
             raise Unavailable("the reward fails")
         values = _REWARD.score(Prompt(), candidates).values
         wrong = {"nan": (float("nan"),) * len(values), "short": values[1:]}
-        return Scores(wrong.get(self.fault, values), len(values), name)
+        return Scores(wrong.get(self.fault, values), len(values))
 
 
 class SimulatedRedis:
@@ -155,6 +141,9 @@ class SimulatedRedis:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._values: dict[Any, tuple[Any, float]] = {}  # with their expiry
+
+    def set_fault(self, fault: str) -> None:
+        self.fault = fault
 
     def num_leases(self) -> int:
         """Flights that a process leads."""
@@ -199,12 +188,15 @@ class SimulatedRedis:
 
 
 class Link:
-    """One process's connections, in place of redis-py's client; with a fault, nothing arrives."""
+    """One process's connections to Redis; with a fault, nothing arrives."""
 
     fault = ""
 
     def __init__(self, server: SimulatedRedis) -> None:
         self._server = server
+
+    def set_fault(self, fault: str) -> None:
+        self.fault = fault
 
     async def exchange(self, commands: Sequence[Sequence[Any]]) -> Any:
         """The replies; sent commands are executed even if their caller no longer waits."""
