@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +70,7 @@ def seeded(spec: SessionSpec) -> SessionSpec:
 
 
 class _Toy(ToyGenerator):
-    def open(self, spec: SessionSpec) -> AbstractAsyncContextManager[Any]:
+    def open(self, spec: SessionSpec) -> Any:
         return super().open(seeded(spec))
 
 

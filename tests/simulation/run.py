@@ -313,7 +313,7 @@ class Simulation:
         events: list[contracts.Event] = []
         try:
             if is_stream:
-                shown = {"progress": shows_text, "text_deltas": shows_text, "texts": shows_text}
+                shown: Any = dict.fromkeys(("progress", "text_deltas", "texts"), shows_text)
                 stream = client.stream(prompt, **sent, **shown, **options)
                 async with aclosing(stream):
                     async for event in stream:
