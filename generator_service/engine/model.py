@@ -31,10 +31,6 @@ class CausalLM(SegmentedModel):
         Raises:
             ValueError: its layers do not all keep plain keys and values.
         """
-        if model.device.type == "cpu":
-            # Its kernel is compiled with those of the model: processes that start together divide
-            # the work. Imported here, as other devices do not need numba.
-            from generator_service.engine import cpu_sampling  # noqa: F401
         super().__init__(model)
         self.vocabulary: int = model.config.get_text_config().vocab_size
         generation = getattr(model, "generation_config", None)

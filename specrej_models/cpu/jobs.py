@@ -8,11 +8,10 @@ numba compiles the kernels and stores the code on disk: only the first start on 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,34 +88,17 @@ def cache_folder(folder: Path, sources: Path) -> Path:
     return folder / f"kernels-{hashlib.sha256(b''.join(texts)).hexdigest()[:12]}"
 
 
-def _create_cache() -> Path | None:
-    """The folder of compiled code; None where it is not writable and numba chooses another one."""
+def _create_cache() -> None:
+    """Choose the folder of compiled code, unless it is not writable: numba chooses another one."""
     here = Path(__file__).parent
     folder = Path(numba.config.CACHE_DIR or here / "__pycache__")
-    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
-        return None
-    folder = cache_folder(folder, here)
-    folder.mkdir(parents=True, exist_ok=True)
-    numba.config.CACHE_DIR = str(folder)
-    return folder
+    if os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        folder = cache_folder(folder, here)
+        folder.mkdir(parents=True, exist_ok=True)
+        numba.config.CACHE_DIR = str(folder)
 
 
-_CACHE = _create_cache()
-
-
-@contextmanager
-def _locked(name: str, *, waits: bool) -> Iterator[bool]:
-    """Whether this process may compile the kernel `name`; no other one does so meanwhile."""
-    if not _CACHE:
-        yield True
-        return
-    with (_CACHE / f"{name}.lock").open("w") as lock:  # locked until the file is closed
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+_create_cache()
 
 
 def _open_mp() -> Any:
@@ -146,54 +128,28 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Kernel:
-    """Compiled code that takes the address of its job. All kernels are compiled at the first use
-    of one: then processes that start together can divide the work."""
+    """Compiled code that takes the address of its job; compiled at its first use."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self._source = function
-        self._compiled: Any = None
-        self._function: Any = None
-        _kernels.append(self)
 
-    @property
-    def address(self) -> int:
-        """Where the code begins."""
-        if self._compiled is None:
-            _compile_all()
-        address: int = self._compiled.address
-        return address
+    @cached_property
+    def _compiled(self) -> Any:
+        """Of this process, or loaded from where an earlier one has stored it."""
+        signature = types.void(types.int64)
+        try:
+            return numba.cfunc(signature, cache=True, **OPTIONS)(self._source)
+        except (RuntimeError, OSError):  # no folder is writable, or not by this user
+            return numba.cfunc(signature, **OPTIONS)(self._source)
+
+    @cached_property
+    def _function(self) -> Any:
+        return _FUNCTION(self._compiled.address)
 
     def run(self, job: JobRecord, work: int) -> None:
         """Run a job whose counter is 0, on all threads if `work` (multiplications) is worth it."""
-        address, threads = self.address, torch.get_num_threads()
+        threads = torch.get_num_threads()
         if not ON_ALL_THREADS or threads == 1 or work < _WORTH_SHARING:
             self._function(job.ctypes.data)
         else:
-            _OPEN_MP.GOMP_parallel(address, job.ctypes.data, threads, 0)
-
-    def compile(self, *, waits: bool) -> None:
-        """Compile, or load what another process has compiled. While another process compiles, wait
-        for it if `waits`, else do nothing."""
-        if self._compiled is not None:
-            return
-        signature = types.void(types.int64)
-        try:
-            with _locked(self._source.__name__, waits=waits) as is_free:
-                if not is_free:
-                    return
-                compiled = numba.cfunc(signature, cache=True, **OPTIONS)(self._source)
-        except (RuntimeError, OSError):  # no folder is writable, or not by this user
-            compiled = numba.cfunc(signature, **OPTIONS)(self._source)
-        self._function = _FUNCTION(compiled.address)
-        self._compiled = compiled
-
-
-_kernels: list[Kernel] = []
-
-
-def _compile_all() -> None:
-    """Compile the kernels that no other process is compiling, then wait for the others and load
-    them."""
-    for waits in (False, True):
-        for kernel in _kernels:
-            kernel.compile(waits=waits)
+            _OPEN_MP.GOMP_parallel(self._compiled.address, job.ctypes.data, threads, 0)

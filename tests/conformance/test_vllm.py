@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,6 @@ from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started, until_idle
-from tests.conformance.quantised import FORMATS, save_quantised
 from tests.conformance.subjects import (
     CAPACITY,
     MAX_CANDIDATES,
@@ -204,41 +202,6 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
         "bias": "none",
     }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="vLLM's CPU build computes no quantised weights without AVX-512 (docs/vllm.md)",
-)
-@pytest.mark.parametrize("name", FORMATS)
-async def test_a_quantised_checkpoint_draws_the_tokens_of_its_weights(
-    name: str, model_directory: Path, tmp_path: Path
-) -> None:
-    """Up to rounding, into which some draws fall: of activations to 8 bits, and to bfloat16, as
-    vLLM's CPU build has no other kernels for 4 bits, nor for 8 bits with AMX. Guards against
-    weights that are read in another order: two neighbours exchanged in one layer change the
-    log-probabilities by 1.0 in the mean.
-    """
-    save_quantised(model_directory, name, tmp_path / "quantised", tmp_path / "whole")
-    spec = SessionSpec(PROMPT, 16, Sampling(max_tokens=1, seed=3), 1)
-    is_float32 = "W8A8" in name and not torch.cpu._is_amx_tile_supported()
-    dtype = {} if is_float32 else {"dtype": "bfloat16"}
-    made = []
-    async with (
-        own(tmp_path / "whole") as expected,
-        vllm(tmp_path / "quantised", vllm_options=dtype) as subject,
-    ):
-        for generator in (expected.generator, subject.generator):
-            async with generator.open(spec) as session:
-                made.append((await session.extend(1)).candidates)
-    pairs = [(a, b) for a, b in zip(*made, strict=True) if a.new_token_ids == b.new_token_ids]
-    assert len(pairs) >= 9
-    differences = [abs(a.logprob - b.logprob) for a, b in pairs]
-    assert mean(differences) < 0.2
-    # Each half of a divided layer rounds its activations by a scale of its own; with bfloat16, the
-    # same rounding in plain PyTorch is up to 0.49, and 0.13 in the mean.
-    is_rounded_apart = "W8A8" in name and not is_float32 and "tensor_parallel_size" in VLLM_OPTIONS
-    assert max(differences) < (0.5 if is_rounded_apart else 0.3)
 
 
 @pytest.mark.skipif(

@@ -21,10 +21,9 @@ from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Prompt, Sampling, SessionSpec, TokenBias
 from specrej_models.cpu.attention import COLUMNS
-from specrej_models.kv import SuffixKV
 from specrej_models.sizes import CPU_COLUMNS, ModelSizes
 from tests.generator_service import tiny
-from tests.generator_service.stepping import admitted, grown, steps
+from tests.generator_service.stepping import admitted, steps
 from tests.programs import in_process
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.specrej_models.test_kv import allocated, nothing
@@ -357,21 +356,3 @@ def test_a_step_stays_within_its_workspace(
 
 def test_compiled_attention_holds_the_reserved_scores() -> None:
     assert COLUMNS <= CPU_COLUMNS
-
-
-def test_short_strides_copy_few_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against streamed rounds that copy all tokens of all candidates every few tokens."""
-    copied: list[int] = []
-    reserve = SuffixKV.reserve
-
-    def counted(store: SuffixKV, tokens_room: int, slots: int = 0) -> None:
-        copied.append(store.length)
-        reserve(store, tokens_room, slots)
-
-    monkeypatch.setattr(SuffixKV, "reserve", counted)
-    engine = Engine(CausalLM(tiny.build()), 2000)
-    endless = Sampling(max_tokens=100, seed=3, ignore_eos=True)
-    session_id = admitted(engine, sampling=endless)
-    for until in range(4, 101, 4):
-        grown(engine, session_id, until)
-    assert sum(copied) <= 2 * 100

@@ -297,22 +297,6 @@ def test_an_end_token_is_drawn_after_min_tokens_only(min_tokens: int, sampling: 
         assert all(logprob < -25 for logprob in prefix.new_logprobs[:-1])
 
 
-def test_most_probable_tokens_cost_nothing_unless_requested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Guards against a sort of the vocabulary in every step."""
-    engine = Engine(MODEL, 5000)
-    with monkeypatch.context() as patched:
-        most_probable = mock.Mock(side_effect=AssertionError("computed"))
-        patched.setattr("generator_service.engine.engine.most_probable", most_probable)
-        session_id = admitted(engine, sampling=replace(ENDLESS, logprobs=True))
-        batch = grown(engine, session_id)
-    assert {prefix.new_top for prefix in batch.prefixes} == {()}
-    wanted = replace(ENDLESS, logprobs=True, top_logprobs=3)
-    for prefix in grown(engine, admitted(engine, sampling=wanted)).prefixes:
-        assert [len(ids) for ids, _ in prefix.new_top] == [3] * prefix.num_new
-
-
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (5, 5), (24, 24)])
 def test_a_stop_text_counts_from_min_tokens_on(min_tokens: int, length: int) -> None:
     engine = Engine(MODEL, 5000)
@@ -357,13 +341,3 @@ def test_new_sessions_do_not_starve_one_of_all_rows() -> None:
             running.remove((number, future))
     assert whole.done()
     assert len(running) < 5
-
-
-def test_steps_report_the_rows_that_they_computed() -> None:
-    """Guards against steps without the candidates that finish in them."""
-    reported: list[int] = []
-    model = Recorder(MODEL)
-    engine = Engine(model, 4000, on_step=lambda step: reported.append(step.rows))
-    grown(engine, admitted(engine, sampling=replace(ENDLESS, max_tokens=4)), 4)
-    assert reported == [sum(step.rows) for step in model.passes]
-    assert reported[-1] == 3

@@ -48,28 +48,6 @@ def test_equal_prompts_are_read_once(is_read_first: bool) -> None:
         engine.check_integrity()
 
 
-@pytest.mark.parametrize("num_steps", range(5))
-@pytest.mark.parametrize("prompt", [SYSTEM + PROMPT, [*SYSTEM, 9, 8, 7]])
-def test_a_session_that_ends_while_another_waits_for_the_same_node(
-    prompt: list[int], num_steps: int
-) -> None:
-    """The other session continues with the first token that is not computed."""
-    model = Recorder(MODEL)
-    engine = Engine(model, 5000, prefill_chunk=20)
-    first = admitted(engine, SYSTEM + PROMPT)
-    second = admitted(engine, prompt)
-    steps(engine, num_steps)
-    read = engine.sessions[first].prompt
-    assert read
-    gone = sum(node.computed for node in read.path() if node.users == 1)
-    engine.close(first)
-    engine.check_integrity()
-    assert tokens_of(grown(engine, second)) == alone(prompt)
-    assert model.num_prompt_tokens == len(prompt) + gone
-    engine.close(second)
-    assert engine.ledger.owned == 0
-
-
 def test_prompts_stay_within_their_slots_and_are_used_again() -> None:
     """Of an equal prompt only the last token is computed again, for its logits."""
     model = Recorder(MODEL)
@@ -109,27 +87,6 @@ def test_cached_prompts_give_way_to_a_share_that_widens() -> None:
 # Steps
 
 
-def test_sessions_take_turns_where_a_step_is_too_small_for_all() -> None:
-    """Every session advances, and none draws other tokens."""
-    model = Recorder(MODEL)
-    engine = Engine(model, 5000, max_rows=6)
-    samplings = [replace(ENDLESS, seed=seed) for seed in range(4)]
-    numbers = (4, 4, 4, 2)
-    prompts = [[number + 5, *PROMPT[1:]] for number in range(4)]
-    running = [
-        engine.extend(admitted(engine, prompt, n, sampling), 24)
-        for prompt, n, sampling in zip(prompts, numbers, samplings, strict=True)
-    ]
-    while not all(future.done() for future in running):
-        assert engine.step()
-        *equals, _ = (session.num_tokens for session in engine.sessions.values())
-        assert max(equals) - min(equals) <= 1  # the last one fits beside each of them
-    assert max(sum(one.rows) for one in model.passes) == 6
-    assert len(model.passes) == 2 + 3 * 23
-    for prompt, n, sampling, future in zip(prompts, numbers, samplings, running, strict=True):
-        assert tokens_of(future.result()) == alone(prompt, n, sampling)
-
-
 def test_a_long_prompt_does_not_delay_sessions_that_grow() -> None:
     """Chunks bound a step's prompt tokens, and each step makes a token of all other sessions."""
     model = Recorder(MODEL)
@@ -144,17 +101,6 @@ def test_a_long_prompt_does_not_delay_sessions_that_grow() -> None:
     assert [step.rows for step in model.passes] == [(3,)] * 14
     assert engine.sessions[growing].num_tokens == 1 + 14
     assert tokens_of(result(engine, running)) == alone()
-
-
-def test_short_prompts_are_read_together() -> None:
-    """A chunk takes the oldest prompts; last tokens and the rest follow in the next chunks."""
-    model = Recorder(MODEL)
-    engine = Engine(model, 5000, prefill_chunk=16)
-    for number in range(4):
-        admitted(engine, [number + 5, *PROMPT[:5]])
-    steps(engine)
-    assert [step.num_prompt_tokens for step in model.passes] == [16, 7, 1]
-    assert [len(step.logits) for step in model.passes] == [4, 4, 1]
 
 
 def test_sessions_on_a_stored_prompt_begin_together() -> None:

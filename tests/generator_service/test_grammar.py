@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from random import Random
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -170,16 +169,6 @@ def test_a_candidate_that_is_given_up_stays_so(monkeypatch: pytest.MonkeyPatch) 
     assert states._left_s < -95
 
 
-def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards an answer that conforms against a move, after which all tokens are read at once."""
-    monkeypatch.setattr("generator_service.engine.grammar._FIRST_S", 0.0)
-    monkeypatch.setattr("generator_service.engine.grammar._TOKEN_S", 1.0)
-    moved = matchers(WORDS)
-    for text in ("ab", "abc"):
-        moved.allowed([0], [tokens(text)])
-    assert 2.5 < moved._left_s < 3.0
-
-
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -302,16 +291,6 @@ def test_what_a_trial_accepts_needs_half_of_a_threads_stack() -> None:
     path, description = refusal(chained(3000))
     assert path == "sampling.structured_output.grammar.lark"
     assert "too much time or memory" in description
-
-
-def test_the_latest_outputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a schema in constant use against a flood of others, whose trials it would wait for."""
-    compiler, run = Grammars(SPEC, [EOS]), mock.Mock(return_value="")
-    monkeypatch.setattr(compiler._trials, "run", run)
-    for number in range(600):
-        for output in (WORDS, Regex(f"a{{{number + 1}}}")):
-            compiler.compile(output)
-    assert run.call_count == 1 + 600
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:

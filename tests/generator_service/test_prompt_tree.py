@@ -84,26 +84,6 @@ def cached_tokens(tree: Tree, ledger: SlotLedger, prompt: Sequence[int]) -> int:
     return num_cached
 
 
-@pytest.mark.parametrize(("common", "shared"), [(LEAST - 1, 0), (LEAST, LEAST)])
-def test_leading_tokens_are_shared_from_a_least_length_on(common: int, shared: int) -> None:
-    """Shorter shared nodes cost more than they save."""
-    tree, ledger = tree_of()
-    for other in (2, 3):
-        tree.acquire("", run(1, common) + run(other, 10))
-    assert ledger.held == 2 * (common + 10) - shared
-
-
-def test_a_short_node_in_the_middle_of_a_path_is_shared() -> None:
-    """Guards against a split shortly before a turn's end that separates equal prompts."""
-    tree, ledger = tree_of()
-    next_turn = run(1, 100) + run(2, 100)
-    leaves = [tree.acquire("", p) for p in (run(1, 100), next_turn, run(1, 90) + run(3, 10))]
-    assert ledger.held == 210
-    assert tree.missing("", next_turn) == 0
-    assert tree.missing("", next_turn + run(4, 5)) == 5
-    assert tree.acquire("", next_turn) is leaves[1]
-
-
 def test_the_least_recently_used_prompt_is_evicted_first() -> None:
     """Another use makes a prompt the newest; the budget is exact."""
     tree, ledger = tree_of(budget=300)

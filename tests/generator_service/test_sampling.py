@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from generator_service.engine.sampling import (
     Adjustment,
     _sample_block,
-    is_adjusted,
     most_probable,
     sample,
     uniforms,
@@ -86,22 +85,6 @@ def test_a_flat_distribution_needs_the_full_sort() -> None:
     assert 850 <= len(set(tokens.tolist())) <= 900
 
 
-def test_greedy_and_the_smallest_temperature_take_the_best() -> None:
-    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1)) * 5
-    for temperature in (0.0, 0.01):
-        tokens, _ = sample(logits, Sampling(temperature=temperature), list(range(8)), 0)
-        assert torch.equal(tokens, logits.argmax(-1))
-
-
-@given(st.integers(0, 2**63 - 1), st.integers(0, 10_000), st.permutations(range(12)))
-def test_a_draw_does_not_depend_on_its_row(seed: int, step: int, order: list[int]) -> None:
-    """Rows move when others are rejected."""
-    straight = uniforms(seed, list(range(12)), step, CPU)
-    shuffled = uniforms(seed, order, step, CPU)
-    assert torch.equal(straight[order], shuffled)
-    assert bool(((straight >= 0) & (straight < 1)).all())
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_a_nucleus_draw_does_not_depend_on_other_rows(temperature: float) -> None:
     """Guards equal weights, which are the rule in bfloat16, against the order of the full sort that
@@ -142,18 +125,6 @@ def test_uniforms_are_those_of_split_mix(seed: int, step: int, candidate_id: int
     """Guards cached answers, and backends of several versions: equal seeds have equal draws."""
     measured = uniforms(seed, [candidate_id, 0], step, CPU).tolist()
     assert measured == [_split_mix(seed, number, step) for number in (candidate_id, 0)]
-
-
-def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
-    values = uniforms(7, IDS, 3, CPU)
-    counts = torch.histc(values.float(), 20, 0, 1) / len(IDS)
-    torch.testing.assert_close(counts, torch.full((20,), 0.05), atol=0.008, rtol=0)
-    for other in (uniforms(8, IDS, 3, CPU), uniforms(7, IDS, 4, CPU)):
-        both = torch.stack((values, other))
-        assert abs(float(torch.corrcoef(both)[0, 1])) < 0.03
-        assert not torch.isclose(values, other, atol=1e-9).any()
-    # Neighbouring steps of neighbouring candidates must not share a stream.
-    assert not torch.isin(uniforms(7, IDS, 4, CPU), values).any()
 
 
 @pytest.mark.parametrize(
@@ -355,18 +326,3 @@ def test_adjusted_draws_are_those_of_adjusted_logits(changes: dict[str, float]) 
     assert tokens.tolist() == plain.tolist()
     untouched = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs, untouched)
-
-
-def test_which_fields_need_an_adjustment() -> None:
-    """Guards the compiled path of plain draws, and fields without effect."""
-    changes: list[dict[str, object]] = [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": -0.1},
-        {"frequency_penalty": 0.1},
-        {"logit_bias": (TokenBias(1, 1.0),)},
-        {"bad_words": ("x",)},
-    ]
-    assert all(is_adjusted(replace(Sampling(), **change)) for change in changes)  # type: ignore[arg-type]
-    assert not is_adjusted(
-        Sampling(min_p=0.1, top_k=3, top_p=0.9, stop_token_ids=(1,), stop=("x",))
-    )

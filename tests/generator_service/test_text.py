@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
-from torch import Tensor
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -23,23 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from generator_service.engine.engine import Engine
-from generator_service.engine.local import LocalGenerator
 from generator_service.engine.text import Text, eos_ids
-from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
-    Candidate,
-    FinishReason,
-    GeneratorDescription,
     Message,
     Prompt,
-    Sampling,
-    SessionSpec,
-    SlotGauge,
 )
 from specrej.contracts.errors import InvalidRequest
-from specrej_models.attention import Segment
-from specrej_models.kv import KVShape
 from tests.generator_service import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -300,25 +287,6 @@ def test_an_incomplete_character_hides_no_other(answer: str) -> None:
         assert text.decode(ids[:size]) == whole
 
 
-def test_stop_texts_decode_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the cost of a step: neither long answers nor bytes without characters add to it."""
-    text = cached_text()
-    counts: list[int] = []
-    decode = text.decode_partly
-
-    def counting(token_ids: Sequence[int]) -> str:
-        counts.append(len(token_ids))
-        return decode(token_ids)
-
-    monkeypatch.setattr(text, "decode_partly", counting)
-    words, first_byte = whole_tokens("one two three four " * 50), torn_tokens("🙂")[:1]
-    for token_ids, most in [(words, 6), (first_byte * 300, 25)]:
-        counts.clear()
-        assert completed_by(text, token_ids, ["x" * 256]) == []
-        assert max(counts) <= most
-        assert len(counts) <= 1.5 * len(token_ids)
-
-
 def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None:
     """Guards against an answer cut at a stop text that was not allowed to end it."""
     token_ids = whole_tokens("one. two. three. four.")
@@ -330,62 +298,6 @@ def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None
     assert text.answer(token_ids, ["."], min_tokens=completed[0] + 1) == "one. two"
     assert text.answer(token_ids, ["."], min_tokens=completed[2]) == "one. two. three"
     assert text.answer(token_ids, ["!"], min_tokens=3) == "one. two. three. four."
-
-
-class Script:
-    """A model that draws the tokens of a script."""
-
-    shape = KVShape(1, 1, 1, torch.float32, torch.device("cpu"))
-    eos_ids = frozenset({END})
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self._prompt_tokens = len(whole_tokens(PROMPT.text))
-
-    def forward(
-        self, token_ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
-    ) -> Tensor:
-        logits = torch.zeros(len(last), VOCABULARY)
-        for row, at in enumerate(last):
-            step = max(0, positions[at] + 1 - self._prompt_tokens)
-            logits[row, self._token_ids[min(step, len(self._token_ids) - 1)]] = 50.0
-        return logits
-
-
-async def candidates_of(text: Text, token_ids: Sequence[int], stop: str) -> list[Candidate]:
-    """The candidate after each token; all of the session's candidates have these tokens."""
-    card = GeneratorDescription("script", "", 8192, 8, VOCABULARY, 8, "cpu", SlotGauge(0, 0, 0))
-    sampling = Sampling(max_tokens=len(token_ids), temperature=0.0, stop=("never", stop))
-    engine = EngineThread(Engine(Script(token_ids), 10_000))
-    engine.start()
-    candidates: list[Candidate] = []
-    try:
-        async with LocalGenerator(engine, text, card).open(
-            SessionSpec(PROMPT, 2, sampling, 4)
-        ) as session:
-            while not (candidates and candidates[-1].finish):
-                one, other = (await session.extend(len(candidates) + 1)).candidates
-                assert one.text == other.text
-                candidates.append(one)
-    finally:
-        engine.stop()
-    assert engine.engine.ledger.owned == 0
-    return candidates
-
-
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("cut", [whole_tokens, torn_tokens])
-async def test_a_stop_text_ends_a_candidate_with_the_token_that_completes_it(
-    text: Text, stop: str, cut: Callable[[str], list[int]]
-) -> None:
-    """Not by its first bytes, which other characters share. No round shows a torn character."""
-    token_ids = cut(f"{BEFORE}{stop} and more")
-    *earlier, final = await candidates_of(text, token_ids, stop)
-    assert final.num_tokens == next(
-        end for end in range(len(token_ids)) if stop in text.decode(token_ids[:end])
-    )
-    assert (final.finish, final.text) == (FinishReason.STOP, BEFORE)
-    assert all((BEFORE + stop).startswith(candidate.text) for candidate in earlier)
 
 
 def test_a_conversation_that_the_template_refuses() -> None:

@@ -199,73 +199,31 @@ def test_a_rows_attention_does_not_depend_on_its_batch(group: int, rows: slice) 
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+CHUNKS = st.builds(
+    Chunk,
+    st.lists(st.integers(1, 40), max_size=3).map(tuple),
+    st.integers(0, 20),
+    st.sampled_from([1, 5, 20, 70, 131]) | st.integers(1, 70),
+    st.sampled_from([0, 5]),
+)
+SESSIONS = st.tuples(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 11),
+    st.integers(0, 9),
+)
+
+
 @given(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-            st.integers(1, 11),
-            st.integers(0, 9),
-        ),
-        min_size=1,
-        max_size=4,
-    ).map(tuple),
+    st.lists(SESSIONS, max_size=4).map(tuple),
+    st.lists(CHUNKS, min_size=1, max_size=3).map(tuple),
     st.integers(1, 3),
     st.sampled_from([1, 2, 3, 4, 5, 7, 8, 17, PANEL]),
     st.sampled_from([16, 48, 64, 80, 128]),
-    st.none() | st.integers(1, 12),
-)
-def test_equals_the_torch_operations_for_any_sessions(
-    sessions: tuple[tuple[tuple[int, ...], int, int], ...],
-    kv_heads: int,
-    group: int,
-    dim: int,
-    window: int | None,
-) -> None:
-    """Guards the kernel's tables over arbitrary sizes."""
-    assert_equal(Case(sessions, kv_heads, group, dim, window))
-
-
-_ANSWERS = (((3, 2), 6, 5),)
-PROMPTS = {
-    "one token": (Case(_ANSWERS), (Chunk((), 0, 1),)),
-    "a whole prompt": (Case(_ANSWERS), (Chunk((), 0, 20),)),
-    "more rows than a panel": (Case(_ANSWERS, dim=64), (Chunk((7,), 0, 131),)),
-    "a later chunk": (Case(_ANSWERS), (Chunk((), 9, 14),)),
-    "pieces": (Case(_ANSWERS), (Chunk((4, 1, 30), 3, 11),)),
-    "views of longer stores": (Case(_ANSWERS), (Chunk((4, 6), 0, 11, heads_of=5),)),
-    "several prompts": (Case(_ANSWERS), (Chunk((), 0, 5), Chunk((8,), 2, 40), Chunk((1,), 0, 1))),
-    "a window inside the rows": (Case(_ANSWERS, window=4), (Chunk((9,), 2, 20),)),
-    "a window inside a piece": (Case(_ANSWERS, window=17), (Chunk((5, 9), 2, 20),)),
-    "a soft cap": (Case(_ANSWERS, softcap=2.0), (Chunk((9,), 2, 20),)),
-    "no answers beside": (Case(()), (Chunk((9,), 2, 20),)),
-    "many rows beside": (Case((((90,), 64, 3),)), (Chunk((9,), 2, 20),)),
-}
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_equal_the_torch_operations(name: str) -> None:
-    """Guards against a row that sees a token after it, or one that is not there."""
-    assert_equal(*PROMPTS[name])
-
-
-@given(
-    st.lists(
-        st.builds(
-            Chunk,
-            st.lists(st.integers(1, 40), max_size=3).map(tuple),
-            st.integers(0, 20),
-            st.integers(1, 70),
-        ),
-        min_size=1,
-        max_size=3,
-    ).map(tuple),
-    st.integers(1, 3),
-    st.integers(1, 5),
-    st.sampled_from([16, 48, 64]),
     st.none() | st.integers(1, 60),
     st.none() | st.just(3.0),
 )
-def test_prompts_equal_the_torch_operations_for_any_sizes(
+def test_equals_the_torch_operations_for_any_pass(
+    sessions: tuple[tuple[tuple[int, ...], int, int], ...],
     chunks: tuple[Chunk, ...],
     kv_heads: int,
     group: int,
@@ -273,8 +231,8 @@ def test_prompts_equal_the_torch_operations_for_any_sizes(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Guards panels, tiles and windows over arbitrary sizes."""
-    assert_equal(Case((), kv_heads, group, dim, window, softcap), chunks)
+    """Guards tables, panels, tiles and windows over arbitrary sizes: prompts beside answers."""
+    assert_equal(Case(sessions, kv_heads, group, dim, window, softcap), chunks)
 
 
 def test_rows_whose_keys_are_stored_do_not_write() -> None:
@@ -290,21 +248,6 @@ def test_rows_whose_keys_are_stored_do_not_write() -> None:
     torch.testing.assert_close(attend(case, [again], others), expected, rtol=0, atol=0)
     for tensor, old in zip(stored(again), before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
-
-
-def test_prompt_rows_in_the_same_step_stay_where_they_are() -> None:
-    """Guards against decode rows that are taken from where a chunk of a prompt stands."""
-    case = CASES["several sessions"]
-    decode = segments_of(case)
-    chunk = PromptKV(case.shape, 4)
-    mixed: list[Segment] = [decode[0], PrefillSegment((chunk,), 0, 0, 4), *decode[1:]]
-    query, key, value = rows_of(case, mixed)
-    actual = attend(case, mixed, (query, key, value))
-    alone = [*range(2), *range(6, query.shape[1])]
-    again = segments_of(case)
-    rows = (query[:, alone], key[:, alone], value[:, alone])
-    expected = attend_rows(0, rows, again, case.scaled, None)
-    torch.testing.assert_close(actual[alone], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_segment_sees_what_another_one_of_the_pass_stores() -> None:

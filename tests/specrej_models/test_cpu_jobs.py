@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import pytest
 import torch
 
-from specrej_models.cpu import jobs as cpu_jobs
-from specrej_models.cpu.jobs import Kernel, cache_folder
-from tests.serving import until
+from specrej_models.cpu.jobs import cache_folder
 
 
 def test_code_is_kept_apart_for_each_text_that_goes_into_it(tmp_path: Path) -> None:
@@ -26,33 +21,6 @@ def test_code_is_kept_apart_for_each_text_that_goes_into_it(tmp_path: Path) -> N
     assert cache_folder(tmp_path, tmp_path) == before
     called.write_text("2")
     assert cache_folder(tmp_path, tmp_path) != before
-
-
-async def test_processes_divide_the_kernels_and_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Guards against services that start together and all compile the same kernels."""
-    monkeypatch.setattr(cpu_jobs, "_kernels", [])
-    first, second = Kernel(_nothing), Kernel(_nothing_else)
-    assert cpu_jobs._CACHE
-    using = threading.Thread(target=lambda: first.address)
-    with (cpu_jobs._CACHE / "_nothing.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as a process that compiles it
-        using.start()
-        await until(lambda: second._compiled is not None)
-        using.join(0.2)
-        assert using.is_alive() and not first._compiled
-    using.join(60)
-    assert not using.is_alive() and first._compiled
-
-
-def test_a_cache_of_another_user_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Guards against a service that cannot start because it cannot lock the folder."""
-    monkeypatch.setattr(cpu_jobs, "_kernels", [])
-    monkeypatch.setattr(cpu_jobs, "_CACHE", tmp_path / "missing")
-    assert Kernel(_nothing).address
 
 
 _SECOND_THREADS = """
@@ -85,11 +53,3 @@ def test_kernels_run_on_torch_s_threads_where_another_library_has_them(tmp_path:
     )
     before, more = map(int, run.stdout.split())
     assert before > 1 and not more
-
-
-def _nothing(address: int) -> None:
-    pass
-
-
-def _nothing_else(address: int) -> None:
-    pass

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import subprocess
-import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,26 +41,6 @@ def pull(server: hubs.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return lambda *arguments: in_process(hub.main, arguments)
 
 
-@pytest.fixture
-def process(server: hubs.Hub, tmp_path: Path) -> Pull:
-    """`specrej pull` in a process, which reads the variables of the environment."""
-
-    def run(*arguments: str, stderr: int = subprocess.PIPE) -> Outcome:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        ended = subprocess.run(
-            [sys.executable, "-m", "specrej.client.cli", "pull", *arguments],
-            env={**inherited, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return Outcome(ended.returncode, ended.stdout, ended.stderr)
-
-    return run
-
-
 def stored(outcome: Outcome) -> list[str]:
     """The names of the files in the directory that was printed."""
     assert outcome.returncode == 0, outcome.stderr
@@ -81,23 +57,6 @@ def test_a_model_is_fetched_once(server: hubs.Hub, pull: Pull) -> None:
     assert pull("tiny/llama").stdout == first.stdout
     assert not server.downloads()
     assert stored(pull("tiny/llama", "--with-code")) == [*USED[:2], "modeling.py", USED[2]]
-
-
-def test_progress_is_shown_on_a_terminal(server: hubs.Hub, process: Pull) -> None:
-    """Guards against a silent download of gigabytes, and bars or warnings in a file."""
-    server.add("tiny/llama", FILES)
-    server.add("tiny/other", FILES)
-    terminal, theirs = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))
-    try:
-        assert stored(process("tiny/llama", stderr=theirs)) == USED
-        shown = os.read(terminal, 4096).decode()
-    finally:
-        os.close(terminal)
-        os.close(theirs)
-    assert "0/3" in shown and "%|" in shown
-    assert process("tiny/other").stderr == ""
-    assert process("tiny/gone").stderr == f"specrej: the hub has no model tiny/gone{OR_TOKEN}\n"
 
 
 def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
