@@ -218,9 +218,8 @@ loadtest-ui: $(READY) models ## Locust's page with our users, shapes and options
 latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; report in build/latency-vs-n
 	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)
 
-pictures: $(READY) models ## make the README's pictures from runs: docs/memory.svg, and the page with its frame times (chromium)
+pictures: $(READY) models ## make the README's picture from runs: docs/memory.svg
 	@$(BIN)/python -m benchmarks.pictures
-	@$(BIN)/python -m tests.gateway.page.pictures
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)

@@ -211,7 +211,7 @@ def test_options_arrive_as_the_clients() -> None:
         cache=c.CacheControl.REFRESH, allow_degraded=True,
         rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
         presence_penalty=1.0, frequency_penalty=-0.5, logit_bias={50256: -100.0, 7: 1.5},
-        min_p=0.1, repetition_penalty=1.2, bad_words=["x"], stop_token_ids=[3],
+        min_p=0.1, repetition_penalty=1.2, bad_words=("x",), stop_token_ids=(3,),
     )  # fmt: skip
     assert call.timeout_s == 5
     assert call.name_of("selection.n") == "model: sr-32.n"

@@ -9,10 +9,8 @@ import pytest
 from specrej.client import Client
 from tests.gateway.page.conftest import AXE, need
 from tests.gateway.page.window import (
-    DOWN,
     ENTER,
     ESCAPE,
-    PROMPT,
     SEEDED,
     Window,
     fates_of,
@@ -81,19 +79,6 @@ async def test_reduced_motion_moves_nothing(fresh: Window) -> None:
         assert drawn["frames"] > 100 and (drawn["other"] == []) == reduces
 
 
-async def test_a_replay_waits_where_motion_is_reduced(fresh: Window, client: Client) -> None:
-    """Guards against a picture that moves on its own as soon as it is opened."""
-    generation = await client.generate(PROMPT, n=12, max_tokens=64, seed=18)
-    await fresh.page.prefer("light", prefers_reduced_motion="reduce")
-    await fresh.load(f"#record={generation.request_id}")
-    await fresh.until("document.getElementById('player').checkVisibility()")
-    await fresh.frames(20)
-    assert await fresh.text("#play") == "Play"
-    assert await fresh.js("return document.getElementById('seek').value") == "0"
-    await fresh.press("Play")
-    assert await fresh.ended("past") == "finished"
-
-
 COLORS = """
     const probe = document.createElement('i');
     probe.style.color = 'CanvasText';
@@ -127,23 +112,6 @@ async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
     assert lines == [["underline"], ["none"]]
 
 
-async def test_forced_colors_keep_the_density_view(fresh: Window) -> None:
-    """Guards against traces and cuts in the color of the bands below them."""
-    await fresh.page.prefer("dark", forced_colors="active")
-    await fresh.run(n=200, max_tokens=64, seed=19)
-    await fresh.ended()
-    await fresh.js("document.querySelector('#live [role=slider]').focus()")
-    await fresh.page.press(DOWN, DOWN)
-    await fresh.frames(60)
-    system, bars, lost, traces, widths = await fresh.js(
-        f"""{COLORS}
-        return [system, colors('#live .bar', 'fill'), colors('#live .lost', 'fill'),
-          colors('#live .trace', 'stroke'), all('#live .trace:not([d=""])', 'strokeWidth')];"""
-    )
-    assert lost == traces == [system] and bars and system not in bars
-    assert len(widths) == 2, "the answer and the chosen candidate are not alike"
-
-
 TWIN = """
     const rows = [...document.querySelectorAll(`#${arguments[0]} .twin tbody tr`)];
     return rows.map((row) => [...row.cells].map((cell) => cell.textContent));"""
@@ -167,39 +135,6 @@ async def test_the_table_twin_has_the_candidates(fresh: Window, client: Client) 
         ]
         for number, fate in sorted(fates_of(record).items())
     ]
-    await fresh.go(f"#record={record.request_id}")
-    await fresh.until("document.getElementById('past').state.n")
-    reached = set()
-    times_ms = [  # within rounds: stalls between them may take most of a busy machine's time
-        done.start_ms + done.trace.extend_ms * part / 5
-        for done in record.rounds
-        for part in range(1, 5)
-    ]
-    for time_ms in (0.0, *times_ms):
-        await fresh.seek(1000 * time_ms / record.elapsed_ms)
-        await fresh.frames(2)
-        state = await fresh.state("past")
-        rows = await fresh.js(TWIN, "past")
-        assert len(rows) == len(state["lanes"])
-        growing = {row[2] for row in rows if row[1] == "growing"}
-        assert growing <= {str(state["position"])}
-        reached |= growing
-    assert len(reached) > len(record.rounds)
-
-
-async def test_growth_leaves_the_rows_of_the_table(fresh: Window) -> None:
-    """Guards readers of the table, whose rows would be replaced at every event of a round."""
-    await fresh.js("document.querySelectorAll('.twin').forEach((each) => { each.open = true; })")
-    await fresh.run(**SEEDED)
-    await fresh.ended()
-    await fresh.js(
-        """
-        const race = document.getElementById('live');
-        window.row = race.querySelector('.twin tbody tr');
-        race.show({ ...race.state, grown: 1 }, () => 0);"""
-    )
-    await fresh.frames(2)
-    assert await fresh.js("return window.row.isConnected")
 
 
 async def test_one_sentence_per_round_is_said(fresh: Window, client: Client) -> None:

@@ -1,29 +1,38 @@
-"""The page in a real browser, against all services on toys."""
+"""The page in a real browser, against all services on toys: one smoke test per use of it."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+from google.protobuf import json_format
 
 from deploy.local.stack import Stack
+from gateway.completions import ChatRequest, call_of, parsed
+from gateway.settings import GatewaySettings
 from specrej.client import Client
-from specrej.contracts import AnswerSource, Fate, RequestRecord
+from specrej.client.client import build_request
+from specrej.contracts import Fate, RequestRecord
+from specrej.v1 import orchestrator_pb2 as pb
 from tests.gateway.gateways import gateway_at
-from tests.gateway.page.window import (
-    DOWN,
-    END,
-    PROMPT,
-    SEEDED,
-    UP,
-    Window,
-    fates_of,
-    record_of,
-)
+from tests.gateway.page.window import END, PROMPT, SEEDED, UP, Window, fates_of, record_of
 from tests.serving import describe_generator, until_slots_are_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+QUOTED = 'It\'s "quoted", with a \\ and\na second line.'
+# Fields of requests whose code is compared with what Run sends.
+REQUESTS: Mapping[str, Mapping[str, object]] = {
+    "full slots": {"schedule": "memory", "first": 12},
+    "a list": {"schedule": "tokens", "tokens": "5, 9 12", "alpha": 0.25},
+    "branching": {"algorithm": "branching", "width": 6, "keep": 2, "taper": 0.5},
+    "Best-of-N": {"algorithm": "best-of-n", "cache": True},
+}
 
 
 async def test_lanes_are_those_of_the_response(fresh: Window, client: Client) -> None:
@@ -88,38 +97,6 @@ async def check_card(fresh: Window, record: RequestRecord) -> None:
     )
 
 
-async def test_lanes_grow_while_a_round_runs(fresh: Window) -> None:
-    """Guards against a picture that changes only when a round ends."""
-    seen: list[str] = []
-    for _ in range(8):  # a busy machine draws few frames of a run
-        seen += await widths_in_the_first_round(fresh)
-        if len(set(seen)) > 5:
-            break
-    assert len(set(seen)) > 5
-    sentence = await fresh.text("#live .said")
-    assert sentence.startswith("Candidate ") and "is the answer" in sentence
-
-
-async def widths_in_the_first_round(fresh: Window) -> list[str]:
-    """The widths that a growing bar has while the first, long round of a request runs."""
-    await fresh.js(
-        """
-        window.seen = new Set();
-        const look = () => {
-          const { state } = document.getElementById('live');
-          const bar = document.querySelector('#live .lane .growing');
-          if (state.phase === 'running' && !state.rounds.length && bar) {
-            window.seen.add(bar.getAttribute('width'));
-          }
-          if (state.phase !== 'finished') requestAnimationFrame(look);
-        };
-        look();"""
-    )
-    await fresh.run(**{**SEEDED, "first": 512, "max_tokens": 1024})
-    await fresh.ended()
-    return list(await fresh.js("return [...window.seen]"))
-
-
 async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     """Guards against a button that only hides what runs on."""
     await fresh.send_endless()
@@ -131,17 +108,6 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     await until_slots_are_free(stack.generator_address, bound_s=10)
     await fresh.until("document.getElementById('stop').disabled")
     assert await fresh.text("#live .said") == "The request was stopped."
-
-
-async def test_a_second_request_replaces_the_first(fresh: Window, stack: Stack) -> None:
-    """Guards against the end of the first request in the picture of the second."""
-    await fresh.run(n=40, max_tokens=2000, algorithm="best-of-n")
-    await fresh.until("document.getElementById('live').state.position > 3")
-    await fresh.run(**SEEDED)
-    await fresh.until("document.getElementById('live').state.n === 24")
-    assert await fresh.ended() == "finished"
-    assert len(await fresh.fates()) == 24
-    await fresh.until("document.getElementById('stop').disabled")
 
 
 async def test_forks_grow_out_of_their_parents(fresh: Window, client: Client) -> None:
@@ -227,50 +193,6 @@ async def test_a_record_replays_step_by_step_and_at_any_speed(
     assert {*(await fresh.fates("past")).values()} == {None}  # of the start, not of the end
 
 
-async def test_recent_requests_are_listed_and_lead_to_their_replay(
-    fresh: Window, client: Client
-) -> None:
-    """Guards against a list without the latest request, and a replay without the texts it has."""
-    await fresh.run(**SEEDED, cache=False)
-    await fresh.ended()
-    request_id, answer = (await fresh.state())["id"], await fresh.text("#answer")
-    await fresh.press("Look back")
-    await fresh.until(f"document.querySelector('#recent a[href=\"#record={request_id}\"]')")
-    listed = await fresh.js(
-        "return [...document.querySelectorAll('#recent a')].map((e) => e.hash.slice(8))"
-    )
-    assert listed == [record.request_id for record in await client.records()]
-    await fresh.go(f"#record={request_id}")
-    await fresh.until("document.getElementById('past').state.n")
-    await fresh.fill_speed("16")
-    assert await fresh.ended("past") == "finished"
-    assert await fresh.text("#past .answer") == answer
-
-
-async def test_an_answer_from_the_cache_shows_the_run_that_made_it(
-    fresh: Window, client: Client
-) -> None:
-    """Guards against an empty picture where there were no events."""
-    await fresh.run(**{**SEEDED, "seed": 13}, cache=True)
-    await fresh.ended()
-    fates = await fresh.fates()
-    await fresh.press("Run")
-    await fresh.until("document.getElementById('live').state.flags.includes('cached')")
-    await fresh.frames(3)
-    assert await fresh.fates() == fates
-    assert (await record_of(fresh, client)).source is AnswerSource.CACHE
-
-
-async def test_an_unknown_record_keeps_the_list(fresh: Window, client: Client) -> None:
-    """Guards against an address of a forgotten request that hides all others."""
-    await client.generate(PROMPT, n=4, max_tokens=16, seed=17)
-    await fresh.go(f"#record={'f' * 32}")
-    await fresh.until("document.querySelectorAll('#recent a').length")
-    await fresh.until("document.querySelector('#past .problem').checkVisibility()")
-    assert await fresh.state("past") | {"phase": "failed", "lanes": []} == await fresh.state("past")
-    assert all("404" in entry["message"] for entry in await fresh.page.log())
-
-
 async def test_operators_see_backends_load_and_totals(fresh: Window, client: Client) -> None:
     """Guards against a tab with figures of another service, or frozen ones."""
     await client.generate(PROMPT, n=4, max_tokens=16, seed=14)
@@ -290,91 +212,6 @@ async def test_operators_see_backends_load_and_totals(fresh: Window, client: Cli
     await client.generate(PROMPT, n=4, max_tokens=16, seed=15)
     expected = f"{description.num_answers + 1:,}"
     await fresh.until(f"document.querySelector('#operate .answers').textContent === '{expected}'")
-
-
-async def test_polls_do_not_pile_up(fresh: Window) -> None:
-    """Guards against calls of a gateway that hangs, which a request would wait behind."""
-    await fresh.js(
-        """
-        const repeat = window.setInterval;
-        window.numTicks = 0;
-        window.numCalls = 0;
-        window.setInterval = (work) => repeat(() => { window.numTicks += 1; work(); }, 5);
-        window.fetch = (path, { signal }) => {
-          window.numCalls += 1;
-          return new Promise((_, refuse) => {
-            window.end = () => refuse(signal.reason ?? new DOMException('', 'TimeoutError'));
-            signal.throwIfAborted(); // a call without a bound has no signal
-          });
-        };"""
-    )
-    await fresh.press("Operate")
-    await fresh.until("window.numTicks > 9")
-    assert await fresh.js("return window.numCalls") == 1
-    await fresh.js("window.end()")  # as its bound does
-    await fresh.until("window.numCalls === 2")
-    assert "cannot be reached" in await fresh.text("#operate .problem")
-
-
-async def test_totals_are_those_of_all_orchestrators(fresh: Window) -> None:
-    """Guards against figures of the orchestrator that has answered last: calls alternate."""
-    await fresh.js(
-        """
-        return (async () => {
-        const counters = {
-          a: { generated_tokens: 200, running: 1, queued: 2, num_answers: 4, num_cached: 1,
-            num_refused: 4, num_degraded: 1, num_hurried: 0, saved_tokens_estimate: 0 },
-          b: { generated_tokens: 300, running: 2, queued: 3, num_answers: 5, num_cached: 2,
-            num_refused: 5, num_degraded: 0, num_hurried: 2, saved_tokens_estimate: 0 },
-        };
-        const known = await (await fetch('v1/specrej/describe')).json();
-        const repeat = window.setInterval;
-        let now = 0;
-        performance.now = () => now;
-        window.setInterval = (work) => repeat(work, 5);
-        window.alternate = true;
-        window.fetch = async () => {
-          now += 1000;
-          const process_id = window.alternate && now % 2000 ? 'b' : 'a';
-          const counted = { ...known, process_id, ...counters[process_id] };
-          counted.generated_tokens *= now / 1000;
-          return { ok: true, json: async () => counted };
-        };
-        })();"""
-    )
-    await fresh.press("Operate")
-
-    async def shows(**tiles: str) -> None:
-        for name, text in tiles.items():
-            await fresh.until(
-                f"document.querySelector('#operate .{name}').textContent === '{text}'"
-            )
-
-    await shows(rate="500", queued="5", running="3", answers="9", refused="9", cached="25 %")
-    await shows(weak="1 · 2")
-    assert "2 orchestrators" in await fresh.text("#operate .facts")
-    await fresh.js("window.alternate = false")
-    await shows(rate="200", queued="2", refused="4", cached="20 %")
-    assert "one orchestrator" in await fresh.text("#operate .facts")
-
-
-async def test_a_thousand_candidates_are_few_elements(fresh: Window, client: Client) -> None:
-    """Guards against an element per candidate, whose layout takes longer than a frame."""
-    await fresh.run(n=1024, max_tokens=40, alpha=0.5, seed=16)
-    assert await fresh.ended() == "finished"
-    await fresh.frames(5)
-    assert await fresh.js("return document.querySelectorAll('#live *').length") < 250
-    assert await fresh.js(
-        "return document.querySelector('#live specrej-density').checkVisibility()"
-    )
-    state = await fresh.state()
-    fates = {lane["id"]: lane["fate"] for lane in state["lanes"]}
-    assert fates == fates_of(await record_of(fresh, client)) and len(fates) == 1024
-    await fresh.js("document.querySelector('#live [role=slider]').focus()")
-    for candidate in state["rounds"][-1]["candidates"][:2]:
-        await fresh.page.press(DOWN)
-        await fresh.frames(3)
-        assert await fresh.text("#live .card-head") == f"Candidate {candidate['candidate_id']}"
 
 
 async def test_a_token_stays_in_the_session_and_goes_to_the_gateway(
@@ -413,3 +250,52 @@ async def test_errors_are_shown_with_their_field(fresh: Window) -> None:
     assert await fresh.ended() == "failed"
     assert "specrej.schedule" in await fresh.text("#live .problem")
     await fresh.page.log()  # the status is in the console
+
+
+async def test_code_is_the_request_that_runs(fresh: Window) -> None:
+    """Guards against code of another request than Run sends: other fields, or another seed."""
+    await fresh.until("document.querySelector('#rewards input')")
+    await fresh.js(
+        """
+        window.sent = [];
+        const original = window.fetch;
+        window.fetch = (path, options) => {
+          if (options?.body) window.sent.push(options.body);
+          return original(path, options);
+        };"""
+    )
+    await fresh.press("As code")
+    for name, fields in REQUESTS.items():
+        await fresh.fill(prompt=QUOTED, n=6, max_tokens=24, **{"cache": False, **fields})
+        body = json.loads(shlex.split(await code(fresh, "curl"))[-1])
+        assert body["messages"][0]["content"] == QUOTED, name
+        words = shlex.split(await code(fresh, "grpcurl"))
+        data = json.loads(words[words.index("-d") + 1])
+        message = json_format.ParseDict(data, pb.GenerateStreamRequest())
+        assert message == message_of_gateway(body), name
+        await fresh.press("Run")
+        assert await fresh.ended() == "finished", name
+        sent = json.loads((await fresh.js("return window.sent"))[-1])
+        assert sent == json.loads(shlex.split(await code(fresh, "curl"))[-1]), name
+        assert {**sent, "seed": 0} == {**body, "seed": 0}, name
+
+
+async def code(window: Window, language: str) -> str:
+    """The request in a language."""
+    await window.js(
+        """
+        const language = document.getElementById('language');
+        language.value = arguments[0];
+        for (const name of ['input', 'change']) {
+          language.dispatchEvent(new Event(name, { bubbles: true }));
+        }""",
+        language,
+    )
+    return await window.text("#code pre")
+
+
+def message_of_gateway(body: Any) -> pb.GenerateStreamRequest:
+    """What the gateway sends for the body, as `Gateway._events` does."""
+    call = call_of(parsed(ChatRequest, json.dumps(body).encode()), GatewaySettings().presets)
+    request = build_request(call.prompt, **call.options)
+    return pb.GenerateStreamRequest(request=request, progress=True, text_deltas=True, texts=True)
