@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrator.cache.answers import _SUMMARY, CacheEntry, Summary
+from orchestrator.cache.answers import CacheEntry
 from specrej import contracts as c
+from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request
 from specrej.contracts import wire
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Violation
 from specrej.contracts.status import to_status
 from specrej.security import Role, new_token
-from tests.fuzz.targets import UNPACKED
+from specrej.v1 import common_pb2
+from tests.fuzz.targets import BETWEEN, UNPACKED
 
 _GENERATION = c.Generation(
     candidates=(c.RankedCandidate(1, "text", 0.5, c.FinishReason.STOP, 1, -1.0),),
@@ -27,19 +28,10 @@ _GENERATION = c.Generation(
     n=2,
 )
 _ENTRY = CacheEntry("f", 1, 1.0, _GENERATION)
-_COMPOSITE = {
-    "name": "balanced",
-    "rewards": [
-        {"name": "a", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
-        {"name": "b", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1},
-    ],
-}
-_REWARDS = [
-    {"name": "toy", "kind": "toy"},
-    {"name": "f", "kind": "function", "function": "a:b"},
-    {"name": "h", "kind": "http", "url": "http://a/", "headers": {"x": "y"}},
-    {"name": "g", "kind": "grpc", "address": "a:1"},
-]
+_PROMPT = common_pb2.Prompt(text="hello")
+_OPEN = generator_pb2.OpenSession(
+    prompt=_PROMPT, n=4, sampling=common_pb2.Sampling(max_tokens=8), first_round_tokens=2
+)
 _SPECREJ = {
     "n": 16,
     "alpha": 0.5,
@@ -77,7 +69,6 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
         build_request("Hello?", seed=3, n=8, schedule=schedule, rewards={"a": 1.0, "b": 2.0})
         for schedule in schedules
     ]
-    described = [asdict(schedule) for schedule in schedules]
     packed = TypeAdapter(CacheEntry).dump_json(_ENTRY)
     line = new_token("team", [Role.GENERATE, Role.GATEWAY])[1]
     return {
@@ -88,20 +79,42 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
             _message(wire.event_to_message(c.Finished(_GENERATION))),
         ],
         "stored_value": [packed, zlib.compress(packed)],
-        "cache_index": [_SUMMARY.dump_json(Summary.of(_ENTRY))],
-        "composites": [json.dumps([_COMPOSITE]).encode()],
-        "schedule": [json.dumps(schedule).encode() for schedule in described],
-        "rewards": [json.dumps(_REWARDS).encode()],
-        "prompts": [b"# none\nWhy?\n\xc3\xa9\r\n"],
         "tokens": [f"# a comment\n{line}\n".encode(), _DEEP],
-        "token": [b"abc-._~+/=\n"],
-        "http_scores": [b'{"scores": [1, -0.5e3, NaN]}', b'{"scores": [1e400, 1', _DEEP],
         "status_details": [
             _details(7, Overloaded("full", retry_after_s=2)),
             _details(2, InvalidRequest([Violation("n", "must be 1")])),
             b"\x07\xff\xff",
         ],
+        "generator_port": [
+            _messages(
+                generator_pb2.SessionRequest(sequence=1, open=_OPEN),
+                generator_pb2.SessionRequest(
+                    sequence=2, extend=generator_pb2.ExtendSession(until_tokens=4)
+                ),
+                generator_pb2.SessionRequest(
+                    sequence=3, prune=generator_pb2.PruneSession(keep=[0, 2])
+                ),
+                generator_pb2.SessionRequest(sequence=4, close=generator_pb2.CloseSession()),
+            )
+        ],
+        "reward_port": [
+            _messages(
+                reward_pb2.ScoreSessionRequest(
+                    sequence=1, open=reward_pb2.OpenScoring(prompt=_PROMPT)
+                ),
+                reward_pb2.ScoreSessionRequest(
+                    sequence=2,
+                    batch=reward_pb2.ScoreBatch(
+                        candidates=[reward_pb2.ScoreCandidate(candidate_id=1, text="a")]
+                    ),
+                ),
+            )
+        ],
     }
+
+
+def _messages(*messages: Any) -> bytes:
+    return BETWEEN.join(message.SerializeToString() for message in messages)
 
 
 def _message(message: Any) -> bytes:

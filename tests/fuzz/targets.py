@@ -6,39 +6,35 @@ any other is a finding. Accepted input must survive a round trip where one exist
 
 from __future__ import annotations
 
-import os
+import asyncio
+import random
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from google.protobuf.message import DecodeError
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 
 from gateway.completions import ChatRequest, CompletionRequest, call_of, parsed
-from loadtest.prompts import read_prompts
 from orchestrator.cache import Secret, cache_keys, tenant_digest
-from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack
+from orchestrator.cache.answers import pack, unpack
 from orchestrator.cache.secret import mac
-from orchestrator.loop.composition import check_composites
-from orchestrator.settings import OrchestratorSettings
-from reward_service.kinds.remote_http import HTTPReward
-from reward_service.settings import RewardSettings
-from reward_service.specs import HTTPSpec
 from specrej import contracts as c
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request
 from specrej.contracts import wire
-from specrej.contracts.errors import InvalidRequest, RewardInvalid, SpecrejError
+from specrej.contracts.errors import InvalidRequest, SpecrejError
 from specrej.contracts.status import DETAILS_TRAILER, from_backend_error, to_status
-from specrej.contracts.validation import check_lengths, check_request, check_schedule
-from specrej.security import Credentials, read_tokens, watch_token
+from specrej.contracts.validation import check_lengths, check_request
+from specrej.security import read_tokens
 from specrej.v1 import common_pb2, orchestrator_pb2
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.nodes import GeneratorNode, RewardNode
+from tests.simulation.wire import Channel
 
 Target = Callable[[bytes], bool]
 
@@ -89,9 +85,6 @@ UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
     **{
         message: partial(wire.from_message, contract=contract)
         for message, contract in (
-            (common_pb2.Prompt, c.Prompt),
-            (common_pb2.Sampling, c.Sampling),
-            (common_pb2.SlotGauge, c.SlotGauge),
             (generator_pb2.PrefixBatch, c.Round),
             (common_pb2.GeneratorDescription, c.GeneratorDescription),
             (orchestrator_pb2.RequestRecord, c.RequestRecord),
@@ -124,48 +117,8 @@ def stored_value(data: bytes) -> bool:
             entry = unpack("k", mac("k", stream, _SECRET) + stream, _SECRET, _MAX_BYTES)
             stored = pack(entry, "k", _SECRET, 2 * _MAX_BYTES)
             assert unpack("k", stored, _SECRET, 2 * _MAX_BYTES) == entry
-            Summary.of(entry)
             is_accepted = True
     return is_accepted
-
-
-def cache_index(data: bytes) -> bool:
-    """An entry of the index of comparable requests."""
-    with suppress(ValueError):
-        summary = _SUMMARY.validate_json(data)
-        assert _SUMMARY.validate_json(_SUMMARY.dump_json(summary)) == summary
-        return True
-    return False
-
-
-def composites(data: bytes) -> bool:
-    """SPECREJ_ORCHESTRATOR_COMPOSITES."""
-    settings = _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_COMPOSITES", data)
-    if settings:
-        assert not list(check_composites(settings.composites))
-    return settings is not None
-
-
-def schedule(data: bytes) -> bool:
-    """SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE."""
-    settings = _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE", data)
-    if settings:
-        assert not list(check_schedule(settings.default_schedule, ""))
-        wire.to_message(settings.default_schedule, orchestrator_pb2.Schedule)
-    return settings is not None
-
-
-def rewards(data: bytes) -> bool:
-    """SPECREJ_REWARD_REWARDS."""
-    return _settings(RewardSettings, "SPECREJ_REWARD_REWARDS", data) is not None
-
-
-def prompts(data: bytes) -> bool:
-    """A file of prompts."""
-    with _file(data) as path, suppress(ValueError):
-        assert all(read_prompts(path))
-        return True
-    return False
 
 
 def tokens(data: bytes) -> bool:
@@ -175,30 +128,6 @@ def tokens(data: bytes) -> bool:
             tenant_digest(entry.caller.tenant)
         return True
     return False
-
-
-def token(data: bytes) -> bool:
-    """A file with a client's token; the token must be valid gRPC metadata."""
-    with _file(data) as path, suppress(ValueError):
-        watched = watch_token(Credentials(token_file=path))
-        assert watched
-        assert watched.get().isascii()
-        assert watched.get().isprintable()
-        return True
-    return False
-
-
-def http_scores(data: bytes) -> bool:
-    """The answer of a reward behind HTTP."""
-    with suppress(RewardInvalid):
-        _far()._scores(200, data)
-        return True
-    return False
-
-
-@cache
-def _far() -> HTTPReward:
-    return HTTPReward(HTTPSpec(name="far", url="http://127.0.0.1:1/"))
 
 
 class _Failure(grpc.aio.AioRpcError):
@@ -219,6 +148,50 @@ def status_details(data: bytes) -> bool:
     return True
 
 
+def generator_port(data: bytes) -> bool:
+    """A stream of messages to the generator's port."""
+    return _stream(GeneratorNode(random.Random(0), "node", 1000), "GeneratorService/Session", data)
+
+
+def reward_port(data: bytes) -> bool:
+    """A stream of messages to the reward service's port."""
+    return _stream(RewardNode(random.Random(0), "node"), "RewardService/ScoreSession", data)
+
+
+# Statuses of valid calls and of errors of the caller.
+_CALLERS = ("OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND", "RESOURCE_EXHAUSTED")
+BETWEEN = b"|||"  # two messages of a stream
+
+
+def _stream(node: GeneratorNode | RewardNode, method: str, data: bytes) -> bool:
+    """Send messages, each after the answer to the last; whether the call succeeds. It must end
+    with a status, and leave no session."""
+
+    async def send() -> str:
+        call = Channel(node.server, node).stream_stream(
+            f"/specrej.backend.v1.{method}", bytes, bytes
+        )()
+        try:
+            for message in data.split(BETWEEN):
+                with suppress(asyncio.InvalidStateError):
+                    await call.write(message)
+                if await call.read() is grpc.aio.EOF:
+                    return "OK"
+            await call.done_writing()
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
+    loop = VirtualLoop(random.Random(0), shuffles=False)
+    with closing(loop):
+        code = loop.run_until_complete(send())
+        loop.run_until_complete(asyncio.sleep(60))
+    assert code in _CALLERS, code
+    assert not node.num_open(), "a session is left"
+    return code == "OK"
+
+
 TARGETS: Mapping[str, Target] = {
     target.__name__: target
     for target in (
@@ -226,15 +199,10 @@ TARGETS: Mapping[str, Target] = {
         gateway_request,
         messages,
         stored_value,
-        cache_index,
-        composites,
-        schedule,
-        rewards,
-        prompts,
         tokens,
-        token,
-        http_scores,
         status_details,
+        generator_port,
+        reward_port,
     )
 }
 
@@ -245,18 +213,6 @@ def _parsed(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError:
         return None
-
-
-def _settings(kind: Any, variable: str, data: bytes) -> Any:
-    """Return the settings, or None if they are invalid and the process would end."""
-    text = data.decode("utf-8", "replace").replace("\0", "")
-    os.environ[variable] = text
-    try:
-        return kind()
-    except (ValidationError, SettingsError):
-        return None
-    finally:
-        del os.environ[variable]
 
 
 @contextmanager
