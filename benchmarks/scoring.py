@@ -33,7 +33,7 @@ from benchmarks.harness import (
     run_cases,
 )
 from benchmarks.workers.engines import vllm_pooling
-from reward_service.kinds.causal_reward import CausalReward
+from reward_service.kinds.causal import CausalReward
 from reward_service.kinds.classifier import load_classifier
 from reward_service.kinds.encoder import plan
 from reward_service.reward import score, score_batch
@@ -148,7 +148,7 @@ def _incrementally(reward: CausalReward, rounds: Rounds) -> Outcome:
         scored = score_batch(session, reward, batch)
         scores += scored.values
         num_tokens += scored.computed_tokens
-    session.close()
+    reward.free(session)
     return scores, num_tokens
 
 

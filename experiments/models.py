@@ -95,9 +95,8 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     from generator_service.loading import load_generator
     from generator_service.settings import GeneratorSettings
     from generator_service.toy import is_toy, load_toy
-    from reward_service.scoring import RewardWorker
     from reward_service.settings import RewardSettings
-    from reward_service.start import start_worker
+    from reward_service.worker import Worker, start_worker
     from specrej.settings import load
 
     reward_settings = load(RewardSettings, [])
@@ -112,7 +111,7 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     else:
         generator = await asyncio.to_thread(load_generator, generator_settings)
         sizes["generator"] = read_sizes(generator_settings.model_directory, with_head=True)
-    workers: dict[str, RewardWorker] = {}
+    workers: dict[str, Worker] = {}
     try:
         for name in rewards:
             workers[name] = await start_worker(specs[name], reward_settings.resources)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from reward_service.scoring import RewardWorker
 from reward_service.servicer import RewardServicer
 from reward_service.settings import RewardSettings
-from reward_service.start import start_worker
+from reward_service.worker import Worker, start_worker
 from specrej import settings as settings_loader
 from specrej import telemetry, threads
 from specrej.contracts.errors import SpecrejError
@@ -30,7 +29,7 @@ async def serve(settings: RewardSettings) -> None:
     """Listens at once; healthy once every reward is loaded."""
     servicer = RewardServicer(settings.max_batch, settings.lease_s)
     server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
-    workers: list[RewardWorker] = []
+    workers: list[Worker] = []
 
     async def warm_up() -> None:
         for spec in settings.rewards:

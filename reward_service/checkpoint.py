@@ -19,6 +19,12 @@ from transformers.utils import logging as transformers_logging
 from reward_service.specs import LocalSpec, Resources
 from specrej_models.model import bound_positions
 
+# The file that `training` writes into its directory: {"backbone", "head"}, relative paths.
+MANIFEST = "reward.json"
+
+# The tensor in the head's file, [hidden].
+HEAD_TENSOR = "head"
+
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 

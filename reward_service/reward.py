@@ -1,25 +1,26 @@
-"""The protocol of rewards, and how one batch is scored; imports no torch.
+"""What a reward is, and how one batch is scored; imports no torch.
 
-A session's batch becomes a task, a task is computed piece by piece, and one forward pass computes
-pieces of several sessions: so a small batch never waits for the whole of a large one.
+A batch becomes a task, a task is computed piece by piece, and one forward pass computes pieces of
+several sessions: so a small batch never waits for the whole of a large one.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from specrej.threads import settle
 
 T = TypeVar("T", bound=Hashable)
 
 
 def finite_sum(terms: Sequence[float]) -> float:
-    """The sum; NaN, which no score may be, where it is infinite or undefined."""
+    """The sum; NaN, which no score may be, if it is infinite or undefined."""
     try:
         return math.fsum(terms)
     except (OverflowError, ValueError):
@@ -30,49 +31,61 @@ class RewardLost(Exception):
     """A reward's engine or device will compute no more: only a restart of the service helps."""
 
 
-class ScoringTask(Protocol):
+class Task:
     """A batch under way; its pieces are computed in the order in which they are taken."""
+
+    def __init__(self, pieces: Iterable[tuple[int, Any]], finish: Callable[[int], Scores]) -> None:
+        """pieces: the number of tokens of each, at least 1, and the piece. Each is made when the
+        one before it is taken, the first one here. finish: from the number of tokens taken to one
+        finite score per candidate, once every piece is computed.
+        """
+        self._pieces = iter(pieces)
+        self._finish = finish
+        self._next = next(self._pieces, None)
+        self._num_taken = 0
 
     @property
     def next_tokens(self) -> int:
         """Tokens of the next piece; 0 if none is left."""
+        return self._next[0] if self._next else 0
 
     def take(self) -> Any:
         """The next piece, for `Reward.compute`."""
+        assert self._next
+        (num_tokens, piece), self._next = self._next, next(self._pieces, None)
+        self._num_taken += num_tokens
+        return piece
 
     def scores(self) -> Scores:
-        """One finite score per candidate, once every piece is computed."""
+        """One finite score per candidate."""
+        return self._finish(self._num_taken)
 
 
-class RewardSession(Protocol):
-    """One reward, bound to one prompt; called by the reward's thread."""
+class Reward:
+    """Scores responses to a prompt; called by one thread at a time, always the same one.
 
-    def begin(self, candidates: Sequence[Candidate]) -> ScoringTask:
-        """A task for this batch; what the session keeps of other candidates is freed."""
-
-    def close(self) -> None:
-        """Free what is kept; a session that is used again computes it again."""
-
-
-class Described(Protocol):
-    """What every reward has."""
+    By default a batch is one piece, which `score` computes, and a session is its prompt. Rewards
+    whose batches share passes define `begin` and `compute` instead.
+    """
 
     name: str  # in requests
     fingerprint: str  # digest of weights and settings
     description: str  # what it measures, in a sentence
+    token_budget: int = 1  # most tokens per `compute`, unless a single piece has more
 
-
-class Reward(Described, Protocol):
-    """Scores responses to a prompt; called by one thread at a time, always the same one."""
-
-    token_budget: int  # most tokens per `compute`, unless a single piece has more
-
-    def open(self, prompt: Prompt, *, once: bool = False) -> RewardSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> Any:
         """A session that keeps nothing yet; `once`: it gets a single batch.
 
         Raises:
             InvalidRequest: the model cannot take this prompt.
         """
+        return prompt
+
+    def begin(self, session: Any, candidates: Sequence[Candidate]) -> Task:
+        """A task for this batch; what the session keeps of other candidates is freed."""
+        scores: Future[Scores] = Future()  # if it fails, the other batches of its pass do not
+        piece = partial(settle, scores, partial(self.score, session, candidates))
+        return Task([(1, piece)], lambda _: scores.result())
 
     def compute(self, pieces: Sequence[Any]) -> None:
         """Compute pieces that were taken from tasks of any sessions.
@@ -80,10 +93,39 @@ class Reward(Described, Protocol):
         Raises:
             RewardLost: it will never compute again.
         """
+        for piece in pieces:
+            piece()
+
+    def free(self, session: Any) -> None:
+        """Free what a session keeps; if it is used again, it computes that again."""
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        """One finite score per candidate, higher is better; texts may be empty."""
+        raise NotImplementedError
+
+
+class RemoteReward(Protocol):
+    """A reward that another server computes; called on the event loop, by any number at once."""
+
+    name: str
+    fingerprint: str
+    description: str
+
+    async def answer(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        """One score per candidate.
+
+        Raises:
+            InvalidRequest: the reward cannot take this prompt.
+            RewardInvalid: the server returned something else.
+            Unavailable: the server cannot be reached, or is too slow.
+        """
+
+    async def aclose(self) -> None:
+        """Close the connections."""
 
 
 def take_fairly(
-    tasks: Sequence[ScoringTask], token_budget: int, given: list[int] | None = None
+    tasks: Sequence[Task], token_budget: int, given: list[int] | None = None
 ) -> list[Any]:
     """Pieces for one forward pass, of at most `token_budget` tokens; a larger one is alone in it.
 
@@ -104,20 +146,15 @@ def take_fairly(
     return pieces
 
 
-def compute_alone(task: ScoringTask, reward: Reward) -> None:
-    """All of a task's pieces, in passes of its own."""
-    while pieces := take_fairly([task], reward.token_budget):
-        reward.compute(pieces)
-
-
-def score_batch(session: RewardSession, reward: Reward, candidates: Sequence[Candidate]) -> Scores:
+def score_batch(session: Any, reward: Reward, candidates: Sequence[Candidate]) -> Scores:
     """Scores of a batch that shares its passes with no other."""
     try:
-        task = session.begin(candidates)
-        compute_alone(task, reward)
+        task = reward.begin(session, candidates)
+        while pieces := take_fairly([task], reward.token_budget):
+            reward.compute(pieces)
         return task.scores()
     except BaseException:
-        session.close()  # it counts on what was not computed
+        reward.free(session)  # it counts on what was not computed
         raise
 
 
@@ -127,10 +164,11 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
     try:
         return score_batch(session, reward, whole_answers(texts))
     finally:
-        session.close()
+        reward.free(session)
 
 
 def whole_answers(texts: Sequence[str]) -> list[Candidate]:
+    """Complete answers as candidates, with their indices as ids."""
     return [Candidate(i, text, 0, 0.0, FinishReason.STOP) for i, text in enumerate(texts)]
 
 
@@ -139,16 +177,6 @@ def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:
     places: dict[T, int] = {}
     where = [places.setdefault(item, len(places)) for item in items]
     return list(places), where
-
-
-@dataclass(frozen=True, slots=True)
-class StatelessSession:
-    """A session that keeps nothing between batches."""
-
-    begin: Callable[[Sequence[Candidate]], ScoringTask]
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -161,77 +189,16 @@ class Text:
     num_computed: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class TextTask:
-    """A batch of texts, each of which is a piece; equal texts are computed once.
+def text_task(
+    texts: Sequence[Text], where: Sequence[int], to_scores: Callable[[list[Any]], list[float]]
+) -> Task:
+    """A batch of different texts, each of which is a piece.
 
     where: each candidate's index among the texts; to_scores: from their results to scores.
     """
 
-    texts: Sequence[Text]
-    where: Sequence[int]
-    to_scores: Callable[[list[Any]], list[float]]
-    _taken: int = field(default=0, init=False)
+    def finish(_: int) -> Scores:
+        values = to_scores([texts[place].result for place in where])
+        return Scores(tuple(values), sum(text.num_computed for text in texts))
 
-    @property
-    def next_tokens(self) -> int:
-        return len(self.texts[self._taken].token_ids) if self._taken < len(self.texts) else 0
-
-    def take(self) -> Text:
-        self._taken += 1
-        return self.texts[self._taken - 1]
-
-    def scores(self) -> Scores:
-        values = self.to_scores([self.texts[place].result for place in self.where])
-        return Scores(tuple(values), sum(text.num_computed for text in self.texts))
-
-
-@dataclass(eq=False, slots=True)
-class WholeBatchTask:
-    """A batch as one piece: the task itself. If it fails, others of its pass do not."""
-
-    score: Callable[[], Scores]
-    next_tokens: int = 1
-    _scores: Scores | None = field(default=None, init=False)
-    _error: BaseException | None = field(default=None, init=False)
-
-    def take(self) -> WholeBatchTask:
-        self.next_tokens = 0
-        return self
-
-    def run(self) -> None:
-        try:
-            self._scores = self.score()
-        except BaseException as error:
-            self._error = error
-
-    def scores(self) -> Scores:
-        if self._error:
-            raise self._error
-        assert self._scores
-        return self._scores
-
-
-class WholeBatchReward(ABC):
-    """A reward that scores a batch in one call, and keeps nothing but the prompt."""
-
-    token_budget = 1  # one batch
-
-    def __init__(self, name: str, fingerprint: str, description: str) -> None:
-        self.name = name
-        self.fingerprint = fingerprint
-        self.description = description
-
-    @abstractmethod
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        """One finite score per candidate, higher is better; texts may be empty."""
-
-    def open(self, prompt: Prompt, *, once: bool = False) -> RewardSession:
-        return StatelessSession(
-            lambda candidates: WholeBatchTask(partial(self.score, prompt, candidates))
-        )
-
-    def compute(self, pieces: Sequence[WholeBatchTask]) -> None:
-        """One batch after the other."""
-        for piece in pieces:
-            piece.run()
+    return Task(((len(text.token_ids), text) for text in texts), finish)

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
-from reward_service.scoring import RewardWorker, WorkerSession
+from reward_service.worker import Worker, WorkerSession
 from specrej import telemetry
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
@@ -32,9 +32,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, max_batch: int, lease_s: float) -> None:
         self._max_batch = max_batch
         self._lease_s = lease_s
-        self._workers: dict[str, RewardWorker] = {}  # by reward name, the default first
+        self._workers: dict[str, Worker] = {}  # by reward name, the default first
 
-    def serve(self, workers: Sequence[RewardWorker]) -> None:
+    def serve(self, workers: Sequence[Worker]) -> None:
         """Serve these from now on; the first is the default."""
         self._workers = {worker.description.name: worker for worker in workers}
 
@@ -68,7 +68,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> pb.RewardServiceDescribeResponse:
         self.check_loaded()
         described = [
-            replace(worker.description, max_batch=min(self._max_batch, worker.max_batch))
+            replace(worker.description, max_batch=self._max_batch)
             for worker in self._workers.values()
         ]
         rewards = [wire.to_message(reward, pb.RewardDescription) for reward in described]
@@ -79,7 +79,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if not self._workers:
             raise Unavailable("the rewards are being loaded")
 
-    def find(self, name: str) -> RewardWorker:
+    def find(self, name: str) -> Worker:
         """The worker of that reward, or the default for "".
 
         Raises:
@@ -87,8 +87,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """
         worker = self._workers.get(name) if name else next(iter(self._workers.values()))
         if worker is None:
-            served = ", ".join(self._workers)
-            raise NotFound(f"no reward of that name, there are: {served}")
+            raise NotFound(f"unknown reward; available: {', '.join(self._workers)}")
         return worker
 
     def check_batch(self, candidates: Sequence[pb.ScoreCandidate]) -> Iterator[Violation]:

@@ -32,7 +32,7 @@ class RewardSettings(ServiceSettings):
       cross-encoder  an encoder that reads prompt and response as a pair
       relevance      cosine of all-MiniLM-L6-v2 embeddings of prompt and response
       function       a Python function by its dotted path
-      http, grpc     a reward of another server
+      http           a reward of another server
       toy            the share of vowels
     such as [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].
 

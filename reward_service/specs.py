@@ -12,32 +12,48 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from specrej import fingerprint
-from specrej.security import Credentials, is_loopback
+from specrej.security import is_loopback
 from specrej_models import hub
 
 if TYPE_CHECKING:
-    from reward_service.kinds.remote import RemoteReward
-    from reward_service.reward import Reward
-
-# The generator's own mean log-likelihood has this name in requests.
-_RESERVED = "likelihood"
+    from reward_service.reward import RemoteReward, Reward
 
 # Options that name files: the fingerprint covers the files' contents, not their paths.
-_PATHS = ("directory", "head", "adapter", "reference")
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-TimeoutSeconds = Annotated[float, Field(gt=0, le=3600)]
-HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
-LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)]
+_PATHS = ("directory", "head", "reference")
 
 # Headers that carry credentials, in lower case: their values come from files.
 _SECRET_HEADERS = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"}
+
+
+def _is_not_reserved(name: str) -> str:
+    if name == "likelihood":
+        raise ValueError("likelihood is the generator's own reward, choose another name")
+    return name
+
+
+def _with_places(*places: str) -> AfterValidator:
+    """Requires each of these in the text, once and in this order."""
+
+    def check(text: str) -> str:
+        if text and re.findall("|".join(map(re.escape, places)), text) != [*places]:
+            raise ValueError(f"must have {', '.join(places)} once each, in this order")
+        return text
+
+    return AfterValidator(check)
+
+
+Name = Annotated[
+    str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$"), AfterValidator(_is_not_reserved)
+]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
+LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)]
 
 # How an unfinished text is scored: as if its turn ended here, or as a turn that goes on.
 Unfinished = Literal["closed", "open"]
@@ -69,32 +85,13 @@ class _Options(BaseModel):
 class Spec(_Options):
     """One reward: its name in requests, its kind, and the kind's options."""
 
-    # "module:function" in this package, to call with the spec and the resources. A string, as most
-    # of these modules import torch.
+    # "module:function" in `kinds`, to call with the spec and the resources. A string, as most of
+    # these modules import torch.
     loader: ClassVar[str]
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    name: Name
 
-    @field_validator("name")
-    @classmethod
-    def _is_not_reserved(cls, name: str) -> str:
-        if name == _RESERVED:
-            raise ValueError(f"{_RESERVED} is the generator's own reward, choose another name")
-        return name
-
-    def loaded_by(self) -> Callable[..., Any]:
-        """What `loader` names."""
-        module, _, function = self.loader.partition(":")
-        made: Callable[..., Any] = getattr(
-            import_module(f"reward_service.kinds.{module}"), function
-        )
-        return made
-
-
-class ComputedSpec(Spec):
-    """A reward that is computed in this process."""
-
-    def load(self, resources: Resources) -> Reward:
+    def load(self, resources: Resources) -> Reward | RemoteReward:
         """The reward that this spec describes.
 
         Models of a hub are fetched, if its cache lacks them.
@@ -108,41 +105,25 @@ class ComputedSpec(Spec):
             path: Path | None = getattr(self, option, None)
             if path and not path.exists() and hub.is_name(str(path)):
                 with_code = getattr(self, "trust_remote_code", False)
-                files = hub.find(str(path), with_code=with_code)
-                if files.gguf_file:
-                    raise ValueError(f"reward {self.name}: {path} is a GGUF file, not a directory")
-                paths[option] = files.directory
+                paths[option] = hub.find(str(path), with_code=with_code).directory
             elif path and not path.exists():
                 what = "model directory" if option == "directory" else option
                 raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
-        reward: Reward = self.loaded_by()(self.model_copy(update=paths), resources)
-        return reward
+        module, _, function = self.loader.partition(":")
+        load: Callable[..., Reward | RemoteReward] = getattr(
+            import_module(f"reward_service.kinds.{module}"), function
+        )
+        return load(self.model_copy(update=paths), resources)
 
 
-class RemoteSpec(Spec):
-    """A reward of another server, which has `timeout_s` seconds for each answer."""
-
-    timeout_s: TimeoutSeconds = 60.0
-    allow_plaintext_token: bool = False
-
-    async def connect(self) -> RemoteReward:
-        """The reward that this spec describes.
-
-        Raises:
-            OSError, ValueError, RuntimeError: it is no such reward, or cannot be reached.
-        """
-        reward: RemoteReward = await self.loaded_by()(self)
-        return reward
-
-
-class ToySpec(ComputedSpec):
+class ToySpec(Spec):
     """The share of vowels, for dry runs."""
 
     loader = "toy:load_toy"
     kind: Literal["toy"] = "toy"
 
 
-class RelevanceSpec(ComputedSpec):
+class RelevanceSpec(Spec):
     """Cosine of all-MiniLM-L6-v2 embeddings of prompt and response."""
 
     loader = "encoder:RelevanceReward"
@@ -150,7 +131,7 @@ class RelevanceSpec(ComputedSpec):
     directory: Path
 
 
-class LocalSpec(ComputedSpec):
+class LocalSpec(Spec):
     """A model in a local directory; code that comes with it runs only if trusted."""
 
     directory: Path
@@ -194,30 +175,20 @@ class CausalSpec(LocalSpec):
     """
 
     special_tokens: SpecialTokens | None = None
-    format: str = ""
+    format: Annotated[str, _with_places("{prompt}", "{response}")] = ""
     unfinished: Unfinished = "closed"
-
-    @field_validator("format")
-    @classmethod
-    def _has_both_places(cls, plain: str) -> str:
-        if plain and (plain.count("{response}") != 1 or plain.count("{prompt}") != 1):
-            raise ValueError("must be empty, or have {prompt} and {response} once each")
-        if plain.find("{response}") < plain.find("{prompt}"):
-            raise ValueError("must have {prompt} before {response}")
-        return plain
 
 
 class ClassifierSpec(CausalSpec):
     """A decoder-only sequence classifier, or a backbone with a head of its own.
 
-    head: a file that `specrej train-reward` wrote; adapter: a directory of LoRA weights;
-    label_weights: the weight of each label's logit in the score.
+    head: a file that `specrej train-reward` wrote; label_weights: the weight of each label's logit
+    in the score.
     """
 
     loader = "classifier:load_classifier"
     kind: Literal["classifier"] = "classifier"
     head: Path | None = None
-    adapter: Path | None = None
     label_weights: LabelWeights = (1.0,)
     transform: Transform = Transform()
 
@@ -303,20 +274,15 @@ class PairwiseSpec(LocalSpec):
     loader = "pairwise:PairwiseReward"
     kind: Literal["pairwise"] = "pairwise"
     special_tokens: SpecialTokens = "template"
-    template: str = "[CONTEXT] {context} [RESPONSE A] {a} [RESPONSE B] {b} \n"
+    template: Annotated[str, Field(min_length=1), _with_places("{context}", "{a}", "{b}")] = (
+        "[CONTEXT] {context} [RESPONSE A] {a} [RESPONSE B] {b} \n"
+    )
     first: str = Field("A", min_length=1)
     second: str = Field("B", min_length=1)
     opponents: int = Field(2, ge=1, le=64)
 
-    @field_validator("template")
-    @classmethod
-    def _has_its_places_in_order(cls, template: str) -> str:
-        if re.findall(r"\{(?:context|a|b)\}", template) != ["{context}", "{a}", "{b}"]:
-            raise ValueError("must have {context}, {a} and {b} once each, in this order")
-        return template
 
-
-class FunctionSpec(ComputedSpec):
+class FunctionSpec(Spec):
     """A Python function, by its dotted path such as "my_rewards:brevity"."""
 
     loader = "function:FunctionReward"
@@ -324,18 +290,19 @@ class FunctionSpec(ComputedSpec):
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
-class HTTPSpec(RemoteSpec):
-    """A reward behind HTTP.
+class HTTPSpec(Spec):
+    """A reward behind HTTP, which has `timeout_s` seconds for each answer.
 
     headers: sent with every request; header_files: the same for secrets, each in a file that is
     read again when it changes; allow_plaintext_token: send them without TLS, too; version: part of
     the fingerprint, to be changed whenever the server's reward changes.
     """
 
-    loader = "remote_http:connect"
+    loader = "http:load_http"
     kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://\S+$")
-    timeout_s: TimeoutSeconds = 30.0
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    allow_plaintext_token: bool = False
     headers: dict[HeaderName, str] = Field(default_factory=dict, repr=False)
     header_files: dict[HeaderName, Path] = Field(default_factory=dict)
     version: str = ""
@@ -356,25 +323,6 @@ class HTTPSpec(RemoteSpec):
         return self
 
 
-class GRPCSpec(RemoteSpec):
-    """A reward of another reward service; reward: its name there, empty for the default."""
-
-    loader = "remote_grpc:connect"
-    kind: Literal["grpc"] = "grpc"
-    address: str = Field(pattern=r"^\S+:\d{1,5}$")
-    reward: str = ""
-    token_file: str = ""
-    tls: bool = False
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-
-    @property
-    def credentials(self) -> Credentials:
-        """For the channel to the other service."""
-        return cast(Credentials, self.model_dump(include=set(Credentials.__annotations__)))
-
-
 RewardSpec = Annotated[
     ToySpec
     | RelevanceSpec
@@ -386,7 +334,6 @@ RewardSpec = Annotated[
     | ProcessSpec
     | PairwiseSpec
     | FunctionSpec
-    | HTTPSpec
-    | GRPCSpec,
+    | HTTPSpec,
     Field(discriminator="kind"),
 ]

@@ -1,9 +1,9 @@
 """`specrej train-reward`: a reward from preference pairs, on a causal backbone.
 
-A linear Bradley-Terry head on the frozen backbone, or with it an adapter for the whole network
-(lora.py). Some pairs are held out to choose the weight decay or the epoch. The last pairs of
-the file are the test set, to compare the reward with chance and with the untrained backbone's
-likelihood. The result is a directory that a reward of kind classifier loads.
+Fits a linear Bradley-Terry head on the frozen backbone's last states. Some pairs are held out to
+choose the weight decay. The last pairs of the file are the test set, to compare the reward with
+chance and with the untrained backbone's likelihood. The result is a directory that a reward of kind
+classifier loads. examples/train_reward trains the whole network instead.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import gzip
 import json
 import math
 import os
-import random
 import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,29 +28,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from reward_service.checkpoint import load_backbone
+from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, load_backbone
 from reward_service.conversation import load_conversation
-from reward_service.kinds.causal_reward import CausalReward, Reading
-from reward_service.kinds.classifier import HEAD_TENSOR, MANIFEST, load_classifier
+from reward_service.kinds.causal import CausalReward
+from reward_service.kinds.classifier import load_classifier
 from reward_service.kinds.likelihood import load_likelihood
-from reward_service.reward import Reward, compute_alone, score, whole_answers
+from reward_service.reward import Reward, score
 from reward_service.specs import ClassifierSpec, LikelihoodSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest, SpecrejError
 
 HEAD = "head.safetensors"
-ADAPTER = "adapter"
 REPORT = "training.json"
-FEATURES = "features.npy"
 
 # Weight decays to try, strong to weak.
 _DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
 
-# Features of so many pairs are computed between two writes; an interruption loses no more.
-_PAIRS_AT_ONCE = 16
-
-# Test pairs between two lines of progress.
+# Pairs between two lines of progress.
 _PAIRS_PER_NOTE = 50
 
 
@@ -124,11 +119,9 @@ def train(arguments: argparse.Namespace) -> Report:
     _check_prompts(pairs, backbone)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    method = (_fit_lora if arguments.lora else _fit_head)(arguments, pairs)
+    method = _fit_head(arguments, pairs)
     # Relative paths, so that backbone and reward can be moved together.
     manifest = {"backbone": os.path.relpath(backbone.resolve(), out.resolve()), "head": HEAD}
-    if arguments.lora:
-        manifest |= {"adapter": ADAPTER, "head": f"{ADAPTER}/{HEAD}"}
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     test = pairs[-arguments.test :]
     trained = load_classifier(ClassifierSpec(name="trained", directory=out), Resources())
@@ -209,24 +202,9 @@ def _margins(reward: Reward, pairs: Sequence[Pair], what: str) -> list[float]:
     return margins
 
 
-def _fit_lora(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
-    """Write head and adapter; return a description of the method."""
-    # Peft takes a second to load, and only this needs it.
-    from reward_service.lora import LoraFit
-
-    known = list(pairs[: len(pairs) - arguments.test])
-    random.Random(arguments.seed).shuffle(known)
-    division = {"pairs": repr(known), "validation": arguments.validation}
-    digest = fingerprint.of_directory(arguments.backbone, division)
-    options = {"rank": arguments.lora, "epochs": arguments.epochs, "seed": arguments.seed}
-    fit = LoraFit(arguments.backbone, arguments.out, digest, note, **options)
-    fit.run(known[arguments.validation :], known[: arguments.validation])
-    return f"head and adapter of rank {arguments.lora}"
-
-
 def _fit_head(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
     """Write the head; return a description of the method."""
-    computed = torch.from_numpy(features(arguments.backbone, pairs, arguments.out / FEATURES))
+    computed = torch.from_numpy(features(arguments.backbone, pairs, arguments.out))
     differences = (computed[:, 0] - computed[:, 1])[: len(pairs) - arguments.test]
     order = torch.randperm(
         len(differences), generator=torch.Generator().manual_seed(arguments.seed)
@@ -277,54 +255,35 @@ def _fit(inputs: Tensor, decay: float) -> Tensor:
     return weights.detach()
 
 
-class _States(Reading):
-    """Reads the hidden state at the last token; has no score."""
-
-    def score(self, outputs: Tensor) -> float:
-        return math.nan
-
-
-def features(backbone: Path, pairs: Sequence[Pair], file: Path) -> NDArray[np.float32]:
+def features(backbone: Path, pairs: Sequence[Pair], out: Path) -> NDArray[np.float32]:
     """Hidden states at the last token of each answer, [pairs, 2, hidden]; chosen answers first.
 
-    Written to `file` while they are computed; those that are in it already are not computed again.
+    Written to a file in `out` while they are computed; those that are in it already are not
+    computed again. The file's name has the digest of backbone and pairs.
     """
     spec = ClassifierSpec(name="training", directory=backbone)
     model = load_backbone(spec, Resources())
-    reward = CausalReward(spec, Resources(), "", model, lambda states, _: states.float(), _States())
     digest = fingerprint.of_directory(backbone, {"pairs": repr(pairs)})
-    done_file = file.with_suffix(".done")  # the digest, and how many pairs are in `file`
-    done = 0
-    if file.exists() and done_file.exists():
-        digest_of_file, count = done_file.read_text().split()
-        done = int(count) if digest_of_file == digest else 0
-    if not done:  # before `file` is overwritten
-        done_file.unlink(missing_ok=True)
-    shape = None if done else (len(pairs), 2, model.config.hidden_size)
-    states = np.lib.format.open_memmap(
-        file, mode="r+" if done else "w+", dtype=np.float32, shape=shape
-    )
-    for number in range(done, len(pairs)):
-        states[number] = pair_states(reward, pairs[number]).numpy()
-        if (number + 1) % _PAIRS_AT_ONCE == 0 or number + 1 == len(pairs):
+    file = out / f"features-{digest[:16]}.npy"
+    shape = (len(pairs), 2, model.config.hidden_size)
+    options: dict[str, Any] = {} if file.exists() else {"dtype": np.float32, "shape": shape}
+    states = np.lib.format.open_memmap(file, mode="w+" if options else "r+", **options)
+    read: list[Tensor] = []  # the states of one pair
+
+    def keep(outputs: Tensor) -> float:
+        read.append(outputs[-1])
+        return 0.0
+
+    reward = CausalReward(spec, Resources(), "", model, lambda rows, _: rows.float(), keep)
+    for number, pair in enumerate(pairs):
+        if not states[number].any():  # a new file has zeros
+            read.clear()
+            score(reward, pair.prompt, [pair.chosen, pair.rejected])
+            states[number] = torch.stack([read[0], read[-1]]).numpy()  # one if they are equal
+        if (number + 1) % _PAIRS_PER_NOTE == 0 or number + 1 == len(pairs):
             states.flush()
-            partial_file = done_file.with_suffix(".part")
-            partial_file.write_text(f"{digest} {number + 1}")
-            partial_file.replace(done_file)
             note(f"features of {number + 1} of {len(pairs)} pairs")
     return np.asarray(states)
-
-
-def pair_states(reward: CausalReward, pair: Pair) -> Tensor:
-    """[2, hidden]."""
-    session = reward.open(pair.prompt)
-    try:
-        task = session.begin(whole_answers([pair.chosen, pair.rejected]))
-        compute_alone(task, reward)
-        outputs = task.outputs()  # one if the answers are equal
-        return torch.stack([outputs[0][-1], outputs[-1][-1]])
-    finally:
-        session.close()
 
 
 def _arguments() -> argparse.Namespace:
@@ -338,10 +297,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--validation", type=_count, default=200, help="pairs to choose by")
     parser.add_argument("--test", type=_count, default=300, help="last pairs, only reported on")
     parser.add_argument("--seed", type=int, default=0, help="selects the pairs to choose by")
-    parser.add_argument(
-        "--lora", type=_count, metavar="RANK", help="train an adapter as well, of this rank"
-    )
-    parser.add_argument("--epochs", type=_count, default=3, help="most epochs of the adapter")
     parser.add_argument(
         "--no-baseline", action="store_true", help="do not compare with the backbone's likelihood"
     )

@@ -1,8 +1,10 @@
-"""One reward in a thread of its own: batches of all sessions share passes, behind a bounded queue.
+"""Serves one reward: checks what it returns, measures it, and bounds the calls that wait or run.
 
-Keeps torch and tokenizers off the event loop, and checks what a reward returns. The thread computes
-pass after pass; before each it takes in what has arrived, drops abandoned batches, and takes a
-fair part of each batch under way. Imports no torch and no grpc.
+A reward of this process has a thread of its own, which keeps torch and tokenizers off the event
+loop. It computes pass after pass; before each it takes in what has arrived, drops abandoned
+batches, and takes a fair part of each batch under way, of all sessions. A reward of another server
+is awaited on the event loop: a slow server delays its own callers only, and waiting for it does not
+count for the heartbeat. Imports no torch and no grpc.
 """
 
 from __future__ import annotations
@@ -13,16 +15,24 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from reward_service.reward import Reward, RewardLost, RewardSession, ScoringTask, take_fairly
-from reward_service.scoring import RewardWorker, WorkerSession, queue_full, worker_closed
-from specrej.contracts import Candidate, Prompt, Scores
+from reward_service.reward import (
+    RemoteReward,
+    Reward,
+    RewardLost,
+    Task,
+    take_fairly,
+    whole_answers,
+)
+from reward_service.specs import Resources, RewardSpec
+from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
+from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
 from specrej.threads import ComputeThread, WorkClock, settle
 
@@ -30,8 +40,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_WARM_UP_PROMPT = Prompt.from_user("Hello?")
+
 # Errors of torch, which is not imported here, after which a process can use its device no more.
 _LOST = ("AcceleratorError",)
+
+
+async def start_worker(
+    spec: RewardSpec, resources: Resources, queue_limit: int = 64, merge_s: float = 0.002
+) -> Worker:
+    """A worker of the reward that a spec describes. Raises as `Worker.start` and `Spec.load` do."""
+    return await Worker.start(partial(spec.load, resources), queue_limit, merge_s)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -53,21 +72,50 @@ class _Call(_Request[T]):
 class _Batch(_Request[Scores]):
     """A session's candidates to be scored; `task` once the thread has begun with them."""
 
-    session: RewardSession
+    session: Any
     candidates: Sequence[Candidate]
-    task: ScoringTask | None = None
+    task: Task | None = None
     given: int = 0  # tokens of its task in passes so far
     is_alone: bool = False  # in passes of its own, since a pass that it shared failed
 
 
-class Worker(RewardWorker):
-    """Scores with one reward; made by `start`, ended by `close`.
+@dataclass(frozen=True, slots=True)
+class WorkerSession:
+    """One reward, bound to one prompt; made by `Worker.open`."""
+
+    _name: str
+    _score: Callable[[Sequence[Candidate]], Awaitable[Scores]]
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """Raises as `Worker.score` does."""
+        began, label = time.perf_counter(), {names.REWARD: self._name}
+        scores = await self._score(candidates)
+        self._check(scores, len(candidates))
+        metrics.record(names.REWARD_DURATION, time.perf_counter() - began, **label)
+        metrics.record(names.REWARD_BATCH, len(candidates), **label)
+        metrics.add(names.REWARD_TOKENS, scores.computed_tokens, **label)
+        return scores
+
+    def _check(self, scores: Scores, num_texts: int) -> None:
+        num_scores, metadata = len(scores.values), {"reward": self._name}
+        if num_scores != num_texts:
+            text = f"reward {self._name} returned {num_scores} scores for {num_texts} texts"
+            raise RewardInvalid(text, metadata=metadata)
+        if not all(map(math.isfinite, scores.values)):
+            text = f"reward {self._name} returned a score that is not finite"
+            raise RewardInvalid(text, metadata=metadata)
+
+
+class Worker:
+    """Serves one reward to any number of callers; made by `start`, ended by `close`.
 
     At most `queue_limit` calls wait or run. A call that is cancelled while it waits is never
-    computed; one under way gets no part of the next pass.
+    computed; one under way gets no part of the next pass, and its request to a server ends.
     """
 
-    def __init__(self, load: Callable[[], Reward], queue_limit: int, merge_s: float) -> None:
+    def __init__(
+        self, load: Callable[[], Reward | RemoteReward], queue_limit: int, merge_s: float
+    ) -> None:
         self._queue_limit = queue_limit
         self._merge_s = merge_s
         self._room = threading.Semaphore(queue_limit)
@@ -78,65 +126,120 @@ class Worker(RewardWorker):
         self._num_sessions = 0  # used by the thread alone
         self._clock = WorkClock()
         self._reward: Reward
-        self._loaded: Future[None] = Future()
+        self._remote: RemoteReward | None = None
+        self._loaded: Future[Reward | RemoteReward] = Future()
         self._thread = ComputeThread("reward", self._serve, load)
         self._thread.start()
 
     @classmethod
     async def start(
-        cls, load: Callable[[], Reward], queue_limit: int = 64, merge_s: float = 0.002
+        cls,
+        load: Callable[[], Reward | RemoteReward],
+        queue_limit: int = 64,
+        merge_s: float = 0.002,
     ) -> Worker:
         """A worker that has loaded the reward with `load` in its thread, and scored once.
 
-        With several sessions open, a batch waits `merge_s` seconds for others to share its pass.
-        Raises what `load` raises.
+        A reward whose server is busy or not reached yet is served without that score. With several
+        sessions open, a batch waits `merge_s` seconds for others to share its pass.
+        Raises what `load` raises, and RewardInvalid.
         """
         worker = cls(load, queue_limit, merge_s)
         try:
             await asyncio.wrap_future(worker._loaded)
-            await worker.warm_up()
-        except BaseException:
+            await worker.score(_WARM_UP_PROMPT, ["Hello."])
+        except BaseException as error:
+            if worker._remote and isinstance(error, Unavailable | Overloaded):
+                log.warning("serving without it: %s", error.message)
+                return worker
             worker.close()
+            if worker._remote:
+                await worker._remote.aclose()
             raise
         return worker
 
     @property
-    def reward(self) -> Reward:
-        return self._reward
+    def reward(self) -> Reward | RemoteReward:
+        """The reward, once it is loaded."""
+        return self._remote or self._reward
+
+    @property
+    def description(self) -> RewardDescription:
+        """The reward's, once it is loaded."""
+        reward = self.reward
+        return RewardDescription(reward.name, reward.fingerprint, reward.description)
+
+    async def score(self, prompt: Prompt, texts: Sequence[str], *, whole: bool = True) -> Scores:
+        """Finite scores, one per text; `whole`: they are complete answers.
+
+        Raises:
+            InvalidRequest: the model cannot take this prompt.
+            Overloaded: too many calls wait or run already.
+            RewardInvalid: the reward returned something else.
+            Unavailable: the worker is closed, or the reward's server does not answer.
+        """
+        candidates = whole_answers(texts)
+        if not whole:
+            candidates = [Candidate(c.id, c.text, 0, 0.0) for c in candidates]
+        async with self.open(prompt, once=True) as session:
+            return await session.score(candidates)
 
     @asynccontextmanager
     async def open(self, prompt: Prompt, *, once: bool = False) -> AsyncIterator[WorkerSession]:
+        """A session, which frees what it keeps when the context is left; `once`: for one batch.
+
+        Raises as `score` does.
+        """
+        if self._remote:
+            answer = partial(self._answer, self._remote, prompt)
+            yield WorkerSession(self._remote.name, answer)
+            return
         opening = _Call(partial(self._open, prompt, once))
         try:
             session = await self._submit(opening)
         except asyncio.CancelledError:
             # The thread may open it all the same.
-            opening.future.add_done_callback(self._close_late)
+            opening.future.add_done_callback(self._free_late)
             raise
         try:
             yield WorkerSession(self._reward.name, partial(self._score, session))
         finally:
-            self._close_session(session)
+            self._free_session(session)
 
     def close(self) -> None:
-        """Refuse what waits; the pass under way is completed, see `join`."""
+        """Refuse new calls and what waits; the pass under way is completed, see `join`."""
         with self._closing:
             if not self._closed:
                 self._closed = True
                 self._arrivals.put(None)
 
+    async def join(self, timeout_s: float) -> None:
+        """Wait for the end of the pass under way, after `close`; end a server's connections."""
+        if self._remote:
+            await self._remote.aclose()
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
     def heartbeat_s(self) -> float:
         """Seconds since the pass or call under way began; 0 between them, infinite if the thread
         died."""
+        if self._remote:
+            return 0.0
         if self._dead or (not self._thread.is_alive() and not self._closed):
             return math.inf
         return self._clock.oldest_s()
 
-    async def join(self, timeout_s: float) -> None:
-        """Wait for the end of the pass under way, after `close`."""
-        await asyncio.to_thread(self._thread.join, timeout_s)
+    async def _answer(
+        self, remote: RemoteReward, prompt: Prompt, candidates: Sequence[Candidate]
+    ) -> Scores:
+        if self._closed:
+            raise _worker_closed()
+        self._take_room()
+        try:
+            return await remote.answer(prompt, candidates)
+        finally:
+            self._make_room()
 
-    async def _score(self, session: RewardSession, candidates: Sequence[Candidate]) -> Scores:
+    async def _score(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
         return await self._submit(_Batch(session, candidates))
 
     async def _submit(self, request: _Request[T]) -> T:
@@ -145,15 +248,13 @@ class Worker(RewardWorker):
         Raises:
             Overloaded, Unavailable: as `score` does.
         """
-        if not self._room.acquire(blocking=False):
-            raise queue_full(self._reward.name, self._queue_limit)
-        metrics.add(names.REWARD_QUEUED, 1, reward=self._reward.name)
+        self._take_room()
         # Called when the thread is done with it, or when it is cancelled before the thread begins.
         request.future.add_done_callback(self._make_room)
         with self._closing:
             if self._closed or self._dead:
                 request.future.cancel()
-                raise worker_closed()
+                raise _worker_closed()
             self._arrivals.put(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -161,37 +262,49 @@ class Worker(RewardWorker):
             request.abandoned = True
             raise
 
-    def _make_room(self, _: object) -> None:
-        self._room.release()
-        metrics.add(names.REWARD_QUEUED, -1, reward=self._reward.name)
+    def _take_room(self) -> None:
+        """Count a call that waits or runs. Raises Overloaded."""
+        if not self._room.acquire(blocking=False):
+            text = f"reward {self.reward.name}: {self._queue_limit} calls wait already"
+            raise Overloaded(text)
+        metrics.add(names.REWARD_QUEUED, 1, reward=self.reward.name)
 
-    def _close_session(self, session: RewardSession) -> None:
+    def _make_room(self, _: object = None) -> None:
+        self._room.release()
+        metrics.add(names.REWARD_QUEUED, -1, reward=self.reward.name)
+
+    def _free_session(self, session: Any) -> None:
         with self._closing:
             if not (self._closed or self._dead):  # queued, as its batch may still be under way
-                self._arrivals.put(_Call(partial(self._close, session)))
+                self._arrivals.put(_Call(partial(self._free, session)))
 
-    def _close_late(self, opened: Future[RewardSession]) -> None:
+    def _free_late(self, opened: Future[Any]) -> None:
         with suppress(BaseException):
-            self._close_session(opened.result())
+            self._free_session(opened.result())
 
     # The thread calls everything below.
 
-    def _open(self, prompt: Prompt, once: bool) -> RewardSession:
+    def _open(self, prompt: Prompt, once: bool) -> Any:
         session = self._reward.open(prompt, once=once)
         self._num_sessions += 1
         return session
 
-    def _close(self, session: RewardSession) -> None:
+    def _free(self, session: Any) -> None:
         self._num_sessions -= 1
-        session.close()
+        self._reward.free(session)
 
-    def _serve(self, load: Callable[[], Reward]) -> None:
+    def _serve(self, load: Callable[[], Reward | RemoteReward]) -> None:
         """Load, then compute pass after pass until closed."""
 
-        def load_here() -> None:
-            self._reward = load()
+        def load_here() -> Reward | RemoteReward:
+            loaded = load()
+            if isinstance(loaded, Reward):
+                self._reward = loaded
+            else:
+                self._remote = loaded
+            return loaded
 
-        if not settle(self._loaded, load_here):
+        if not settle(self._loaded, load_here) or self._remote:
             return
         under_way: list[_Batch] = []
         try:
@@ -206,11 +319,11 @@ class Worker(RewardWorker):
         with self._closing:
             self._dead = not self._closed  # no request arrives after this
         for batch in under_way:
-            _fail(batch, worker_closed())
+            _fail(batch, _worker_closed())
         with suppress(queue.Empty):
             while True:
                 if request := self._arrivals.get_nowait():
-                    _fail(request, worker_closed())
+                    _fail(request, _worker_closed())
 
     def _take_in(self, under_way: list[_Batch]) -> bool:
         """Begin with what has arrived, and wait if nothing is under way; False once closed.
@@ -245,12 +358,12 @@ class Worker(RewardWorker):
             case _Batch():
                 # Not 0: it would take all passes until it caught up with the others.
                 arrived.given = min((batch.given for batch in under_way), default=0)
-                if arrived.future.set_running_or_notify_cancel() and _begin(arrived):
+                if arrived.future.set_running_or_notify_cancel() and self._begin(arrived):
                     under_way.append(arrived)
 
     def _is_dropped(self, batch: _Batch) -> bool:
         if abandoned := batch.abandoned:  # read once: another thread sets it
-            batch.session.close()  # it counts on what will not be computed
+            self._reward.free(batch.session)  # it counts on what will not be computed
             batch.future.set_result(Scores(()))
         return abandoned
 
@@ -276,12 +389,12 @@ class Worker(RewardWorker):
             pairs = zip(sharing, given, strict=True)
             took_part = [batch for batch, tokens in pairs if tokens > batch.given] or sharing
             for batch in took_part:
-                batch.session.close()
+                self._reward.free(batch.session)
                 if len(took_part) == 1:
                     _fail(batch, error)
                 else:
                     batch.is_alone = True
-                    _begin(batch)
+                    self._begin(batch)
         for batch, tokens in zip(sharing, given, strict=True):
             batch.given = tokens
 
@@ -292,24 +405,27 @@ class Worker(RewardWorker):
             except BaseException as error:
                 if _is_lost(error):  # a device fails as late as here
                     raise
-                batch.session.close()
+                self._reward.free(batch.session)
                 _fail(batch, error)
         return batch.future.done()
+
+    def _begin(self, batch: _Batch) -> bool:
+        """Make the batch's task; False if its reward raises."""
+        try:
+            batch.task = self._reward.begin(batch.session, batch.candidates)
+        except BaseException as error:
+            self._reward.free(batch.session)
+            _fail(batch, error)
+            return False
+        return True
 
 
 def _is_lost(error: BaseException) -> bool:
     return isinstance(error, RewardLost) or type(error).__name__ in _LOST
 
 
-def _begin(batch: _Batch) -> bool:
-    """Make the batch's task; False if its reward raises."""
-    try:
-        batch.task = batch.session.begin(batch.candidates)
-    except BaseException as error:
-        batch.session.close()
-        _fail(batch, error)
-        return False
-    return True
+def _worker_closed() -> Unavailable:
+    return Unavailable("the reward is being stopped")
 
 
 def _carry_out(call: _Call[T]) -> None:

@@ -1,8 +1,9 @@
-"""A decoder-only network that keeps keys and values of the texts that it has computed.
+"""Rewards on a decoder-only network, which keeps keys and values of the texts it has computed.
 
 Of a text that grew since it was last computed, only the new tokens are computed. A head's output is
-read at each of a text's marks, which are token positions, and kept as well. Works on token ids and
-tensors only; imports without grpc.
+read at each of a text's marks, which are token positions, and kept as well. The kinds of rewards
+differ in their head, their marks, and the score that follows from the outputs there; each has a
+file of its own. Imports without grpc.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specrej.contracts import Scores
+from reward_service.conversation import Conversation, Tokenized, Turns, load_conversation
+from reward_service.reward import Reward, Task, distinct
+from reward_service.specs import CausalSpec, Resources
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej_models.attention import PrefillSegment, Segment
 from specrej_models.kv import PromptKV
 from specrej_models.model import SegmentedModel
@@ -151,49 +155,6 @@ class _Span:
             yield _Span(self.pieces, part, self.start + at, self.offset + at, self.values)
 
 
-@dataclass(eq=False, slots=True)
-class CausalTask:
-    """A batch of texts under way; see `CausalScorer.task`.
-
-    _spans: made lazily, each when the one before it is taken; _known: for each text whose spans
-    were made, its values, then the prompt's.
-    """
-
-    _session: KeptSession
-    _sequences: Sequence[Tokens]
-    _spans: Iterator[_Span]
-    _known: Sequence[ChainMap[int, Value]]
-    _to_scores: ToScores
-    _compare: bool  # see `Scores`
-    _next: _Span | None = None
-    _num_computed: int = 0
-
-    def __post_init__(self) -> None:
-        self._next = next(self._spans, None)
-
-    @property
-    def next_tokens(self) -> int:
-        return len(self._next.token_ids) if self._next else 0
-
-    def take(self) -> _Span:
-        span, self._next = self._next, next(self._spans, None)
-        assert span
-        self._num_computed += len(span.token_ids)
-        return span
-
-    def outputs(self) -> list[Tensor]:
-        """The head's outputs at each text's marks, [marks, width] per text."""
-        self._session.is_busy = False
-        return [
-            torch.stack([cast(Tensor, values[mark].output) for mark in sequence.marks])
-            for values, sequence in zip(self._known, self._sequences, strict=True)
-        ]
-
-    def scores(self) -> Scores:
-        values = tuple(self._to_scores(self.outputs()))
-        return Scores(values, self._num_computed, compare=self._compare)
-
-
 class CausalScorer(SegmentedModel):
     """Computes texts; keeps up to `capacity` tokens of all sessions, the most recently used."""
 
@@ -229,10 +190,11 @@ class CausalScorer(SegmentedModel):
         to_scores: ToScores,
         *,
         compare: bool = False,
-    ) -> CausalTask:
+    ) -> Task:
         """A task for these texts; what the session keeps of other texts is freed.
 
-        If one of its passes fails, the session must be closed: it counts on all of them.
+        compare: see `Scores`. If one of its passes fails, the session must be closed: it counts on
+        all of them.
         """
         self._touch(session)
         session.is_busy = True
@@ -244,9 +206,18 @@ class CausalScorer(SegmentedModel):
             if sequence.key in parents:
                 self._fork(session, sequence, session.texts[parents[sequence.key]])
         self._drop(session, session.texts.keys() - wanted)
-        known: list[ChainMap[int, Value]] = []
+        known: list[ChainMap[int, Value]] = []  # each text's own values, then the prompt's
+
+        def finish(num_tokens: int) -> Scores:
+            session.is_busy = False
+            outputs = [
+                torch.stack([cast(Tensor, values[mark].output) for mark in sequence.marks])
+                for values, sequence in zip(known, sequences, strict=True)
+            ]
+            return Scores(tuple(to_scores(outputs)), num_tokens, compare=compare)
+
         spans = self._spans(session, sequences, known)
-        return CausalTask(session, sequences, spans, known, to_scores, compare)
+        return Task(((len(span.token_ids), span) for span in spans), finish)
 
     @torch.inference_mode()
     def compute(self, spans: Sequence[_Span]) -> None:
@@ -395,3 +366,91 @@ class CausalScorer(SegmentedModel):
     def _touch(self, session: KeptSession) -> None:
         self._sessions[session] = None
         self._sessions.move_to_end(session)
+
+
+class CausalReward(Reward):
+    """float32 on a CPU, where neither the batch nor earlier batches change a score by more than
+    1e-4; the checkpoint's own precision elsewhere.
+
+    A raw text prompt is one user message. A prompt must fit the model's limit, the smaller of the
+    tokenizer's and the position embeddings'; if prompt and response together do not, the last
+    tokens count, because the responses are what differs.
+    """
+
+    def __init__(
+        self,
+        spec: CausalSpec,
+        resources: Resources,
+        description: str,
+        model: PreTrainedModel,
+        head: Head,
+        score: Callable[[Tensor], float],
+        *,
+        marks: Callable[[Tokenized], list[int]] | None = None,
+        prepare: Callable[[str, bool], str] | None = None,
+        conversation: Conversation | None = None,
+        looks_ahead: bool = False,
+        digests: dict[str, str] | None = None,
+    ) -> None:
+        """Takes over `model`.
+
+        score: from the head's outputs at a text's marks, [marks, width]; marks: the positions to
+        read, ascending, at least one, the last token's by default; prepare: the response as the
+        model is to see it, given whether its turn is closed; digests: of files outside the spec's
+        directory.
+        """
+        self.name = spec.name
+        self.fingerprint = spec.fingerprint(resources, **(digests or {}))
+        self.description = description
+        self.token_budget = resources.token_budget
+        self.conversation = conversation or load_conversation(spec, model.config)
+        self.scorer = CausalScorer(model, head, resources.kept_tokens, looks_ahead=looks_ahead)
+        self.marks = marks or (lambda tokens: [len(tokens.token_ids) - 1])
+        self.prepare = prepare or (lambda text, closed: text)
+        self._score = score
+        self._closes_unfinished = spec.unfinished == "closed"
+
+    def open(self, prompt: Prompt, *, once: bool = False) -> tuple[Turns, KeptSession]:
+        """A session that keeps what it has computed; with `once`, of the prompt alone.
+
+        Raises:
+            InvalidRequest: the model cannot take this prompt.
+        """
+        turns = self.conversation.turns(prompt)
+        return turns, KeptSession(turns.prompt_ids, keeps_texts=not once)
+
+    def begin(self, session: tuple[Turns, KeptSession], candidates: Sequence[Candidate]) -> Task:
+        """Begin a batch; equal texts are computed once."""
+        turns, kept = session
+        texts: list[tuple[str, bool]] = []
+        for candidate in candidates:
+            closed = closes(candidate, self._closes_unfinished)
+            texts.append((self.prepare(turns.last_part(candidate.text), closed), closed))
+        unique, where = distinct(texts)
+        keys: dict[int, int] = {}
+        for candidate, place in zip(candidates, where, strict=True):
+            keys.setdefault(place, candidate.id)
+        tokenized = turns.tokenize([text for text, _ in unique], [end for _, end in unique])
+        sequences = [
+            Tokens(keys[place], tokens.token_ids, tokens.keep, self.marks(tokens))
+            for place, tokens in enumerate(tokenized)
+        ]
+
+        def to_scores(outputs: list[Tensor]) -> list[float]:
+            scores = [self._score(output) for output in outputs]
+            return [scores[place] for place in where]
+
+        return self.scorer.task(kept, sequences, to_scores)
+
+    def compute(self, pieces: Sequence[Any]) -> None:
+        """One forward pass."""
+        self.scorer.compute(pieces)
+
+    def free(self, session: tuple[Turns, KeptSession]) -> None:
+        """Free what is kept of its texts and its prompt."""
+        self.scorer.close(session[1])
+
+
+def closes(candidate: Candidate, unfinished: bool) -> bool:
+    """Whether its turn is closed: `unfinished` for a text that did not end by itself."""
+    return candidate.finish is FinishReason.STOP or unfinished

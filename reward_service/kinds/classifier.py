@@ -16,30 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import Tokenized
-from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, load_backbone, load_head
+from reward_service.kinds.causal import CausalReward
 from reward_service.reward import finite_sum
 from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
 from specrej import fingerprint
-
-# The tensor in a head's file that `training` writes, [hidden].
-HEAD_TENSOR = "head"
-
-# The file that `training` writes beside it: {"backbone", "head", "adapter"}, relative paths.
-MANIFEST = "reward.json"
-
-
-class _LastLogits(Reading):
-    def __init__(self, spec: ClassifierSpec, pad_id: int | None) -> None:
-        self._spec = spec
-        self._pad_id = pad_id
-
-    def marks(self, tokens: Tokenized) -> list[int]:
-        return [num_read(tokens.token_ids, self._pad_id) - 1]
-
-    def score(self, outputs: Tensor) -> float:
-        return weighted(self._spec, outputs[-1].tolist())
 
 
 def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
@@ -68,16 +49,11 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
         ValueError: the directory holds no such model; the text has the reason.
     """
     if (manifest := spec.directory / MANIFEST).is_file():
-        if spec.head or spec.adapter:
-            raise ValueError(f"{manifest} names its own head: leave out head and adapter")
+        if spec.head:
+            raise ValueError(f"{manifest} names its own head: leave out head")
         spec = spec.model_copy(update=_read(manifest))
     weight, bias = _head(spec)
     model = load_backbone(spec, resources)
-    if spec.adapter:
-        # Peft takes a second to load, and only adapters need it.
-        from reward_service import lora
-
-        model = lora.merged(model, spec.adapter)
     if weight.shape[1] != model.config.hidden_size:
         shape, hidden = [*weight.shape][1:], model.config.hidden_size
         source = spec.head or spec.directory
@@ -90,29 +66,33 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     description = "A reward model's logit for the response as the assistant's turn."
     # A head that `training` has fitted reads the last token.
     pad_id = None if spec.head else model.config.get_text_config().pad_token_id
-    digests = {
-        "padding": str(pad_id),
-        "head": fingerprint.of_file(spec.head) if spec.head else "",
-        "adapter": fingerprint.of_directory(spec.adapter) if spec.adapter else "",
-    }
-    reading = _LastLogits(spec, pad_id)
-    return CausalReward(spec, resources, description, model, head, reading, digests=digests)
+    digests = {"padding": str(pad_id), "head": fingerprint.of_file(spec.head) if spec.head else ""}
+    return CausalReward(
+        spec,
+        resources,
+        description,
+        model,
+        head,
+        lambda outputs: weighted(spec, outputs[-1].tolist()),
+        marks=lambda tokens: [num_read(tokens.token_ids, pad_id) - 1],
+        digests=digests,
+    )
 
 
 def _read(manifest: Path) -> dict[str, Path]:
     """The options that a manifest stands for.
 
     Raises:
-        ValueError: the file is no manifest.
+        ValueError: the file is not a manifest.
     """
     try:
         names: dict[str, str] = json.loads(manifest.read_text())
-        if {"backbone", "head"} <= names.keys() <= {"backbone", "head", "adapter"}:
-            paths = {name: manifest.parent / path for name, path in names.items()}
-            return {"directory": paths.pop("backbone"), **paths}
+        if names.keys() == {"backbone", "head"}:
+            parent = manifest.parent
+            return {"directory": parent / names["backbone"], "head": parent / names["head"]}
     except (ValueError, AttributeError, TypeError):
         pass
-    raise ValueError(f"{manifest}: must be a JSON object of backbone, head and adapter")
+    raise ValueError(f"{manifest}: must be a JSON object of backbone and head")
 
 
 def _head(spec: ClassifierSpec) -> tuple[Tensor, Tensor]:

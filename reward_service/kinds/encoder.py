@@ -6,7 +6,7 @@ a batch are computed once. A text has no closing tokens, finished or not.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from reward_service.checkpoint import load_whole, set_threads
 from reward_service.conversation import load_tokenizer
-from reward_service.reward import StatelessSession, Text, TextTask, distinct
+from reward_service.reward import Reward, Task, Text, distinct, text_task
 from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt
@@ -32,12 +32,8 @@ MAX_TOKENS = 256
 _BORDER_TOKENS = 16
 
 
-class _EncoderReward(ABC):
+class _EncoderReward(Reward):
     """Prompts are read as their last user message, or their raw text."""
-
-    name: str
-    fingerprint: str
-    description: str
 
     def __init__(self, resources: Resources, tokenizer: Any, model: Any) -> None:
         self.token_budget = resources.token_budget
@@ -53,21 +49,21 @@ class _EncoderReward(ABC):
             self.token_budget = 0
 
     @abstractmethod
-    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+    def _begin(self, question: str, texts: Sequence[str]) -> Task:
         """A task that scores `texts`."""
 
     @abstractmethod
     def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
         """A result per row, [rows, n], from padded inputs, each [rows, width]."""
 
-    def open(self, prompt: Prompt, *, once: bool = False) -> StatelessSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> str:
+        """The question."""
         users = [message.content for message in prompt.messages if message.role == "user"]
-        question = users[-1] if users else prompt.text
+        return users[-1] if users else prompt.text
 
-        def begin(candidates: Sequence[Candidate]) -> TextTask:
-            return self._begin(question, [candidate.text for candidate in candidates])
-
-        return StatelessSession(begin)
+    def begin(self, session: str, candidates: Sequence[Candidate]) -> Task:
+        """A task of the batch's different texts."""
+        return self._begin(session, [candidate.text for candidate in candidates])
 
     @torch.inference_mode()
     def compute(self, pieces: Sequence[Text]) -> None:
@@ -134,9 +130,9 @@ class RelevanceReward(_EncoderReward):
         settings = {"kind": "relevance", "max_tokens": MAX_TOKENS}
         self.fingerprint = fingerprint.of_directory(spec.directory, settings)
 
-    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+    def _begin(self, question: str, texts: Sequence[str]) -> Task:
         items, where = self._tokenize([question, *texts], truncation=True, max_length=MAX_TOKENS)
-        return TextTask(items, where, _cosines)
+        return text_task(items, where, _cosines)
 
     def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
         """Unit vectors [rows, 384]."""
@@ -183,7 +179,7 @@ class CrossEncoderReward(_EncoderReward):
             positions -= 0 if padding is None else padding + 1
         self._max_tokens: int = min(limit, positions)
 
-    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+    def _begin(self, question: str, texts: Sequence[str]) -> Task:
         question = self._beginning(question)
         items, where = self._tokenize(
             [question] * len(texts),
@@ -192,7 +188,7 @@ class CrossEncoderReward(_EncoderReward):
             max_length=self._max_tokens,
             return_token_type_ids=True,
         )
-        return TextTask(
+        return text_task(
             items, where, lambda logits: [self._transform(float(logit[0])) for logit in logits]
         )
 

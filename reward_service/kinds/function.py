@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from reward_service.reward import WholeBatchReward
+from reward_service.reward import Reward
 from reward_service.specs import FunctionSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scores
@@ -23,7 +23,7 @@ from specrej.contracts.errors import RewardInvalid
 _NO_SEQUENCES = (Mapping, Set, str, bytes)
 
 
-class FunctionReward(WholeBatchReward):
+class FunctionReward(Reward):
     """Scores by a Python function. Raises ValueError: there is no such function."""
 
     def __init__(self, spec: FunctionSpec, resources: Resources) -> None:
@@ -33,8 +33,9 @@ class FunctionReward(WholeBatchReward):
         # With the module's file, so that answers cached before an edit are not used after it.
         file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
         digest = fingerprint.of_file(Path(file)) if file else ""
-        print_ = fingerprint.of_values(kind="function", path=path, file=digest)
-        super().__init__(spec.name, print_, description.split("\n")[0])
+        self.name = spec.name
+        self.fingerprint = fingerprint.of_values(kind="function", path=path, file=digest)
+        self.description = description.split("\n")[0]
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         values = self._function(prompt, [candidate.text for candidate in candidates])

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from reward_service.checkpoint import load_backbone, load_head
 from reward_service.conversation import Tokenized, load_conversation
-from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.kinds.causal import CausalReward
 from reward_service.specs import GatedSpec, Resources
 from specrej.contracts import Prompt
 
@@ -40,22 +40,6 @@ class _Gate:
         for number, (weight, bias) in enumerate(self._layers):
             states = F.linear(states if not number else F.relu(states), weight, bias)
         return F.softmax(states / self._temperature, dim=-1) * self._scale
-
-
-class _GateAndLast(Reading):
-    """Reads the gate's token and the last one; outputs at each are [gate, rewards]."""
-
-    def __init__(self, pattern: list[int]) -> None:
-        self._pattern = pattern
-
-    def marks(self, tokens: Tokenized) -> list[int]:
-        """The gate's token is where the pattern begins the last time, as in the authors' code."""
-        place = _last_place(tokens.token_ids, self._pattern)
-        return sorted({max(0, place), len(tokens.token_ids) - 1})
-
-    def score(self, outputs: Tensor) -> float:
-        gates, rewards = outputs.chunk(2, dim=-1)
-        return float((gates[0] * rewards[-1]).sum())
 
 
 def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
@@ -79,12 +63,29 @@ def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
     (tokens,) = conversation.turns(Prompt.from_user("Hello?")).tokenize(["Hello."], [True])
     if _last_place(tokens.token_ids, pattern) < 0:
         raise ValueError(f"{spec.directory}: gate_at {spec.gate_at!r} is not in its conversations")
+
+    def marks(tokens: Tokenized) -> list[int]:
+        """The gate's token is where the pattern begins the last time, as in the authors' code."""
+        place = _last_place(tokens.token_ids, pattern)
+        return sorted({max(0, place), len(tokens.token_ids) - 1})
+
+    def score(outputs: Tensor) -> float:
+        """From the gate and the rewards at each mark, [marks, 2 * objectives]."""
+        gates, rewards = outputs.chunk(2, dim=-1)
+        return float((gates[0] * rewards[-1]).sum())
+
     description = (
         "A gated sum of several objectives' rewards for the response as the assistant's turn."
     )
-    reading = _GateAndLast(pattern)
     return CausalReward(
-        spec, resources, description, model, head, reading, conversation=conversation
+        spec,
+        resources,
+        description,
+        model,
+        head,
+        score,
+        marks=marks,
+        conversation=conversation,
     )
 
 

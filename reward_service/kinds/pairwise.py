@@ -18,9 +18,9 @@ from torch import Tensor
 
 from reward_service.checkpoint import load_backbone
 from reward_service.conversation import in_parts, load_conversation
-from reward_service.kinds.causal import CausalScorer, CausalTask, KeptSession, Tokens
+from reward_service.kinds.causal import CausalScorer, KeptSession, Tokens
 from reward_service.kinds.lm_head import LMHead, single_token
-from reward_service.reward import distinct
+from reward_service.reward import Reward, Task, distinct
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
@@ -30,7 +30,7 @@ from specrej_models.token_prefix import common_length
 _Pairs = Sequence[tuple[int, int]]
 
 
-class PairwiseReward:
+class PairwiseReward(Reward):
     """Scores by comparisons in pairs. Raises ValueError: the directory holds no such model."""
 
     description = "How often a model prefers the response to others of its batch."
@@ -39,28 +39,56 @@ class PairwiseReward:
         self.name = spec.name
         self.fingerprint = spec.fingerprint(resources)
         self.token_budget = resources.token_budget
-        self.spec = spec
+        self._spec = spec
         model = load_backbone(spec, resources, with_lm_head=True)
         self.conversation = load_conversation(spec, model.config)
         words = (spec.first, spec.second)
         pair = [single_token(self.conversation.tokenizer, word, "the word") for word in words]
         self.scorer = CausalScorer(model, LMHead(model).preferring(pair), resources.kept_tokens)
 
-    def open(self, prompt: Prompt, *, once: bool = False) -> _PairwiseSession:
-        """Raises InvalidRequest: the model cannot take this prompt."""
-        return _PairwiseSession(self, prompt)
+    def open(self, prompt: Prompt, *, once: bool = False) -> tuple[str, KeptSession]:
+        """The prompt's text, and the tokens before the first response, which are computed once.
+
+        Raises:
+            InvalidRequest: the model cannot take this prompt.
+        """
+        contents = self.conversation.contents(prompt)
+        context = "\n\n".join(message.content for message in contents)
+        one, other = self._encode(context, [("a", "a"), ("b", "b")])
+        self.conversation.check_length(one)
+        return context, KeptSession(one[: common_length(one, other)], keeps_texts=False)
+
+    def begin(self, session: tuple[str, KeptSession], candidates: Sequence[Candidate]) -> Task:
+        """Every pair in both orders; equal texts score alike and are not compared."""
+        context, kept = session
+        limit = self.conversation.max_tokens
+        ends = [candidate.text[-limit * MAX_TOKEN_CHARACTERS :] for candidate in candidates]
+        texts, where = distinct([self.conversation.as_text(end) for end in ends])
+        pairs = _pairs(len(texts), self._spec.opponents)
+        encoded = self._encode(context, [(texts[i], texts[j]) for i, j in pairs])
+        sequences = [
+            Tokens(key, ids[-limit:], 0, [min(len(ids), limit) - 1])
+            for key, ids in enumerate(encoded)
+        ]
+        to_scores = partial(_mean_preferences, pairs, where)
+        return self.scorer.task(kept, sequences, to_scores, compare=True)
 
     def compute(self, pieces: Sequence[Any]) -> None:
+        """One forward pass."""
         self.scorer.compute(pieces)
 
-    def encode(self, context: str, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+    def free(self, session: tuple[str, KeptSession]) -> None:
+        """Free what is kept of the prompt."""
+        self.scorer.close(session[1])
+
+    def _encode(self, context: str, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Tokens of the request to compare, one list per pair of texts as a template takes them.
 
         Raises:
             InvalidRequest: the model's template rejects it.
         """
         # Not by str.format: texts may hold braces.
-        head, rest = self.spec.template.split("{context}")
+        head, rest = self._spec.template.split("{context}")
         between, rest = rest.split("{a}")
         middle, end = rest.split("{b}")
         head += context + between
@@ -69,34 +97,6 @@ class PairwiseReward:
             turns = [(Message("user", head + a + middle + b + end),) for a, b in part]
             token_ids += self.conversation.encode(self.conversation.written(turns))
         return token_ids
-
-
-class _PairwiseSession:
-    def __init__(self, reward: PairwiseReward, prompt: Prompt) -> None:
-        self._reward = reward
-        contents = reward.conversation.contents(prompt)
-        self._context = "\n\n".join(message.content for message in contents)
-        one, other = reward.encode(self._context, [("a", "a"), ("b", "b")])
-        reward.conversation.check_length(one)
-        self._kept = KeptSession(one[: common_length(one, other)], keeps_texts=False)
-
-    def begin(self, candidates: Sequence[Candidate]) -> CausalTask:
-        """Every pair in both orders; equal texts score alike and are not compared."""
-        as_text = self._reward.conversation.as_text
-        most = self._reward.conversation.max_tokens * MAX_TOKEN_CHARACTERS
-        texts, where = distinct([as_text(candidate.text[-most:]) for candidate in candidates])
-        pairs = _pairs(len(texts), self._reward.spec.opponents)
-        encoded = self._reward.encode(self._context, [(texts[i], texts[j]) for i, j in pairs])
-        limit = self._reward.conversation.max_tokens
-        sequences = [
-            Tokens(key, ids[-limit:], 0, [min(len(ids), limit) - 1])
-            for key, ids in enumerate(encoded)
-        ]
-        to_scores = partial(_mean_preferences, pairs, where)
-        return self._reward.scorer.task(self._kept, sequences, to_scores, compare=True)
-
-    def close(self) -> None:
-        self._reward.scorer.close(self._kept)
 
 
 def _mean_preferences(pairs: _Pairs, where: Sequence[int], outputs: list[Tensor]) -> list[float]:

@@ -20,45 +20,10 @@ from torch.nn import functional as F
 
 from reward_service.checkpoint import load_backbone, load_head
 from reward_service.conversation import SPLICE, Tokenized, load_conversation, without_splices
-from reward_service.kinds.causal import Head
-from reward_service.kinds.causal_reward import CausalReward, Reading
+from reward_service.kinds.causal import CausalReward, Head
 from reward_service.kinds.lm_head import LMHead, single_token
 from reward_service.specs import ProcessSpec, Resources
 from specrej.contracts import Prompt
-
-
-class _Steps(Reading):
-    """Reads the step tokens."""
-
-    def __init__(self, spec: ProcessSpec, step_token: int) -> None:
-        self._spec = spec
-        self._step_token = step_token
-
-    def prepare(self, text: str, closed: bool) -> str:
-        """Each ended step, followed by SPLICE, then the rest. The rest counts as ended if the text
-        is closed or has no other step."""
-        *ended, rest = without_splices(text).split(self._spec.separator)
-        ended = [step for step in ended if step.strip()]
-        if rest.strip() and (closed or not ended):
-            ended, rest = [*ended, rest], ""
-        return "".join(step + SPLICE for step in ended) + rest
-
-    def marks(self, tokens: Tokenized) -> list[int]:
-        places = tokens.spliced
-        if self._spec.step_text:
-            response = range(tokens.start, len(tokens.token_ids))
-            places = [i for i in response if tokens.token_ids[i] == self._step_token]
-        return places or [len(tokens.token_ids) - 1]  # an empty response has no step
-
-    def score(self, outputs: Tensor) -> float:
-        good = outputs[:, 0]
-        match self._spec.aggregate:
-            case "last":
-                return float(good[-1])
-            case "min":
-                return float(good.min())
-            case "mean":
-                return float(good.mean())
 
 
 def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
@@ -68,10 +33,31 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
     tokenizer = conversation.tokenizer
     step_token = single_token(tokenizer, spec.step_token, "the step token")
     conversation.splice = spec.step_text or step_token
-    reading = _Steps(spec, step_token)
-    text = reading.prepare(f"One is one.{spec.separator}Two is two.", True)
+
+    def prepare(text: str, closed: bool) -> str:
+        """Each ended step, followed by SPLICE, then the rest. The rest counts as ended if the text
+        is closed or has no other step."""
+        *ended, rest = without_splices(text).split(spec.separator)
+        ended = [step for step in ended if step.strip()]
+        if rest.strip() and (closed or not ended):
+            ended, rest = [*ended, rest], ""
+        return "".join(step + SPLICE for step in ended) + rest
+
+    def marks(tokens: Tokenized) -> list[int]:
+        """The step tokens."""
+        places = tokens.spliced
+        if spec.step_text:
+            response = range(tokens.start, len(tokens.token_ids))
+            places = [i for i in response if tokens.token_ids[i] == step_token]
+        return places or [len(tokens.token_ids) - 1]  # an empty response has no step
+
+    def score(outputs: Tensor) -> float:
+        good = outputs[:, 0]
+        return float({"last": good[-1], "min": good.min(), "mean": good.mean()}[spec.aggregate])
+
+    text = prepare(f"One is one.{spec.separator}Two is two.", True)
     (tokens,) = conversation.turns(Prompt.from_user("Count.")).tokenize([text], [True])
-    if len(reading.marks(tokens)) != 2:
+    if len(marks(tokens)) != 2:
         reason = "the step token is not found in whole texts: leave out step_text, or write it so"
         raise ValueError(f"{spec.directory}: {reason} that it stays one token")
     if spec.good:
@@ -81,7 +67,15 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
         head = _label_head(spec, model.device)
     description = f"The {spec.aggregate} of the probabilities that the response's steps are good."
     return CausalReward(
-        spec, resources, description, model, head, reading, conversation=conversation
+        spec,
+        resources,
+        description,
+        model,
+        head,
+        score,
+        marks=marks,
+        prepare=prepare,
+        conversation=conversation,
     )
 
 

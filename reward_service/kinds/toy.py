@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reward_service.reward import WholeBatchReward, distinct
+from reward_service.reward import Reward, distinct
 from reward_service.specs import Resources, ToySpec
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scores
 
 
-class ToyReward(WholeBatchReward):
+class ToyReward(Reward):
     """Scores in [0, 1]; an empty response scores 0. Its tokens are words."""
 
+    fingerprint = fingerprint.of_values(kind="toy", version=1)
+    description = "The share of vowels (a, e, i, o, u) among a response's characters; a toy."
+
     def __init__(self, name: str = "toy") -> None:
-        super().__init__(
-            name,
-            fingerprint.of_values(kind="toy", version=1),
-            "The share of vowels (a, e, i, o, u) among a response's characters; a toy.",
-        )
+        self.name = name
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """The prompt does not matter."""
@@ -32,6 +31,7 @@ class ToyReward(WholeBatchReward):
 
 
 def load_toy(spec: ToySpec, resources: Resources) -> ToyReward:
+    """The toy under the spec's name."""
     return ToyReward(spec.name)
 
 

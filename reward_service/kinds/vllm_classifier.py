@@ -16,9 +16,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from reward_service.conversation import Conversation, Turns, load_conversation
-from reward_service.kinds.causal_reward import closes
+from reward_service.kinds.causal import closes
 from reward_service.kinds.classifier import check_labels, num_read, weighted
-from reward_service.reward import RewardLost, StatelessSession, Text, TextTask, distinct
+from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import Resources, VLLMClassifierSpec
 from specrej.contracts import Candidate, Prompt
 from specrej_models.sizes import ModelSizes
@@ -27,7 +27,7 @@ from specrej_models.vllm_options import BLOCK_TOKENS, end_with_parent, prepare_e
 _MAX_TEXTS = 256
 
 
-class VLLMClassifier:
+class VLLMClassifier(Reward):
     """Weighted logits of a decoder-only sequence classifier, transformed.
 
     llm: an `AsyncLLMEngine`; raw: the `PoolingParams` of untouched logits.
@@ -56,9 +56,23 @@ class VLLMClassifier:
         self._loop = asyncio.new_event_loop()
         self._request_ids = map(str, itertools.count(1))
 
-    def open(self, prompt: Prompt, *, once: bool = False) -> StatelessSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> Turns:
         """Raises InvalidRequest: the model cannot take this prompt."""
-        return StatelessSession(partial(self._begin, self._conversation.turns(prompt)))
+        return self._conversation.turns(prompt)
+
+    def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
+        """A task of the batch's different texts."""
+        closed = [closes(candidate, self._spec.unfinished == "closed") for candidate in candidates]
+        ends = [session.last_part(candidate.text) for candidate in candidates]
+        tokenized = session.tokenize(ends, closed)
+        texts = [tokens.token_ids for tokens in tokenized]
+        read = [tuple(text[: num_read(text, self._pad_id)]) for text in texts]
+        unique, where = distinct(read)
+
+        def to_scores(logits: list[list[float]]) -> list[float]:
+            return [weighted(self._spec, of_text) for of_text in logits]
+
+        return text_task([Text(token_ids) for token_ids in unique], where, to_scores)
 
     def compute(self, pieces: Sequence[Text]) -> None:
         """All at once: vLLM makes its own batches of them."""
@@ -70,19 +84,6 @@ class VLLMClassifier:
         # vLLM leaves sockets open in this loop, which would keep the process from ending.
         self._loop.run_until_complete(_cancel_tasks())
         self._loop.close()
-
-    def _begin(self, turns: Turns, candidates: Sequence[Candidate]) -> TextTask:
-        closed = [closes(candidate, self._spec.unfinished == "closed") for candidate in candidates]
-        ends = [turns.last_part(candidate.text) for candidate in candidates]
-        tokenized = turns.tokenize(ends, closed)
-        texts = [tokens.token_ids for tokens in tokenized]
-        read = [tuple(text[: num_read(text, self._pad_id)]) for text in texts]
-        unique, where = distinct(read)
-
-        def to_scores(logits: list[list[float]]) -> list[float]:
-            return [weighted(self._spec, of_text) for of_text in logits]
-
-        return TextTask([Text(token_ids) for token_ids in unique], where, to_scores)
 
     async def _compute(self, pieces: Sequence[Text]) -> None:
         try:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_service.kinds import causal
-from reward_service.kinds.causal_reward import CausalReward
+from reward_service.kinds.causal import CausalReward
 from reward_service.reward import score_batch, take_fairly
 from specrej.contracts import FinishReason, Prompt, Scores
 from specrej_models.kv import PromptKV
@@ -84,7 +84,9 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
         ]
         for own in texts:
             own |= {max(own) + 1: grow(rng.choice(list(own.values())), rng) for _ in range(2)}
-        tasks = [session.begin(batch(own)) for session, own in zip(sessions, texts, strict=True)]
+        tasks = [
+            reward.begin(session, batch(own)) for session, own in zip(sessions, texts, strict=True)
+        ]
         while pieces := take_fairly(tasks, reward.token_budget):
             reward.compute(pieces)
         for task, own in zip(tasks, texts, strict=True):
@@ -92,7 +94,7 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
             assert task.scores().values == pytest.approx(expected, abs=1e-4)
         reward.scorer.check_integrity()
     for session in sessions:
-        session.close()
+        reward.free(session)
     assert reward.scorer.kept_tokens == 0
 
 
@@ -131,7 +133,7 @@ def test_an_allocation_that_fails_reserves_nothing(
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(PromptKV, "grown", mock.Mock(side_effect=MemoryError))
         scored(reward, session, {0: "abc"})
-    session.close()
+    reward.free(session)
     assert reward.scorer.kept_tokens == 0
 
 
@@ -157,7 +159,7 @@ def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -
     assert forked.values == pytest.approx(
         references(models["llama"], list(texts.values())), abs=1e-4
     )
-    session.close()
+    reward.free(session)
     assert reward.scorer.kept_tokens == 0
 
 

@@ -84,9 +84,9 @@ def test_the_step_token_of_a_response_is_no_step(language_model: Path) -> None:
     options = {"step_token": EOS, "step_text": EOS, "format": "{prompt} {response}"}
     reward = load("process", language_model, good="+", bad="-", **options)
     turns = reward.conversation.turns(Prompt.from_user(f"a{SPLICE}b"))
-    texts = [reward.reading.prepare(f"One.{SPLICE}{EOS}\n\n{EOS}Two.\n\n", True)]
+    texts = [reward.prepare(f"One.{SPLICE}{EOS}\n\n{EOS}Two.\n\n", True)]
     (tokens,) = turns.tokenize(texts, [True])
-    assert len(reward.reading.marks(tokens)) == 2
+    assert len(reward.marks(tokens)) == 2
     assert tokens.token_ids.count(reward.conversation.tokenizer.eos_token_id) == 2
 
 

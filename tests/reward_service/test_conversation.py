@@ -113,11 +113,11 @@ def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:
     config = make_config("qwen2", None, num_labels=2, vocab_size=260)
     save(tmp_path, config, tokenizer, AutoModelForTokenClassification)
     reward = load("process", tmp_path)
-    text = reward.reading.prepare("\nOne is one.\n\nTwo is two.", True)
+    text = reward.prepare("\nOne is one.\n\nTwo is two.", True)
     (tokens,) = reward.conversation.turns(PROMPTS[0]).tokenize([text], [True])
     assert tokens.token_ids.count(259) == 3
     assert tokens.token_ids[tokens.start] == 259
     assert (
-        reward.reading.marks(tokens)
+        reward.marks(tokens)
         == [place for place, token in enumerate(tokens.token_ids) if token == 259][1:]
     )

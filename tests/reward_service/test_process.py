@@ -136,9 +136,9 @@ def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_pat
     tokenizer["model"]["merges"] = [[".", "@"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     reward = load("process", tmp_path, step_token=STEP)
-    text = reward.reading.prepare("One.\n\nTwo.\n\n", True)
+    text = reward.prepare("One.\n\nTwo.\n\n", True)
     (tokens,) = reward.conversation.turns(PROMPT).tokenize([text], [True])
-    assert len(reward.reading.marks(tokens)) == 2
+    assert len(reward.marks(tokens)) == 2
     with pytest.raises(ValueError, match="not found in whole texts"):
         load("process", tmp_path, step_token=STEP, step_text=STEP)
     whole = load("process", labels, step_token=STEP, step_text=STEP)

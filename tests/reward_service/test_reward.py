@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_service.kinds.toy import ToyReward
-from reward_service.reward import distinct, finite_sum, score, take_fairly
+from reward_service.reward import Task, distinct, finite_sum, score, take_fairly
 from specrej.contracts import Prompt, Scores
 from specrej_models.token_prefix import common_length, match
 
@@ -47,23 +47,14 @@ def test_matched_tokens_are_those_of_the_text(
         assert from_prompt == total == common_length(token_ids, prompt)
 
 
-class Pieces:
+class Pieces(Task):
     """A task with pieces of these sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
-        self.taken = 0
-
-    @property
-    def next_tokens(self) -> int:
-        return self.sizes[self.taken] if self.taken < len(self.sizes) else 0
-
-    def take(self) -> tuple[Pieces, int]:
-        self.taken += 1
-        return self, self.taken - 1
-
-    def scores(self) -> Scores:
-        raise NotImplementedError
+        super().__init__(
+            [(size, (self, i)) for i, size in enumerate(sizes)], lambda taken: Scores((), taken)
+        )
 
 
 TASKS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=6)
@@ -86,6 +77,7 @@ def test_passes_take_every_piece_once_in_order_within_budget(
         taken += pieces
     for task in tasks:
         assert [i for owner, i in taken if owner is task] == list(range(len(task.sizes)))
+        assert task.scores().computed_tokens == sum(task.sizes)
 
 
 @given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 
-from reward_service import lora, training
-from reward_service.kinds.causal_reward import CausalReward
-from reward_service.kinds.classifier import HEAD_TENSOR
-from reward_service.reward import score
+from reward_service import training
+from reward_service.checkpoint import HEAD_TENSOR
+from reward_service.reward import Reward, score
 from reward_service.training import (
     Accuracy,
     BadPairs,
@@ -26,7 +26,7 @@ from reward_service.training import (
     read_pairs,
     share_right,
 )
-from specrej.contracts import Prompt
+from specrej.contracts import Prompt, Scores
 from tests.reward_service.tiny import load, make_tokenizer, save
 
 PAIRS = [
@@ -111,36 +111,31 @@ def test_interrupted_features_are_continued(
     tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against hours of work lost by an interruption, and against features of other pairs."""
-    whole = features(backbone, PAIRS, tmp_path / "whole.npy").copy()
+    whole = features(backbone, PAIRS, tmp_path).copy()
+    (file,) = tmp_path.iterdir()
+    file.unlink()
     seen: list[Prompt] = []
-    pair_states = training.pair_states
 
-    def stops(reward: CausalReward, pair: Pair) -> Any:
-        seen.append(pair.prompt)
+    def stops(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        seen.append(prompt)
         if len(seen) == 20:
             raise KeyboardInterrupt
-        return pair_states(reward, pair)
+        return score(reward, prompt, texts)
 
-    monkeypatch.setattr(training, "pair_states", stops)
+    monkeypatch.setattr(training, "score", stops)
     with pytest.raises(KeyboardInterrupt):
-        features(backbone, PAIRS, tmp_path / "kept.npy")
-    again = features(backbone, PAIRS, tmp_path / "kept.npy")
-    assert len(seen) == 20 + 8  # 16 of the 24 were kept
+        features(backbone, PAIRS, tmp_path)
+    again = features(backbone, PAIRS, tmp_path)
+    assert len(seen) == 20 + 5  # 19 of the 24 were kept
     np.testing.assert_allclose(again, whole, atol=1e-5)
-    # Of other pairs nothing is kept, also if an interruption comes before the first write.
     others = [Pair(pair.prompt, pair.rejected, pair.chosen) for pair in PAIRS]
-    del seen[19:]
-    with pytest.raises(KeyboardInterrupt):
-        features(backbone, others, tmp_path / "kept.npy")
-    anew = features(backbone, PAIRS, tmp_path / "kept.npy")
-    np.testing.assert_allclose(anew, whole, atol=1e-5)
-    anew = features(backbone, others, tmp_path / "kept.npy")
+    anew = features(backbone, others, tmp_path)
     np.testing.assert_allclose(anew, whole[:, ::-1], atol=1e-5)
 
 
 def test_head_scores_the_states_it_was_fitted_on(tmp_path: Path, backbone: Path) -> None:
     """Guards against scores by other states than those of the training."""
-    states = features(backbone, PAIRS, tmp_path / "features.npy")
+    states = features(backbone, PAIRS, tmp_path)
     weights = torch.randn(states.shape[2])
     save_file({HEAD_TENSOR: weights}, tmp_path / "head.safetensors")
     reward = load("classifier", backbone, head=tmp_path / "head.safetensors")
@@ -164,7 +159,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, backbone: Path) -> No
         load("classifier", backbone, head=head)
     manifest.mkdir()
     (manifest / "reward.json").write_text('{"backbone": "x"}')
-    with pytest.raises(ValueError, match="must be a JSON object of backbone, head and adapter"):
+    with pytest.raises(ValueError, match="must be a JSON object of backbone and head"):
         load("classifier", manifest)
 
 
@@ -192,13 +187,12 @@ def arguments(backbone: Path, out: Path, *flags: str, monkeypatch: pytest.Monkey
     return training._arguments()
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora", "4", "--epochs", "2")], ids=["head", "lora"])
 def test_trained_directory_loads_as_a_classifier(
-    tmp_path: Path, backbone: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a report about other weights than those that are written."""
     out = tmp_path / "out"
-    report = training.train(arguments(backbone, out, *flags, monkeypatch=monkeypatch))
+    report = training.train(arguments(backbone, out, monkeypatch=monkeypatch))
     assert report.test.share > 0.8
     assert report.test.low < report.test.share <= report.test.high
     test = read_pairs(tmp_path / "pairs.jsonl")[-10:]
@@ -236,33 +230,3 @@ def test_a_reward_behind_a_symlink_finds_its_backbone(
     out = tmp_path / "link" / "mine"
     training.train(arguments(backbone, out, "--no-baseline", monkeypatch=monkeypatch))
     assert load("classifier", out)
-
-
-def test_interrupted_training_of_an_adapter_is_continued(
-    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against hours of work lost by an interruption, and against epochs trained twice."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    flags = ("--lora", "4", "--epochs", "2", "--no-baseline")
-    training.train(arguments(backbone, one, *flags, monkeypatch=monkeypatch))
-    evaluate = lora.LoraFit._evaluate
-    seen: list[int] = []
-
-    def stops(fit: lora.LoraFit, pairs: Any) -> None:
-        seen.append(fit._epoch)
-        if seen == [1, 2]:
-            raise KeyboardInterrupt
-        evaluate(fit, pairs)
-
-    monkeypatch.setattr(lora.LoraFit, "_evaluate", stops)
-    with pytest.raises(KeyboardInterrupt):
-        training.train(arguments(backbone, two, *flags, monkeypatch=monkeypatch))
-    training.train(arguments(backbone, two, *flags, monkeypatch=monkeypatch))
-    assert seen == [1, 2, 2]
-    other = arguments(backbone, two, *flags, "--validation", "3", monkeypatch=monkeypatch)
-    training.train(other)  # its held-out pairs were trained on: it begins anew
-    assert seen == [1, 2, 2, 1, 2]
-    training.train(arguments(backbone, two, *flags, monkeypatch=monkeypatch))
-    texts = ["yes yes", "y", ""]
-    scores = [score(load("classifier", out), PAIRS[0].prompt, texts) for out in (one, two)]
-    assert scores[0].values == pytest.approx(scores[1].values, abs=0.05)

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 
 from reward_service.kinds.toy import ToyReward
-from reward_service.reward import Reward, RewardLost, WholeBatchTask
+from reward_service.reward import Reward, RewardLost, Task
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
-from tests.reward_service.fakes import FixedReward, GatedReward, PieceTask, PiecewiseReward
+from tests.reward_service.fakes import FixedReward, GatedReward, PiecewiseReward
 from tests.serving import until
 
 PROMPT = Prompt.from_user("Write it.")
@@ -61,7 +61,7 @@ async def test_reward_is_loaded_and_scores_in_one_thread_that_is_not_the_loops()
     """Guards the event loop against torch, and torch's thread count against a second thread."""
     worker = await Worker.start(RecordingReward)
     await worker.score(PROMPT, ["a"])
-    reward = worker._reward
+    reward = worker.reward
     async with worker.open(PROMPT):  # a session may end after its worker
         worker.close()
     assert isinstance(reward, RecordingReward)
@@ -179,7 +179,8 @@ def test_modules_without_models_import_neither_grpc_nor_torch() -> None:
     """Guards experiments on machines without grpc, and the start of services without models."""
     code = (
         "import sys\n"
-        "from reward_service import embedded, reward, settings, specs, toy, worker\n"
+        "from reward_service import embedded, reward, settings, specs, worker\n"
+        "from reward_service.kinds import toy\n"
         "heavy = {'torch', 'transformers', 'grpc', 'google.protobuf'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -191,9 +192,9 @@ async def test_session_is_closed_when_it_ends() -> None:
     """Guards against keys and values of closed sessions that stay in memory."""
     reward = PiecewiseReward()
     async with started(reward) as worker, worker.open(PROMPT):
-        num_closed = reward.num_closed  # that of the warm-up
+        num_freed = reward.num_freed  # that of the warm-up
     await worker.join(10)
-    assert (num_closed, reward.num_closed) == (1, 2)
+    assert (num_freed, reward.num_freed) == (1, 2)
 
 
 async def test_refused_batch_frees_what_its_session_keeps() -> None:
@@ -202,7 +203,7 @@ async def test_refused_batch_frees_what_its_session_keeps() -> None:
     async with started(reward) as worker, worker.open(PROMPT) as session:
         with pytest.raises(InvalidRequest):
             await session.score([candidate(3, "?")])
-        assert reward.num_closed == 2
+        assert reward.num_freed == 2
 
 
 async def test_calls_that_wait_when_a_worker_is_closed_are_unavailable() -> None:
@@ -270,14 +271,14 @@ async def test_cancelled_batch_under_way_gets_no_more_passes() -> None:
         large.cancel()
         with pytest.raises(asyncio.CancelledError):
             await large
-        num_closed = reward.num_closed
+        num_freed = reward.num_freed
         other = asyncio.create_task(two.score([candidate(0, "b")]))
         await asyncio.wait({other}, timeout=0)
         await passes(reward, 1)
         reward.gate.release()
         assert (await asyncio.wait_for(other, 10)).values == (1.0,)
         assert reward.passes == ["aaaa", "b"]
-        assert reward.num_closed == num_closed + 1
+        assert reward.num_freed == num_freed + 1
 
 
 async def test_bad_batch_of_a_shared_pass_fails_alone() -> None:
@@ -310,7 +311,7 @@ async def test_batches_of_a_failed_pass_do_not_wait_for_each_other() -> None:
         assert "bb" in reward.passes[:5], reward.passes
 
 
-@pytest.mark.parametrize("place", ["open", "begin", "compute", "scores", "close"])
+@pytest.mark.parametrize("place", ["open", "begin", "compute", "finish", "free"])
 async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,14 +320,13 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     reward.gate.release(9)
     async with started(reward) as worker:
         assert worker.heartbeat_s() < 1.0
-        owner: Any = PieceTask if place == "scores" else reward
-        method = getattr(owner, place)
+        method = getattr(reward, place)
 
         def hang(*arguments: Any, **options: Any) -> Any:
             released.wait()
             return method(*arguments, **options)
 
-        monkeypatch.setattr(owner, place, hang)
+        monkeypatch.setattr(reward, place, hang)
         call = asyncio.ensure_future(worker.score(PROMPT, ["a"]))
         await until(lambda: worker.heartbeat_s() > 0.05)
         released.set()
@@ -334,10 +334,10 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
         await until(lambda: worker.heartbeat_s() == 0)
 
 
-class Unclosable(PiecewiseReward):
-    """Its sessions raise when they are closed, which no reward may do."""
+class Unfreeable(PiecewiseReward):
+    """Raises when a session is freed, which no reward may do."""
 
-    def close(self) -> None:
+    def free(self, session: Any) -> None:
         raise SystemExit
 
 
@@ -367,7 +367,7 @@ async def test_a_reward_that_is_lost_is_unavailable_and_not_alive(
     async with started(reward) as worker:
         await worker.score(PROMPT, ["a"])
         if is_late:
-            monkeypatch.setattr(WholeBatchTask, "scores", mock.Mock(side_effect=error))
+            monkeypatch.setattr(Task, "scores", mock.Mock(side_effect=error))
         else:
             reward.error = error
         for _ in range(2):
@@ -380,7 +380,7 @@ async def test_when_the_thread_ends_all_calls_are_unavailable(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Guards against callers that wait for ever: computing, queued and late ones."""
-    reward = Unclosable()
+    reward = Unfreeable()
     async with started(reward) as worker:
         async with worker.open(PROMPT) as session:
             failing = asyncio.ensure_future(session.score([candidate(0, "!")]))

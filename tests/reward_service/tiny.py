@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from transformers import (
     Qwen2Config,
 )
 
-from reward_service.kinds.remote import RemoteWorker
 from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 
@@ -52,30 +49,12 @@ SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
 
 
 def load(kind: str, directory: Path | None = None, **options: Any) -> Any:
-    """A reward of this process by its spec's options; those of `Resources` are its resources."""
+    """A reward by its spec's options; those of `Resources` are its resources."""
     resources = {key: options.pop(key) for key in Resources.__slots__ if key in options}
     if directory:
         options["directory"] = directory
     spec = SPECS.validate_python({"name": "r", "kind": kind, **options})
     return spec.load(Resources(**{"threads": 1, **resources}))
-
-
-async def connect(kind: str, **options: Any) -> Any:
-    """A reward of another server by its spec's options."""
-    return await SPECS.validate_python({"name": "r", "kind": kind, **options}).connect()
-
-
-@asynccontextmanager
-async def remote_worker(
-    kind: str, queue_limit: int = 4, **options: Any
-) -> AsyncIterator[RemoteWorker]:
-    """A worker of the reward that `connect` returns."""
-    worker = RemoteWorker(await connect(kind, **options), queue_limit)
-    try:
-        yield worker
-    finally:
-        worker.close()
-        await worker.join(1)
 
 
 def batch(texts: dict[int, str], finish: FinishReason | None = None) -> list[Candidate]:

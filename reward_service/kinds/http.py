@@ -8,6 +8,7 @@ read; a call that is cancelled closes its connection.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,15 +17,13 @@ from typing import Any
 
 import httpx2
 
-from reward_service.kinds.remote import answering
-from reward_service.scoring import Score
-from reward_service.specs import HTTPSpec
+from reward_service.specs import HTTPSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
-from specrej.contracts.validation import MAX_BATCH
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
+from specrej.server.serving import time_left_s
 
 _MAX_ANSWER_BYTES = 1 << 20
 _KEPT_CONNECTIONS = 8  # while idle
@@ -45,7 +44,6 @@ class HTTPReward:
             kind="http", url=spec.url, version=spec.version, **selecting
         )
         self.description = "The scores of a reward model behind HTTP."
-        self.max_batch = MAX_BATCH
         self._url, self._timeout_s = spec.url, spec.timeout_s
         self._secrets = {
             name: ReloadingFile((path,), partial(read_line, path))
@@ -54,19 +52,15 @@ class HTTPReward:
         # Compressed answers are not read: a few bytes could be gigabytes.
         headers = {**spec.headers, "Accept-Encoding": "identity"}
         limits = httpx2.Limits(max_keepalive_connections=_KEPT_CONNECTIONS)
-        # Timeouts are those of `answering`: httpx2 bounds only the time between two parts.
+        # Timeouts are those of `_answering`: httpx2 bounds only the time between two parts.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(spec.url)
         )
 
-    @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[Score]:
-        yield partial(self.score, prompt)
-
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+    async def answer(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """Raises:
         Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
         RewardInvalid: any other answer without scores.
@@ -77,7 +71,7 @@ class HTTPReward:
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
         }
         try:
-            async with answering(self.name, self._timeout_s) as timeout_s:
+            async with _answering(self.name, self._timeout_s) as timeout_s:
                 status, answer = await self._post(request, timeout_s)
         except httpx2.HTTPError as error:
             # Without its text, which holds internal addresses.
@@ -114,6 +108,25 @@ class HTTPReward:
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
 
 
-async def connect(spec: HTTPSpec) -> HTTPReward:
-    """The reward; connections are made by its calls."""
+def load_http(spec: HTTPSpec, resources: Resources) -> HTTPReward:
+    """The reward; its calls make the connections."""
     return HTTPReward(spec)
+
+
+@asynccontextmanager
+async def _answering(name: str, timeout_s: float) -> AsyncIterator[float]:
+    """Bound an exchange with a reward's server; yields the seconds that it may take.
+
+    These are `timeout_s`, or less if the caller's deadline comes first.
+
+    Raises:
+        Unavailable: `timeout_s` seconds have passed.
+    """
+    left_s = time_left_s()
+    try:
+        async with asyncio.timeout(timeout_s) as bound:
+            yield timeout_s if left_s is None else max(0.0, min(timeout_s, left_s))
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        raise Unavailable(f"reward {name} did not answer within {timeout_s:g} s") from None

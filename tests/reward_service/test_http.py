@@ -6,37 +6,48 @@ import asyncio
 import gzip
 import socket
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reward_service.kinds.remote import RemoteWorker
+from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.server import interceptor
 from tests.certificates import place
-from tests.reward_service.endpoint import Reply, served
-from tests.reward_service.tiny import connect, remote_worker
+from tests.reward_service.endpoint import Endpoint, Reply, lengths, served
+from tests.reward_service.tiny import load
 from tests.serving import until
 
 PROMPT = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi")))
 
 
-def worker_of(url: str, **options: Any) -> AbstractAsyncContextManager[RemoteWorker]:
-    """A worker of the reward at `url`."""
-    return remote_worker("http", url=url, **options)
+@asynccontextmanager
+async def worker_of(
+    endpoint: Endpoint, queue_limit: int = 4, **options: Any
+) -> AsyncIterator[Worker]:
+    """A worker of the reward there; its first request is not among the endpoint's."""
+    options.setdefault("url", endpoint.url)
+    worker = await Worker.start(lambda: load("http", **options), queue_limit)
+    endpoint.requests.clear()
+    try:
+        yield worker
+    finally:
+        worker.close()
+        await worker.join(1)
 
 
-async def score_at(url: str, *texts: str, **options: Any) -> Scores:
+async def score_at(endpoint: Endpoint, *texts: str, **options: Any) -> Scores:
     """The scores of complete answers."""
-    async with worker_of(url, **options) as worker:
+    async with worker_of(endpoint, **options) as worker:
         return await worker.score(PROMPT, texts)
 
 
 async def test_batch_is_one_request_with_what_is_finished() -> None:
-    async with served() as endpoint, worker_of(endpoint.url, headers={"X-Team": "a"}) as worker:
+    async with served() as endpoint, worker_of(endpoint, headers={"X-Team": "a"}) as worker:
         candidates = [
             Candidate(0, "abc", 0, 0.0),
             Candidate(1, "", 0, 0.0, FinishReason.STOP),
@@ -48,9 +59,7 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
         # The server's reward may change: its version is in the fingerprint.
         changes: list[dict[str, Any]] = [{"version": "2"}, {"headers": {"X-Team": "b"}}]
         for change in changes:
-            other = await connect(
-                "http", url=endpoint.url, **{"headers": {"X-Team": "a"}, **change}
-            )
+            other = load("http", url=endpoint.url, **{"headers": {"X-Team": "a"}, **change})
             assert other.fingerprint != worker.description.fingerprint
             await other.aclose()
     assert request.headers["x-team"] == "a"
@@ -68,13 +77,13 @@ async def test_what_is_for_this_machine_is_sent_to_no_proxy(
     """Guards secrets, which may be in plaintext here, and rewards that a proxy cannot reach."""
     async with served() as proxy, served() as endpoint:
         monkeypatch.setenv("http_proxy", proxy.url)
-        assert (await score_at(endpoint.url, "abc")).values == (3.0,)
+        assert (await score_at(endpoint, "abc")).values == (3.0,)
         assert endpoint.requests and not proxy.requests
 
 
 async def test_a_slow_answer_delays_no_other_caller() -> None:
     """Guards against one call after the other, and against passes that wait for all of theirs."""
-    async with served() as endpoint, worker_of(endpoint.url, queue_limit=3) as worker:
+    async with served() as endpoint, worker_of(endpoint, queue_limit=3) as worker:
         slow = [asyncio.create_task(worker.score(PROMPT, ["slow"])) for _ in range(2)]
         await until(lambda: len(endpoint.requests) == 2)
         for _ in range(3):
@@ -91,7 +100,7 @@ async def test_a_slow_answer_delays_no_other_caller() -> None:
 
 async def test_a_cancelled_call_ends_its_request() -> None:
     """Guards against a server that computes for a caller that is gone."""
-    async with served() as endpoint, worker_of(endpoint.url) as worker:
+    async with served() as endpoint, worker_of(endpoint) as worker:
         call = asyncio.create_task(worker.score(PROMPT, ["slow"]))
         await until(lambda: len(endpoint.requests) == 1)
         call.cancel()
@@ -109,7 +118,7 @@ async def test_the_time_that_is_left_goes_with_the_call(
     deadline = interceptor._deadline.set(time.monotonic() + left_s)
     try:
         async with served() as endpoint:
-            await score_at(endpoint.url, "a", timeout_s=20.0)
+            await score_at(endpoint, "a", timeout_s=20.0)
         sent_ms = int(endpoint.requests[0].headers["specrej-timeout-ms"])
     finally:
         interceptor._deadline.reset(deadline)
@@ -147,7 +156,7 @@ async def test_bad_answer_is_the_error_that_it_stands_for(
     """Guards the caller's choice between a retry and another reward."""
     async with served(lambda *_: Reply(answer, status)) as endpoint:
         with pytest.raises(error) as failure:
-            await score_at(endpoint.url, "a")
+            await score_at(endpoint, "a")
     assert "127.0.0.1" not in str(failure.value)
 
 
@@ -156,10 +165,11 @@ async def test_late_answer_and_refused_connection_are_unavailable() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # it does not listen
         with pytest.raises(Unavailable, match="cannot be reached"):
-            await score_at(f"http://127.0.0.1:{closed.getsockname()[1]}/score", "a")
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
+            await score_at(Endpoint(lengths), "a", url=url)
     async with served() as endpoint:
         with pytest.raises(Unavailable, match="did not answer within 1 s"):
-            await score_at(endpoint.url, "slow", timeout_s=1.0)
+            await score_at(endpoint, "slow", timeout_s=1.0)
         await until(lambda: endpoint.num_gone == 1)
 
 
@@ -167,8 +177,8 @@ async def test_a_server_that_is_away_at_the_start_is_used_later() -> None:
     """Guards the other rewards of a service against one server."""
     async with served() as endpoint:
         port = endpoint.port
-    reward = connect("http", url=f"http://127.0.0.1:{port}/score")
-    worker = await RemoteWorker.start(lambda: reward)
+    url = f"http://127.0.0.1:{port}/score"
+    worker = await Worker.start(lambda: load("http", url=url))
     try:
         with pytest.raises(Unavailable):
             await worker.score(PROMPT, ["a"])
@@ -184,7 +194,7 @@ async def test_a_server_that_is_away_at_the_start_is_used_later() -> None:
 async def test_a_server_without_scores_stops_the_start() -> None:
     async with served(lambda *_: Reply({})) as endpoint:
         with pytest.raises(RewardInvalid):
-            await RemoteWorker.start(lambda: connect("http", url=endpoint.url))
+            await Worker.start(lambda: load("http", url=endpoint.url))
 
 
 # Secrets
@@ -196,7 +206,7 @@ async def test_secrets_of_headers_are_read_from_files(tmp_path: Path) -> None:
     place(file, "Bearer one\n")
     async with (
         served() as endpoint,
-        worker_of(endpoint.url, header_files={"Authorization": file}) as worker,
+        worker_of(endpoint, header_files={"Authorization": file}) as worker,
     ):
         await worker.score(PROMPT, ["a"])
         place(file, "Bearer two")
@@ -206,7 +216,7 @@ async def test_secrets_of_headers_are_read_from_files(tmp_path: Path) -> None:
     for content in ("", "a\nb", "é", "x" * 9000):
         place(file, content)
         with pytest.raises(ValueError, match="one line") as raised:
-            await connect("http", url="http://127.0.0.1:1/", header_files={"X": file})
+            load("http", url="http://127.0.0.1:1/", header_files={"X": file})
         assert content.strip() not in str(raised.value) or not content
 
 
@@ -221,10 +231,10 @@ async def test_secrets_of_headers_are_read_from_files(tmp_path: Path) -> None:
         ({"headers": {"X\r\nY": "s3cret"}}, "match pattern"),
     ],
 )
-async def test_secrets_stay_secret(options: dict[str, Any], message: str) -> None:
+def test_secrets_stay_secret(options: dict[str, Any], message: str) -> None:
     """Guards against secrets in settings, or on the network in plaintext."""
     with pytest.raises(ValueError, match=message):
-        await connect("http", **{"url": "https://rewards.internal/", **options})
+        load("http", **{"url": "https://rewards.internal/", **options})
 
 
 @pytest.mark.parametrize(
@@ -240,5 +250,5 @@ async def test_secrets_may_be_sent_over_tls_and_within_this_machine(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     place(tmp_path / "token", "secret")
-    reward = await connect("http", **options, header_files={"X-Key": tmp_path / "token"})
+    reward = load("http", **options, header_files={"X-Key": tmp_path / "token"})
     await reward.aclose()

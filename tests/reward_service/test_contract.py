@@ -1,0 +1,260 @@
+"""What every kind of reward must do; what each kind's scores mean is tested by kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from reward_service.reward import Reward, score, score_batch, take_fairly
+from reward_service.specs import LocalSpec, Resources, RewardSpec, Transform
+from reward_service.worker import Worker
+from specrej.contracts import FinishReason, Prompt
+from specrej.contracts.errors import InvalidRequest, RewardInvalid
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
+from tests.reward_service.endpoint import served
+from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
+from tests.reward_service.test_gated import GATE_AT, save_gated
+from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, batch, load, make_config, save
+
+OTHER_PROMPT = Prompt.from_user("Count.")
+
+
+def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
+    return [-len(response) for response in responses]
+
+
+def nothing(prompt: Prompt, responses: list[str]) -> list[float]:
+    return [float("nan") for _ in responses]
+
+
+save_words = partial(save, auto_class=AutoModelForCausalLM)
+TWO_LABELS = make_config("llama", None, num_labels=2)
+save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
+save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
+WORDS = {"good": "+", "bad": "-"}
+TOO_LARGE = {"kind": "sigmoid", "scale": 1.7e308, "offset": 1.7e308}
+
+# How a tiny model of the kind is saved, and options beside it. Not here: vllm-classifier, which
+# needs another environment, and http, whose server is part of its own tests.
+CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
+    "classifier": ("classifier", save, {}),
+    "gated": ("gated", save_gated, {"gate_at": GATE_AT}),
+    "likelihood": ("likelihood", save_words, {}),
+    "contrast": ("likelihood", save_words, {"reference": True, "beta": 0.1}),
+    "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
+    "process by words": ("process", save_words, {"step_token": "@", **WORDS}),
+    "pairwise": ("pairwise", save_words, {"opponents": 1}),
+}
+KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
+    **CAUSAL,
+    "cross-encoder": ("cross-encoder", save_pairs, {}),
+    "relevance": ("relevance", None, {"directory": True}),
+    "toy": ("toy", None, {}),
+    "function": ("function", None, {"function": f"{__name__}:brevity"}),
+}
+Make = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
+    """The reward of that name."""
+
+    @cache
+    def make(name: str) -> Any:
+        kind, save_model, options = KINDS[name]
+        spec: dict[str, Any] = {"kind": kind, **options}
+        if save_model:
+            spec["directory"] = save_model(tmp_path_factory.mktemp(kind))
+        elif "directory" in spec:
+            spec["directory"] = minilm
+        if "reference" in spec:
+            spec["reference"] = save_words(tmp_path_factory.mktemp("reference"), seed=7)
+        return load(**spec)
+
+    return make
+
+
+def alone(reward: Reward, prompt: Prompt, texts: dict[int, str]) -> list[float]:
+    """The scores of a batch in a session of its own."""
+    session = reward.open(prompt)
+    values = score_batch(session, reward, batch(texts)).values
+    reward.free(session)
+    return list(values)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: str) -> None:
+    """Guards what is kept between rounds, forks, and passes with nothing to compute."""
+    reward = make(name)
+    prompts = (PROMPT, OTHER_PROMPT)
+    sessions = [reward.open(prompt) for prompt in prompts]
+    texts = {0: "", 1: "a", 2: "On"}
+    for number, part in enumerate(("e.\n\nMix", " flour é.\n\n", "", "\n")):
+        texts = {key: text + part for key, text in texts.items() if key < 2 or part}
+        texts[3 + number] = texts[1] + "!"  # a fork
+        tasks = [reward.begin(session, batch(texts)) for session in sessions]
+        while pieces := take_fairly(tasks, 60):
+            reward.compute(pieces)
+        for task, prompt in zip(tasks, prompts, strict=True):
+            assert task.scores().values == pytest.approx(alone(reward, prompt, texts), abs=1e-4)
+    again = score_batch(sessions[0], reward, batch(texts)).values
+    assert again == pytest.approx(alone(reward, PROMPT, texts), abs=1e-4)
+    for session in sessions:
+        reward.free(session)
+        assert score_batch(session, reward, batch(texts)).values  # it can be used again
+        reward.free(session)
+    if hasattr(reward, "scorer"):
+        reward.scorer.check_integrity()
+        assert reward.scorer.kept_tokens == 0
+
+
+@pytest.mark.parametrize("name", KINDS.keys() - {"pairwise"})
+def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
+    """Guards against padding that is read, and scores in another order than the candidates."""
+    reward = make(name)
+    texts = [*TEXTS, TEXTS[0], "x" * 90]
+    expected = [value for text in texts for value in score(reward, PROMPT, [text]).values]
+    assert max(expected) - min(expected) > 1e-3
+    assert score(reward, PROMPT, texts).values == pytest.approx(expected, abs=1e-4)
+    backwards = score(reward, PROMPT, texts[::-1]).values
+    assert backwards == pytest.approx(expected[::-1], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cross-encoder", "relevance", *CAUSAL])
+def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) -> None:
+    """Guards against candidates with equal scores: what is new is at the end. Encoders, which read
+    short texts, read the beginning. More than the model takes is cut before it is tokenized."""
+    reward = make(name)
+    for length in (CONTEXT * 8, CONTEXT * MAX_TOKEN_CHARACTERS + 50):
+        body = "so it goes on, " * (length // 15 + 1)
+        other_end = score(reward, PROMPT, [f"{body} left", f"{body} right"]).values
+        other_beginning = score(reward, PROMPT, [f"left {body}", f"right {body}"]).values
+        if name in CAUSAL:
+            assert abs(other_end[0] - other_end[1]) > 1e-6
+            assert other_beginning[0] == pytest.approx(other_beginning[1], abs=1e-5)
+        else:
+            assert other_end[0] == pytest.approx(other_end[1], abs=1e-5)
+            assert abs(other_beginning[0] - other_beginning[1]) > 1e-6
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_prompt_over_the_models_limit_is_an_invalid_request(make: Make, name: str) -> None:
+    """Guards against scores of responses to a part of the prompt."""
+    with pytest.raises(InvalidRequest) as failure:
+        make(name).open(Prompt.from_user("a" * 1000))
+    assert [violation.field for violation in failure.value.violations] == ["prompt"]
+
+
+@pytest.mark.parametrize("name", [*KINDS, "http"])
+async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
+    """Guards batches without new tokens, and a lone text, which `pairwise` compares with none."""
+    async with served() as endpoint:
+        reward = load("http", url=endpoint.url) if name == "http" else make(name)
+        worker = await Worker.start(lambda: reward)
+        try:
+            assert worker.description.name == "r"
+            assert worker.description.fingerprint and worker.description.description
+            async with worker.open(PROMPT) as session:
+                candidates = batch({0: "One.\n\nTw", 1: ""}, FinishReason.LENGTH)
+                first = await session.score(candidates)
+                again = await session.score(candidates)
+                assert again.values == pytest.approx(first.values, abs=1e-4)
+                assert len((await session.score(candidates[:1])).values) == 1
+            whole = await worker.score(PROMPT, ["One.\n\nTw", ""])
+            assert whole.values != pytest.approx(first.values[::-1], abs=1e-6)
+            assert worker.heartbeat_s() < 30
+        finally:
+            worker.close()
+            await worker.join(10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "save_model", "options"),
+    [
+        ("classifier", save, {"transform": TOO_LARGE}),
+        ("cross-encoder", save_pairs, {"transform": TOO_LARGE}),
+        ("function", None, {"function": f"{__name__}:nothing"}),
+    ],
+)
+async def test_a_score_that_is_not_finite_is_an_error(
+    tmp_path: Path, kind: str, save_model: Callable[[Path], Path] | None, options: dict[str, Any]
+) -> None:
+    """Guards the order of candidates: NaN compares as false with every number."""
+    reward = load(kind, save_model and save_model(tmp_path), **options)
+    with pytest.raises(RewardInvalid, match="not finite"):
+        await Worker.start(lambda: reward)
+
+
+@pytest.mark.parametrize("option", ["directory", "head", "reference"])
+def test_missing_file_is_an_error_with_the_rewards_name(tmp_path: Path, option: str) -> None:
+    kind = "likelihood" if option == "reference" else "classifier"
+    spec = {"directory": tmp_path, option: tmp_path / "gone"}
+    with pytest.raises(FileNotFoundError, match=r"reward r: no .* .*gone"):
+        load(kind, **spec)
+
+
+# A value of the same type that no option has by default.
+OTHER: dict[type, Any] = {
+    float: 0.7,
+    int: 7,
+    str: "other",
+    type(None): "other",
+    tuple: (2.0,),
+    dict: {"quantization": "fp8"},
+    Transform: Transform(offset=1.0),
+}
+
+
+@pytest.mark.parametrize(
+    "spec_class",
+    [kind for kind in get_args(get_args(RewardSpec)[0]) if issubclass(kind, LocalSpec)],
+)
+def test_every_option_is_in_the_fingerprint(tmp_path: Path, spec_class: type[LocalSpec]) -> None:
+    """Guards the cache against answers selected with other options."""
+    options = {"gate_at": "x"} if "gate_at" in spec_class.model_fields else {}
+    spec = spec_class(name="r", directory=tmp_path, **options)
+    fingerprints = {spec.fingerprint(Resources()), spec.fingerprint(Resources(device="cuda"))}
+    names = spec_class.model_fields.keys() - {"name", "kind", "directory"}
+    names -= {"head", "reference"}  # their contents are
+    for name in names:
+        value = getattr(spec, name)
+        other = not value if isinstance(value, bool) else OTHER[type(value)]
+        changed = spec.model_construct(**{**spec.__dict__, name: other})
+        fingerprints.add(changed.fingerprint(Resources()))
+    assert len(fingerprints) == 2 + len(names)
+    renamed = spec.model_copy(update={"name": "other"})
+    assert renamed.fingerprint(Resources()) in fingerprints
+
+
+def test_code_that_comes_with_a_model_runs_only_if_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the machine against the author of a model's directory."""
+    plain, custom = tmp_path / "plain", tmp_path / "custom"
+    save(plain)
+    save(custom)
+    config = json.loads((custom / "config.json").read_text())
+    config["model_type"] = "own-llama"
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    (custom / "config.json").write_text(json.dumps(config))
+    marker = tmp_path / "ran.txt"
+    (custom / "own.py").write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+        "from transformers import LlamaConfig, LlamaModel\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own-llama'\n"
+        "class OwnModel(LlamaModel):\n    config_class = OwnConfig\n"
+    )
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    with pytest.raises((ValueError, OSError)):
+        load("classifier", custom)
+    assert not marker.exists()
+    trusted = load("classifier", custom, trust_remote_code=True)
+    assert marker.exists()
+    expected = score(load("classifier", plain), PROMPT, ["a", "b"]).values
+    assert score(trusted, PROMPT, ["a", "b"]).values == pytest.approx(expected, abs=1e-4)
