@@ -105,7 +105,10 @@ class Spec(_Options):
             path: Path | None = getattr(self, option, None)
             if path and not path.exists() and hub.is_name(str(path)):
                 with_code = getattr(self, "trust_remote_code", False)
-                paths[option] = hub.find(str(path), with_code=with_code).directory
+                files = hub.find(str(path), with_code=with_code)
+                if files.gguf_file:
+                    raise ValueError(f"reward {self.name}: {path} is a GGUF file, not a directory")
+                paths[option] = files.directory
             elif path and not path.exists():
                 what = "model directory" if option == "directory" else option
                 raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
