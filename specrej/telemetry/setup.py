@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from socket import SHUT_RDWR, socket
-from threading import BoundedSemaphore, Thread, Timer
-from typing import TYPE_CHECKING, Any, Protocol
+from threading import Thread
+from typing import TYPE_CHECKING, Protocol
 
 from specrej.telemetry import logs, names, traces
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 # Time to send pending data when a process ends, and then for cancelled calls to end.
 FLUSH_S = 2.0
 _CANCELLED_S = 0.5
-# Of the Prometheus endpoint: at once, and seconds for each read and write.
-_MAX_SCRAPES, _SCRAPE_S = 16, 5
 
 
 class _Exporter(Protocol):
@@ -151,41 +148,9 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
     except OSError as error:
         address = f"{host}:{settings.metrics_port}"
         raise OSError(f"cannot listen on {address} (metrics_port)") from error
-    _bound(server)
     # Shutting down takes half a second; it is not awaited.
     outlets.ends.append(Thread(target=server.shutdown, daemon=True).start)
     return reader
-
-
-def _bound(server: Any) -> None:
-    """Bound threads and time of scrapes: the port accepts every connection."""
-    free, handle = BoundedSemaphore(_MAX_SCRAPES), server.process_request_thread
-    start = server.process_request
-
-    def handle_one(request: Any, address: Any) -> None:
-        ending = Timer(_SCRAPE_S, _shut, [request])
-        ending.daemon = True
-        try:
-            ending.start()
-            handle(request, address)
-        finally:
-            ending.cancel()
-            free.release()
-
-    def start_one(request: Any, address: Any) -> None:
-        try:
-            start(request, address)
-        except BaseException:  # no thread could be started, which would release
-            free.release()
-            raise
-
-    server.process_request, server.process_request_thread = start_one, handle_one
-    server.verify_request = lambda *_: free.acquire(blocking=False)
-
-
-def _shut(request: socket) -> None:
-    with suppress(OSError):  # it has just ended
-        request.shutdown(SHUT_RDWR)
 
 
 def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricReader]) -> None:

@@ -1,25 +1,31 @@
-"""Spans of calls and their steps; trace context travels in the calls' metadata.
+"""Spans of calls and their steps; an incoming call also has counts by code and a log line.
 
-Without a collector nothing is recorded, and a span costs no more than a call.
+Trace context travels in the metadata of calls. Without a collector nothing is recorded, and a span
+costs no more than a call.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span as Span
 from opentelemetry.trace import SpanKind as SpanKind
 from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from specrej.telemetry import names
+from specrej.telemetry import logs, metrics, names
 
 Attribute = str | int | float | bool | Sequence[str] | Sequence[float]
 Metadata = Iterable[tuple[str, str | bytes]]
 
+log = logging.getLogger(f"{names.NAMESPACE}.requests")
 _tracer = trace.get_tracer(names.NAMESPACE)
 
 # Without baggage, whose parser logs callers' text, line by line.
@@ -36,6 +42,10 @@ UNTRACED = (("traceparent", "00-00000000000000000000000000000001-000000000000000
 # Server failures according to the conventions.
 _FAILURES = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+)
+# Of RFC 9110 and RFC 5789; OpenTelemetry's conventions have _OTHER for all others.
+_HTTP_METHODS = frozenset(
+    ["GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"]
 )
 
 
@@ -55,54 +65,29 @@ def span(
     """
     if isinstance(_tracer, trace.ProxyTracer):  # no provider is set
         return NO_SPAN
-    return _recorded(name, attributes, kind)
+    return _current(name, kind, attributes)
 
 
 @contextmanager
-def _recorded(
-    name: str, attributes: Mapping[str, Attribute] | None, kind: SpanKind
+def _current(
+    name: str,
+    kind: SpanKind,
+    attributes: Mapping[str, Attribute] | None,
+    parent: Context | None = None,
 ) -> Iterator[Span]:
-    with (
-        _tracer.start_as_current_span(
-            name, None, kind, attributes, record_exception=False, set_status_on_exception=False
-        ) as current,
-        _perhaps_first(current),
-    ):
+    with _tracer.start_as_current_span(
+        name, parent, kind, attributes, record_exception=False, set_status_on_exception=False
+    ) as current:
+        token = _first.set(current) if _first.get() is None else None
         try:
             yield current
         except BaseException as error:
-            current.set_status(Status(StatusCode.ERROR, type(error).__qualname__))
+            if kind is not SpanKind.SERVER:  # a served call ends with its code
+                current.set_status(Status(StatusCode.ERROR, type(error).__qualname__))
             raise
-
-
-@contextmanager
-def server_span(
-    name: str, metadata: Metadata, attributes: Mapping[str, Attribute]
-) -> Iterator[Span]:
-    """The span of one incoming call, child of the caller's span if the metadata names one."""
-    carrier = {key: value for key, value in metadata if isinstance(value, str)}
-    with (
-        _tracer.start_as_current_span(
-            name,
-            _CONTEXT.extract(carrier),
-            SpanKind.SERVER,
-            attributes,
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as current,
-        _perhaps_first(current),
-    ):
-        yield current
-
-
-@contextmanager
-def _perhaps_first(current: Span) -> Iterator[None]:
-    token = _first.set(current) if _first.get() is None else None
-    try:
-        yield
-    finally:
-        if token:
-            _first.reset(token)
+        finally:
+            if token:
+                _first.reset(token)
 
 
 class ClientSpan:
@@ -114,12 +99,8 @@ class ClientSpan:
     def __init__(self, method: str, *, outlives: bool = False) -> None:
         """`method`: "package.Service/Method"; `outlives`: a child of the context's first span."""
         first = _first.get() if outlives else None
-        self._span = _tracer.start_span(
-            method,
-            trace.set_span_in_context(first) if first else None,
-            SpanKind.CLIENT,
-            rpc(method),
-        )
+        parent = trace.set_span_in_context(first) if first else None
+        self._span = _tracer.start_span(method, parent, SpanKind.CLIENT, _rpc(method))
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -137,18 +118,67 @@ class ClientSpan:
             self._span.end()
 
 
-def end(current: Span, attribute: str, code: str | int) -> None:
-    """Record the gRPC or HTTP status of an incoming call on its span."""
-    current.set_attribute(attribute, code)
-    if code >= 500 if isinstance(code, int) else code in _FAILURES:
-        current.set_status(Status(StatusCode.ERROR, str(code)))
-
-
 def annotate(attributes: Mapping[str, Attribute]) -> None:
     """Add attributes to the current span."""
     trace.get_current_span().set_attributes(attributes)
 
 
-def rpc(method: str) -> dict[str, Attribute]:
-    """Attributes of a span of a gRPC call."""
+def _rpc(method: str) -> dict[str, Attribute]:
     return {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}
+
+
+@dataclass(slots=True)
+class Call:
+    """The name of the gRPC status, or the HTTP status, that an incoming call ends with."""
+
+    code: str | int
+
+
+def served(method: str, metadata: Metadata) -> AbstractContextManager[Call]:
+    """A call of `method` ("package.Service/Method") for as long as the context lasts.
+
+    The interceptor sets `code` if it is not OK. A call with noted facts is logged when it ends.
+    """
+    labels = {names.RPC_METHOD: method}
+    metrics.add(names.RPC_STARTED, 1, **labels)
+    return _served(Call("OK"), method, metadata, _rpc(method), labels, {})
+
+
+def served_http(method: str, route: str, headers: Metadata) -> AbstractContextManager[Call]:
+    """An HTTP request to `route`, a template, for as long as the context lasts; see `served`."""
+    labels = {names.HTTP_ROUTE: route}
+    # Unauthenticated callers cannot choose span names.
+    method = method if method in _HTTP_METHODS else "_OTHER"
+    attributes = {names.HTTP_METHOD: method, **labels}
+    return _served(Call(200), f"{method} {route}", headers, attributes, labels, {"route": route})
+
+
+@contextmanager
+def _served(
+    call: Call,
+    name: str,
+    metadata: Metadata,
+    attributes: Mapping[str, Attribute],
+    labels: Mapping[str, str],
+    facts: Mapping[str, str],
+) -> Iterator[Call]:
+    is_rpc = names.RPC_METHOD in labels
+    in_flight = names.RPC_IN_FLIGHT if is_rpc else names.HTTP_IN_FLIGHT
+    duration = names.RPC_DURATION if is_rpc else names.HTTP_DURATION
+    attribute = names.RPC_CODE if is_rpc else names.HTTP_STATUS
+    began = time.perf_counter()
+    parent = _CONTEXT.extract({key: text for key, text in metadata if isinstance(text, str)})
+    metrics.add(in_flight, 1, **labels)
+    with _current(name, SpanKind.SERVER, attributes, parent) as current, logs.noting() as noted:
+        try:
+            yield call
+        finally:
+            code, seconds = call.code, time.perf_counter() - began
+            current.set_attribute(attribute, code)
+            if code in _FAILURES or (isinstance(code, int) and code >= 500):
+                current.set_status(Status(StatusCode.ERROR, str(code)))
+            metrics.record(duration, seconds, **labels, **{attribute: code})
+            metrics.add(in_flight, -1, **labels)
+            if noted:
+                ending = {"code" if is_rpc else "status": code, "total_ms": round(seconds * 1e3, 3)}
+                logs.log_facts(log, "request", {**noted, **facts, **ending})

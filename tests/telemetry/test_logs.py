@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from orchestrator.cache import tenant_digest
 from specrej import telemetry
-from specrej.telemetry import calls, logs
+from specrej.telemetry import logs, traces
 from tests.orchestrator.services import whole
 from tests.serving import failure_of
 from tests.telemetry.observed import request
@@ -115,7 +115,7 @@ def test_headers_of_callers_are_not_logged(headers: list[tuple[str, str]]) -> No
     program = f"""
 from specrej.telemetry import logs, traces
 logs.configure("service", "INFO", as_json=False, error_text=False)
-with traces.server_span("method", {headers!r}, {{}}):
+with traces.served("method", {headers!r}):
     pass
 """
     done = subprocess.run(
@@ -158,11 +158,11 @@ def test_callers_cannot_choose_span_names(monkeypatch: pytest.MonkeyPatch) -> No
     """Guards trace backends against one name per request."""
     span_names = []
 
-    def server_span(name: str, headers: object, attributes: object) -> Any:
+    def current(name: str, *_: object) -> Any:
         span_names.append(name)
         return nullcontext(trace.INVALID_SPAN)
 
-    monkeypatch.setattr("specrej.telemetry.traces.server_span", server_span)
+    monkeypatch.setattr("specrej.telemetry.traces._current", current)
     for method in ("GET", "X" * 5000, "Y"):
         with telemetry.served_http(method, "/a", ()):
             pass
@@ -182,10 +182,10 @@ def test_facts_noted_outside_of_a_call_are_dropped() -> None:
 @pytest.fixture
 def facts(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, Any]]:
     """The facts of the only request's line."""
-    caplog.set_level(logging.INFO, calls.log.name)
+    caplog.set_level(logging.INFO, traces.log.name)
 
     def of_the_line() -> dict[str, Any]:
-        (record,) = (record for record in caplog.records if record.name == calls.log.name)
+        (record,) = (record for record in caplog.records if record.name == traces.log.name)
         fields: dict[str, Any] = record.__dict__["facts"]
         return fields
 

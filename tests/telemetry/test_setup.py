@@ -7,21 +7,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from prometheus_client import CollectorRegistry, start_http_server
 
 from deploy.local.processes import Processes
 from deploy.local.stack import Stack
 from specrej import telemetry
 from specrej.client import RewardClient
 from specrej.settings import ServiceSettings
-from specrej.telemetry import setup
 from specrej.telemetry.setup import FLUSH_S
 from tests.endpoints import scrape
 from tests.programs import run
@@ -90,62 +86,3 @@ def test_a_taken_metrics_port_raises() -> None:
             telemetry.configured("test", settings),
         ):
             pytest.fail("entered")
-
-
-def test_scrapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a thread and a descriptor for each connection that sends nothing."""
-    monkeypatch.setattr(setup, "_MAX_SCRAPES", 2)
-    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
-    setup._bound(server)
-    num_before = threading.active_count()
-    with ExitStack() as held:
-        silent = [
-            held.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
-            for _ in range(6)
-        ]
-        for refused in silent[2:]:
-            refused.settimeout(10)
-            assert refused.recv(1) == b""
-        assert threading.active_count() - num_before <= 2 * 2  # each with its timer
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_thread_that_cannot_start_holds_no_permit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a metrics port that refuses all scrapes after moments without threads."""
-    monkeypatch.setattr(setup, "_MAX_SCRAPES", 2)
-    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
-    with monkeypatch.context() as without_threads:
-        failing = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-        without_threads.setattr(server, "process_request", failing)
-        without_threads.setattr(server, "handle_error", lambda *_: None)
-        setup._bound(server)
-        for _ in range(5):
-            with socket.create_connection(("127.0.0.1", server.server_port)) as refused:
-                refused.settimeout(20)
-                assert refused.recv(1) == b""
-    assert failing.call_count == 5
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_scrape_has_a_time_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against connections that send a byte now and then, and keep Prometheus out."""
-    monkeypatch.setattr(setup, "_SCRAPE_S", 0.3)
-    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
-    setup._bound(server)
-    with socket.create_connection(("127.0.0.1", server.server_port)) as slow:
-        slow.settimeout(0.05)
-        until = time.monotonic() + 20
-        with suppress(ConnectionError):
-            while time.monotonic() < until:
-                slow.sendall(b"G")
-                with suppress(TimeoutError):
-                    if slow.recv(1) == b"":
-                        break
-        assert time.monotonic() < until
-    server.shutdown()
-    thread.join()
-    server.server_close()
