@@ -39,10 +39,8 @@ async def whole(
     n: int,
     sampling: Sampling,
     *,
-    first_candidate: int = 0,
     salt: str = "",
     first_round_tokens: int = 8,
-    min_answers: int = 1,
 ) -> tuple[Candidate, ...]:
     """All candidates, in one round."""
     async with generator.open(
@@ -52,8 +50,6 @@ async def whole(
             sampling,
             first_round_tokens,
             salt,
-            first_candidate,
-            min_answers=min_answers,
         )
     ) as session:
         ended = await session.extend(sampling.max_tokens)
@@ -61,11 +57,9 @@ async def whole(
         return ended.candidates
 
 
-async def tokens_in_one_round(
-    generator: Generator, n: int, sampling: Sampling, first_candidate: int = 0
-) -> Tokens:
+async def tokens_in_one_round(generator: Generator, n: int, sampling: Sampling) -> Tokens:
     """All candidates' tokens, in one round."""
-    made = await whole(generator, n, sampling, first_candidate=first_candidate)
+    made = await whole(generator, n, sampling)
     return {candidate.id: candidate.new_token_ids for candidate in made}
 
 

@@ -7,14 +7,12 @@ import json
 import os
 import warnings
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import torch
 
 from generator_service.engine.steps import Step
@@ -22,11 +20,8 @@ from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.fleet import Fleet, PollSettings
-from orchestrator.backends.generators import FleetGenerator
-from orchestrator.backends.resolving import Resolver, Target
 from specrej.client.channel import open_channel
-from specrej.contracts import Generator, GeneratorDescription, Prompt
+from specrej.contracts import Generator, Prompt
 from specrej.remote import RemoteGenerator
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import listening
@@ -44,17 +39,12 @@ PROMPT = Prompt(text="Name three uses of a brick, and say why each of them matte
 class Subject:
     """A generator under test. A toy has no model: no stop texts, no context, no greedy draws.
 
-    A fleet has no slots of its own: its sessions and refusals carry the slots of their members.
-    `is_split`: large sessions are in parts. `steps`: those of vLLM.
-    `members`: the generators of a fleet.
+    `steps`: those of vLLM.
     """
 
     generator: Generator
     is_toy: bool = False
-    is_fleet: bool = False
-    is_split: bool = False
     steps: list[Step] = field(default_factory=list)
-    members: tuple[Generator, ...] = ()
 
 
 def save_model(directory: Path) -> Path:
@@ -70,11 +60,6 @@ def save_model(directory: Path) -> Path:
 @asynccontextmanager
 async def toy(_: Path) -> AsyncIterator[Subject]:
     yield Subject(ToyGenerator(CAPACITY, step_s=0.001), is_toy=True)
-
-
-@asynccontextmanager
-async def toy_of_few(_: Path) -> AsyncIterator[Subject]:
-    yield Subject(Few(CAPACITY // 4, step_s=0.001), is_toy=True)
 
 
 @asynccontextmanager
@@ -119,36 +104,6 @@ async def remote(served: Subject) -> AsyncIterator[Subject]:
         yield Subject(RemoteGenerator(channel), served.is_toy)
 
 
-class Few(ToyGenerator):
-    """A toy of at most three candidates."""
-
-    async def describe(self) -> GeneratorDescription:
-        return replace(await super().describe(), max_candidates=3)
-
-
-def fleet(
-    open_member: Callable[[Path], AbstractAsyncContextManager[Subject]],
-    num: int,
-    *,
-    is_split: bool = False,
-) -> Callable[[Path], AbstractAsyncContextManager[Subject]]:
-    """Several generators behind ports, as the orchestrator uses them."""
-
-    @asynccontextmanager
-    async def opened(directory: Path) -> AsyncIterator[Subject]:
-        async with AsyncExitStack() as stack:
-            members = [await stack.enter_async_context(open_member(directory)) for _ in range(num)]
-            generators = tuple(member.generator for member in members)
-            ports = [await stack.enter_async_context(port(one)) for one in generators]
-            together = await stack.enter_async_context(
-                behind(ports, PollSettings(poll_s=0.1, lost_s=60))
-            )
-            is_toy = members[0].is_toy
-            yield Subject(together, is_toy, is_fleet=True, is_split=is_split, members=generators)
-
-    return opened
-
-
 def port(generator: Generator) -> AbstractAsyncContextManager[str]:
     """The address of a generator that listens."""
     servicer = GeneratorServicer(lease_s=60)
@@ -156,28 +111,10 @@ def port(generator: Generator) -> AbstractAsyncContextManager[str]:
     return listening(servicer.service())
 
 
-@asynccontextmanager
-async def behind(addresses: list[str], settings: PollSettings) -> AsyncIterator[FleetGenerator]:
-    """The generators at these addresses as one."""
-
-    def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteGenerator]:
-        channel = open_channel(target.address, retries=False)
-        return channel, RemoteGenerator(channel)
-
-    fingerprint = attrgetter("fingerprint")
-    async with Fleet("generator", Resolver(addresses), connect, fingerprint, settings) as members:
-        await members.wait_polled()
-        yield FleetGenerator(members)
-
-
 SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "toy": toy,
     "own": own,
-    "placed": fleet(toy, 2),
-    "split": fleet(toy_of_few, 4, is_split=True),
     "vllm": vllm,
-    # Sessions of at most six candidates are placed, others are split.
-    "fleet-vllm": fleet(partial(vllm, max_candidates=6, kv_slots=CAPACITY // 2), 2, is_split=True),
 }
 if torch.cuda.is_available():
     SUBJECTS["own-cuda"] = partial(own, device="cuda")

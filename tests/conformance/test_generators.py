@@ -16,7 +16,6 @@ from specrej.contracts import (
     RoundEnd,
     Sampling,
     SessionSpec,
-    StartedCandidate,
     TokenBias,
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
@@ -33,7 +32,6 @@ from tests.conformance.sessions import (
 )
 from tests.conformance.subjects import CAPACITY, PROMPT, Subject
 from tests.reward_service.tiny import CONTEXT
-from tests.serving import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 BOUND_S = 60.0
@@ -104,7 +102,7 @@ async def test_a_cut_frees_slots_at_once(subject: Subject) -> None:
     before = (await subject.generator.describe()).slots
     async with subject.generator.open(SessionSpec(PROMPT, 6, ENDLESS, 8)) as session:
         grown = (await session.extend(8)).slots
-        assert subject.is_fleet or grown.capacity == before.capacity
+        assert grown.capacity == before.capacity
         assert before.owned < grown.session <= grown.owned <= grown.capacity
         pruned = await session.prune([0, 4])
         assert pruned.freed_slots > 0
@@ -117,15 +115,8 @@ async def test_a_cut_frees_slots_at_once(subject: Subject) -> None:
 
 
 async def has_owned(subject: Subject, slots: int) -> None:
-    """Check the owned slots; a fleet's description is up to a poll old."""
-
-    async def is_equal() -> bool:
-        return (await subject.generator.describe()).slots.owned == slots
-
-    if subject.is_fleet:
-        await until(is_equal)
-    else:
-        assert await is_equal()
+    """Check the owned slots."""
+    assert (await subject.generator.describe()).slots.owned == slots
 
 
 @IN_ALL_WAYS
@@ -145,10 +136,10 @@ async def test_a_cut_changes_no_survivor(subject: Subject, sampling: Sampling) -
 
 @IN_ALL_WAYS
 async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling) -> None:
-    """It has its parent's tokens, then those that a candidate of its id draws; survivors have the
+    """It has its parent's tokens, then draws of its own, whatever is beside it; survivors have the
     tokens of a run without forks. The parent of one is rejected."""
     skip_if_refused(subject, sampling)
-    before = (await subject.generator.describe()).slots  # of a fleet up to a poll old
+    before = (await subject.generator.describe()).slots
     expected = await tokens_in_one_round(subject.generator, 4, sampling)
     parents = {4: 0, 6: 2, 9: 1}
     async with subject.generator.open(SessionSpec(PROMPT, 4, sampling, 8)) as session:
@@ -163,13 +154,12 @@ async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling)
             add(tokens, ended)
     await has_owned(subject, before.owned)
     assert {number: tokens[number] for number in (0, 2)} == {n: expected[n] for n in (0, 2)}
-    started = tuple(StartedCandidate(n, expected[p][:8], 0.0) for n, p in parents.items())
-    spec = SessionSpec(PROMPT, 3, sampling, 9, started=started)
-    async with subject.generator.open(spec) as session:
+    assert all(tokens[n][:8] == expected[parent][:8] for n, parent in parents.items())
+    async with subject.generator.open(SessionSpec(PROMPT, 4, sampling, 8)) as session:
+        await session.extend(8)
+        await session.prune([], parents)
         rest = {c.id: c.new_token_ids for c in (await session.extend(24)).candidates}
-    assert {n: tokens[n] for n in parents} == {
-        n: expected[p][:8] + rest[n] for n, p in parents.items()
-    }
+    assert {n: tokens[n][8:] for n in parents} == rest
     assert len({tokens[number] for number in tokens}) == len(tokens)
 
 
@@ -209,24 +199,6 @@ async def test_forks_without_room_or_parent_are_refused(subject: Subject) -> Non
         assert ids((await session.extend(ended.num_tokens + 1)).candidates) == [50, 51]
 
 
-async def test_promised_answers_are_never_out_of_room(subject: Subject) -> None:
-    """Guards against full slots while no more candidates than promised are live."""
-    sampling = Sampling(max_tokens=150, seed=5, ignore_eos=True)
-    # Each part of a split session must have the room: all survivors may be there.
-    least = 1 if subject.is_split else 3
-    spec = SessionSpec(PROMPT, 12, sampling, 4, min_answers=least)
-    async with subject.generator.open(spec) as session:
-        ended = await session.extend(150)
-        assert ended.ended_by is RoundEnd.SLOTS_FULL
-        live = ids(ended.candidates)[-least:]
-        await session.prune(live)
-        ended = await session.extend(150)
-        assert (ended.ended_by, ids(ended.candidates)) == (RoundEnd.ALL_FINISHED, live)
-    if not subject.is_fleet:
-        with pytest.raises(InvalidRequest, match="min_answers"):
-            await whole(subject.generator, 0, sampling, min_answers=30)
-
-
 async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     """Salts change no token."""
     made = await whole(subject.generator, 4, ENDING, salt="one")
@@ -236,54 +208,6 @@ async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     other = await whole(subject.generator, 4, replace(ENDING, seed=99))
     assert [c.text for c in made] != [c.text for c in other]
     assert len({c.text for c in made}) == 4
-
-
-async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
-    """A request can be split over several generators."""
-    together = await tokens_in_one_round(subject.generator, 6, ENDLESS)
-    apart = await tokens_in_one_round(subject.generator, 2, ENDLESS, first_candidate=3)
-    assert apart == {number: together[number] for number in (3, 4)}
-    async with subject.generator.open(SessionSpec(PROMPT, 3, ENDLESS, 8, "", 1000)) as session:
-        assert ids((await session.extend(4)).candidates) == [1000, 1001, 1002]
-        await session.prune([1001])
-        assert ids((await session.extend(8)).candidates) == [1001]
-
-
-@IN_ALL_WAYS
-async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: Sampling) -> None:
-    """They are neither drawn again nor reported, and their log-probability is kept. A session that
-    has moved can fork before another token is drawn."""
-    skip_if_refused(subject, sampling)
-    expected = await tokens_in_one_round(subject.generator, 6, sampling)
-    started = tuple(StartedCandidate(i, expected[i][:8], -4.0) for i in (2, 5))
-    async with subject.generator.open(
-        SessionSpec(PROMPT, 2, sampling, 9, started=started)
-    ) as session:
-        at_start = (await session.extend(8)).candidates
-        assert [(c.id, c.num_tokens, c.new_token_ids, c.logprob) for c in at_start] == [
-            (2, 8, (), -4.0),
-            (5, 8, (), -4.0),
-        ]
-        await session.prune([2, 5], {7: 5})
-        ended = await session.extend(24)
-        tokens = {c.id: c.new_token_ids for c in ended.candidates}
-        assert {i: tokens[i] for i in (2, 5)} == {i: expected[i][8:] for i in (2, 5)}
-        assert len(tokens[7]) == 16
-        assert all(c.logprob < -4.0 for c in ended.candidates)
-
-
-@also_remote_own
-async def test_given_tokens_are_kept_where_others_would_be_drawn(subject: Subject) -> None:
-    """Guards a survivor's text against the rounding of another batch."""
-    expected = await tokens_in_one_round(subject.generator, 6, ENDLESS)
-    given = StartedCandidate(5, expected[2][:8], 0.0)
-    spec = SessionSpec(PROMPT, 1, ENDLESS, 9, started=(given,))
-    async with subject.generator.open(spec) as session:
-        (candidate,) = (await session.extend(24)).candidates
-    assert len(candidate.new_token_ids) == 16
-    (other,) = await whole(subject.generator, 1, replace(ENDLESS, max_tokens=8), first_candidate=2)
-    assert candidate.text.startswith(other.text[:-1])
-    assert subject.is_toy or candidate.new_token_ids != expected[5][8:]
 
 
 async def test_full_slots_end_a_round_and_a_cut_makes_progress(subject: Subject) -> None:
@@ -300,7 +224,6 @@ async def test_full_slots_end_a_round_and_a_cut_makes_progress(subject: Subject)
             reached, num_full = ended.num_tokens, num_full + 1
             again = await session.extend(150)
             assert (again.ended_by, again.num_tokens) == (RoundEnd.SLOTS_FULL, reached)
-            # Some of each part: a part that is full and loses no candidate makes no progress.
             kept = ids(ended.candidates)[::4]
             live = len(kept)
             await session.prune(kept)
@@ -323,12 +246,9 @@ async def test_a_session_that_never_fits_is_refused(subject: Subject) -> None:
         async with subject.generator.open(SessionSpec(PROMPT, 30, sampling, 150)):
             pass
     assert refused.value.reason == "SLOTS_EXCEEDED"
-    if not subject.is_fleet:
-        assert int(refused.value.metadata["needed"]) > int(refused.value.metadata["capacity"])
+    assert int(refused.value.metadata["needed"]) > int(refused.value.metadata["capacity"])
     most = int(refused.value.metadata["candidates"])
     assert 1 <= most < 30
-    if subject.is_split:  # how many slots parts have is learned from what they refuse
-        most //= 3
     async with subject.generator.open(SessionSpec(PROMPT, most, sampling, 150)) as session:
         assert (await session.extend(150)).ended_by is RoundEnd.ALL_FINISHED
 

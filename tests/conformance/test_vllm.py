@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,21 +31,18 @@ from generator_service.budget import Budget, num_parameters, read_config, weight
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_engine import VLLMEngine
 from generator_service.stock.vllm_generator import VLLMGenerator
-from orchestrator.backends.fleet import PollSettings
 from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
-from tests.conformance.conftest import Started, until_idle
+from tests.conformance.conftest import Started
 from tests.conformance.subjects import (
     CAPACITY,
     MAX_CANDIDATES,
     PROMPT,
     VLLM_OPTIONS,
     Subject,
-    behind,
     own,
-    port,
     vllm,
 )
 from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
@@ -298,34 +295,6 @@ def _node(model: Path, options: dict[str, Any], scratch: Path) -> Iterator[subpr
     finally:
         process.kill()
         process.wait(_BOUND_S)
-
-
-async def test_sessions_move_when_a_vllm_is_lost(started: Started, model_directory: Path) -> None:
-    """With the tokens of a run without a loss. One of two sessions is at the lost one."""
-    survivor = (await started.get("fleet-vllm")).members[0]
-    sampling = Sampling(max_tokens=60, seed=3, ignore_eos=True)
-    spec = SessionSpec(PROMPT, 2, sampling, 8)
-    expected = await _tokens(survivor, spec)
-    others = set(psutil.Process().children(recursive=True))
-    async with AsyncExitStack() as stack:
-        doomed = (
-            await stack.enter_async_context(vllm(model_directory, max_candidates=6))
-        ).generator
-        processes = set(psutil.Process().children(recursive=True)) - others
-        ports = [await stack.enter_async_context(port(one)) for one in (survivor, doomed)]
-        fleet = await stack.enter_async_context(behind(ports, PollSettings(lost_s=_BOUND_S)))
-        opened = [await stack.enter_async_context(fleet.open(spec)) for _ in range(2)]
-        made = [[c.new_token_ids for c in (await one.extend(8)).candidates] for one in opened]
-        assert [(await one.describe()).sessions for one in (survivor, doomed)] == [1, 1]
-        _kill(processes)
-        async with asyncio.timeout(_BOUND_S):
-            moved = await asyncio.gather(*(session.extend(30) for session in opened))
-            assert (await survivor.describe()).sessions == 2
-            ended = await asyncio.gather(*(session.extend(60) for session in opened))
-    for first, *later in zip(made, moved, ended, strict=True):
-        rest = [[c.new_token_ids for c in batch.candidates] for batch in later]
-        assert [sum(parts, ()) for parts in zip(first, *rest, strict=True)] == expected
-    await until_idle(Subject(survivor))
 
 
 def _kill(processes: Iterable[Any]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from generator_service import admission
 from generator_service.admission import AdmissionQueue, Demand
 from specrej.contracts.errors import InvalidRequest, Overloaded, SlotsExceeded
 from specrej_models.slots import SlotLedger
@@ -18,11 +19,9 @@ class Session:
     demand: Demand
 
 
-def session_of(
-    number: int, n: int, first: int = 10, prompt: int = 5, min_answers: int = 1
-) -> Session:
+def session_of(number: int, n: int, first: int = 10, prompt: int = 5) -> Session:
     """Each candidate takes a slot per token, at most 20."""
-    return Session(number, Demand(n, prompt, first, 20, lambda tokens: tokens, min_answers))
+    return Session(number, Demand(n, prompt, first, 20, lambda tokens: tokens))
 
 
 @dataclass
@@ -65,28 +64,6 @@ def test_a_session_that_never_fits_is_refused(n: int, prompt: int, most: int) ->
     with pytest.raises(SlotsExceeded) as refused:
         room.queue.enter(session_of(0, n, prompt=prompt))
     assert (refused.value.capacity, refused.value.max_candidates) == (105, most)
-
-
-def test_slots_for_whole_answers_are_reserved() -> None:
-    """For as many as `min_answers`, also where others wait, and where N is left open."""
-    room = Room(5 + 4 * 20 + 19)
-    first = session_of(0, 6, min_answers=4)
-    room.queue.enter(first)
-    room.queue.enter(session_of(1, 4))
-    room.queue.narrow(first, 6, 3)
-    assert room.ledger.share_of(0) == 80
-    room.queue.narrow(first, 2, 3)  # the others have finished
-    assert room.ledger.share_of(0) == 40
-    room.leave(0)
-    room.leave(1)
-    room.queue.enter(session_of(2, 0, min_answers=5, prompt=0))
-    assert room.admitted == [(2, 8)]
-    with pytest.raises(SlotsExceeded) as refused:
-        room.queue.enter(session_of(3, 6, min_answers=6))
-    assert [violation.field for violation in refused.value.violations] == ["min_answers"]
-    assert refused.value.max_candidates == 4
-    with pytest.raises(InvalidRequest, match="min_answers: must be at most 100"):
-        room.queue.enter(session_of(4, 0, min_answers=101))
 
 
 def test_too_many_waiting_sessions_are_refused_and_cancelled_ones_leave() -> None:
@@ -160,15 +137,25 @@ def test_a_share_widens_to_free_slots_and_narrows_for_waiting_sessions() -> None
     assert room.ledger.share_of(0) == 20
 
 
-def test_tokens_of_another_generator_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards waiting sessions against one that has moved here, and kept twice what it needs."""
-    monkeypatch.setattr(admission, "_ROUND_TOKENS", 2)
-    room = Room(capacity=80, max_waiting=3)
-    moved = session_of(0, 4, first=11, prompt=0)
-    moved.demand = replace(moved.demand, given_tokens=10)
-    room.queue.enter(moved)
-    for number in (1, 2, 3):
-        room.queue.enter(session_of(number, 5, prompt=0))
-    room.ledger.take(0, 2 * 10)
-    room.queue.narrow(moved, 2, 10)
-    assert room.ledger.share_of(0) == 2 * 12
+@given(
+    capacity=st.integers(20, 200),
+    kept=st.integers(0, 6),
+    num_forks=st.integers(1, 12),
+    num_tokens=st.integers(1, 19),
+    is_awaited=st.booleans(),
+)
+def test_forks_have_room_for_their_next_token(
+    capacity: int, kept: int, num_forks: int, num_tokens: int, is_awaited: bool
+) -> None:
+    """As many as fit, and not one more: guards against forks whose round ends at once."""
+    room = Room(capacity)
+    session = session_of(0, max(1, kept), first=1, prompt=0)
+    room.queue.enter(session)
+    if is_awaited:
+        room.queue.enter(session_of(1, min(capacity, 100), first=1, prompt=0))
+    forks = {100 + number: number % 3 for number in range(num_forks)}
+    made = room.queue.with_room(session, forks, [0, 1, 2], kept, num_tokens)
+    assert [*made] == [*forks][: len(made)]
+    share, each = room.ledger.share_of(0), num_tokens + 1
+    assert not made or (kept + len(made)) * each <= share
+    assert len(made) == num_forks or (kept + len(made) + 1) * each > share

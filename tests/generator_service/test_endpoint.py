@@ -352,7 +352,6 @@ async def test_sessions_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
-        (replace(SPEC, started=(c.StartedCandidate(0, (1,), 0.0),)), "open.started"),
         (
             replace(SPEC, prompt=c.Prompt(text="t", allow_special_tokens=True)),
             "prompt.allow_special_tokens",
@@ -391,15 +390,6 @@ async def test_the_best_whole_answer_wins() -> None:
     assert (generation.best.text, generation.best.id) == ("aeiou", 1)
     assert (generation.usage.prompt_tokens, generation.usage.generated_tokens) == (7, 12)
     assert [trace.num_rejected for trace in generation.rounds] == [0]
-
-
-async def test_n_left_open_is_at_least_min_answers() -> None:
-    """Guards against fewer answers than were requested."""
-    async with generator(by_seed) as (made, _):
-        for least, n in ((1, made.auto_candidates), (20, 20)):
-            spec = c.SessionSpec(SPEC.prompt, 0, SPEC.sampling, 4, min_answers=least)
-            async with made.open(spec) as session:
-                assert session.n == n
 
 
 async def test_the_service_of_an_endpoint() -> None:

@@ -30,7 +30,6 @@ from specrej.contracts import (
     Regex,
     RoundEnd,
     Sampling,
-    StartedCandidate,
     TokenBias,
 )
 from specrej.contracts.errors import InternalError, SlotsExceeded
@@ -85,13 +84,16 @@ def alone(prompt: Sequence[int], sampling: Sampling) -> dict[int, Prefix]:
 
 
 @cache
-def continued(
-    prompt: Sequence[int], sampling: Sampling, candidate_id: int, tokens: tuple[int, ...]
+def descended(
+    prompt: Sequence[int], sampling: Sampling, root: int, forks: tuple[tuple[int, int], ...]
 ) -> Prefix:
-    """A candidate of this id that has begun with these tokens, in an engine of its own."""
+    """The last of a chain of forks, each as (tokens of its parent, id), in an engine of its own."""
     engine = Engine(MODEL, 5000)
-    started = (StartedCandidate(candidate_id, tokens, 0.0),)
-    session = opened(engine, command_of(prompt, 1, sampling, started=started))
+    session, parent = opened(engine, command_of(prompt, MAX_N, sampling)), root
+    for length, number in forks:
+        grown(engine, session.id, length)
+        engine.prune(session.id, [], {number: parent})
+        parent = number
     return grown(engine, session.id, MAX_TOKENS).prefixes[0]
 
 
@@ -111,6 +113,8 @@ class Client:
     reported: dict[int, int] = field(default_factory=dict)
     prefixes: dict[int, Prefix] = field(default_factory=dict)  # the latest of each candidate
     forked_at: dict[int, Prefix] = field(default_factory=dict)  # the parent's, by fork
+    # By fork: the candidate at the beginning of its chain, and the chain.
+    lineage: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +158,7 @@ class Client:
     def check_prefix(self, prefix: Prefix) -> None:
         length, parent = len(prefix.token_ids), self.forked_at.get(prefix.id)
         if parent:
-            expected = continued(*self.drawn, prefix.id, parent.token_ids)
+            expected = descended(*self.drawn, *self.lineage[prefix.id])
             num_own, before = length - len(parent.token_ids), parent.logprob
         else:
             expected = alone(*self.drawn)[prefix.id]
@@ -377,9 +381,11 @@ class EngineMachine(RuleBasedStateMachine):
             client.cut_unseen |= client.live - keep
         client.live = (client.live & keep) | made
         for number in made:
-            parent = client.prefixes[forks[number]]
+            parent = replace(client.prefixes[forks[number]], id=forks[number])
             client.prefixes[number] = client.forked_at[number] = parent
             client.reported[number] = len(parent.token_ids)
+            root, chain = client.lineage.get(parent.id, (parent.id, ()))
+            client.lineage[number] = root, (*chain, (len(parent.token_ids), number))
         taken = len(made) * max(0, client.reached - 1)
         assert pruned.freed_slots - taken == owned - self.engine.ledger.owned
         assert pruned.slots.owned == self.engine.ledger.owned

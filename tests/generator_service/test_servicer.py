@@ -101,7 +101,6 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
         n=5000,
         sampling=common_pb2.Sampling(temperature=-1),
         first_round_tokens=0,
-        first_candidate_id=-1,
     )
     error = await failure_of(answer_of(stub.Session(), 1, open=bad))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -110,34 +109,17 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
         "open.n",
         "open.sampling.temperature",
         "open.first_round_tokens",
-        "open.first_candidate_id",
     }
 
 
-@pytest.mark.parametrize(
-    ("started", "reason"),
-    [
-        ([(0, [1])], "must have 2 candidates"),
-        ([(1, [1]), (0, [1])], "must have ascending ids"),
-        ([(0, [1]), (1, [1, 2])], "must have equally many tokens"),
-        ([(0, [1] * 20), (1, [1] * 20)], "must have equally many tokens, fewer than first_round_"),
-        ([(0, [1] * 9), (1, [1] * 9)], "must have equally many tokens, fewer than first_round_"),
-        ([(0, [1]), (1, [8])], "must have token ids of 0 .. 7"),
-    ],
-)
-async def test_started_candidates_are_checked(
-    stub: Any, started: list[tuple[int, list[int]]], reason: str
-) -> None:
-    command = pb.OpenSession(
-        prompt=common_pb2.Prompt(text="a prompt"),
-        n=2,
-        sampling=common_pb2.Sampling(max_tokens=20),
-        first_round_tokens=9,
-        started=[pb.StartedCandidate(candidate_id=i, token_ids=ids) for i, ids in started],
-    )
+@pytest.mark.parametrize("n", [0, 2])
+async def test_greedy_draws_need_one_candidate(stub: Any, n: int) -> None:
+    """Guards against many equal answers, also where the generator chooses N."""
+    greedy = common_pb2.Sampling(max_tokens=20, temperature=0)
+    command = pb.OpenSession(prompt=PROMPT, n=n, sampling=greedy, first_round_tokens=8)
     error = await failure_of(answer_of(stub.Session(), 1, open=command))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert violations_of(error)["open.started"].startswith(reason)
+    assert [*violations_of(error)] == ["open.sampling.temperature"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ tests/conformance tests it on the real one.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from generator_service.admission import Blocks
-from generator_service.engine.commands import GrowingCandidate, OpenCommand
+from generator_service.engine.commands import OpenCommand
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
 from specrej.contracts import (
@@ -29,7 +28,6 @@ from specrej.contracts import (
     Sampling,
     SessionSpec,
     SlotGauge,
-    StartedCandidate,
 )
 from specrej.contracts.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
 from tests.serving import until
@@ -215,25 +213,6 @@ async def test_n_left_open_is_not_reduced_by_others_where_there_are_none(
     """Guards the cache against a generator whose rows are fewer than its settings suppose."""
     async with opened(generator, 0) as session:
         assert session.n == 16 and not session.reduced
-
-
-async def test_given_tokens_are_read_in_a_thread(
-    generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards other sessions against a session that moves here with a million tokens."""
-    take, threads = GrowingCandidate.take_given, list[int]()
-
-    def noted(candidate: GrowingCandidate) -> None:
-        threads.append(threading.get_ident())
-        take(candidate)
-
-    monkeypatch.setattr(GrowingCandidate, "take_given", noted)
-    started = tuple(StartedCandidate(i, (7, 8, 9), -1.0) for i in range(2))
-    spec = SessionSpec(PROMPT, 2, ENDLESS, 4, started=started)
-    async with generator.open(spec) as session:
-        assert [candidate.token_ids for candidate in session.live] == [[7, 8, 9]] * 2
-        assert (await session.extend(5)).num_tokens == 5
-    assert len(threads) == 6 and threading.get_ident() not in threads
 
 
 @given(
