@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload mixed-versions faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -189,9 +189,6 @@ gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreeme
 
 bench-overload: $(READY) ## goodput and refusals at half to four times the capacity, open loop
 	@$(BIN)/python -m benchmarks.overload $(ARGS)
-
-mixed-versions: $(READY) ## each service of an earlier version among today's; BASE: the last release, or HEAD
-	@$(BIN)/python -m tests.mixed_versions --base "$(BASE)" $(ARGS)
 
 faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only faults/redis"
 	@$(BIN)/python -m tests.faults $(ARGS)

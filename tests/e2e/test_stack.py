@@ -45,41 +45,21 @@ async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: St
     assert [trace.num_live for trace in speculative.rounds] == [8, 4, 0]
 
 
-@pytest.mark.parametrize("reward", ["relevance", "likelihood"])
-async def test_rewards(stack: Stack, reward: str) -> None:
-    async with Client(stack.orchestrator_address) as client:
-        generation = await client.generate(PROMPT, **(OPTIONS | {"rewards": {reward: 1.0}}))
-    assert generation.best.text.strip()
-    if reward == "likelihood":
-        assert generation.best.score == pytest.approx(generation.best.mean_logprob)
-        assert generation.usage.reward_tokens == 0
-    else:
-        assert generation.usage.reward_tokens > 0
-
-
 async def test_the_command_line(stack: Stack) -> None:
     specrej, address = BIN / "specrej", ("--address", stack.orchestrator_address)
-    code, out, err = await outcome_of(
-        specrej, "generate", PROMPT, *address, "-n", "8", "--max-tokens", "18", "--json"
-    )
-    answer = json.loads(out)
-    assert code == 0
-    assert answer["n"] == 8
-    assert answer["rounds"][0]["decision_token"] == 16
-    assert "round 1" in err
-    code, out, err = await outcome_of(specrej, "generate", PROMPT, *address, "--alpha", "1.5")
-    assert (code, out) == (2, "")
-    assert "selection.alpha" in err and len(err.splitlines()) == 1
-    code, out, _ = await outcome_of(specrej, "describe", *address, "--json")
-    assert json.loads(out)["rewards"] == ["relevance", "harmless", "likelihood"]
-    flags = ("--reward", "relevance,batch", "--reward", "harmless=0.5,veto=1e6", "-n", "4")
+    flags = ("--reward", "relevance,batch", "--reward", "harmless=0.5,veto=1e6", "-n", "8")
     code, out, err = await outcome_of(
         specrej, "generate", PROMPT, *address, *flags, "--max-tokens", "18", "--json"
     )
-    best = json.loads(out)["candidates"][0]
+    answer = json.loads(out)
+    assert (code, answer["n"], answer["rounds"][0]["decision_token"]) == (0, 8, 16)
+    assert "round 1" in err and "vetoed" in err
+    best = answer["candidates"][0]
     assert best["vetoed"]  # no answer reaches the veto limit: the best one is returned, flagged
     assert len(best["rewards"]) == 2
-    assert "vetoed" in err
+    code, out, err = await outcome_of(specrej, "generate", PROMPT, *address, "--alpha", "1.5")
+    assert (code, out) == (2, "")
+    assert "selection.alpha" in err and len(err.splitlines()) == 1
     code, out, _ = await outcome_of(
         specrej, "score", "--address", stack.reward_address, "--prompt", "How do plants eat?",
         "Plants make food from light.", "My car is red.", "--json",
