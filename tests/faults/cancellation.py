@@ -10,8 +10,7 @@ from typing import Any
 from tests.faults import phases
 from tests.faults.case import Case, case
 from tests.faults.phases import Phase, held_at
-from tests.faults.readers import LARGE
-from tests.faults.world import PROMPT, SERVICES, Call, Outcome, World, until
+from tests.faults.world import SERVICES, Call, Outcome, World
 
 # The phase, the way in which the call ends, and whether it is a stream.
 _POINTS: dict[str, tuple[Phase, str, bool]] = {
@@ -44,24 +43,6 @@ async def _end(call: Call, way: str) -> None:
         call.cancel()
     elif way == "channel-closed":
         await call.close_channel()
-
-
-async def leave_blocked(world: World) -> list[str]:
-    """Block the orchestrator in a write: the run goes on to its end. Then end the call."""
-    world.proxies["front"].hold_replies_after(PROMPT.encode())
-    options: dict[str, Any] = {"stream": True, "through_front": True, "narrow": True, **LARGE}
-    call = world.call(**{**options, "timeout_s": 20.0})
-    try:
-        await world.until_service(lambda service: service.running > 0)
-        await world.until_service(lambda service: service.running == 0)
-        assert not call.events, "the case did not occur"
-        call.cancel()
-        await until(lambda: call.is_over)
-        await world.until_free()
-    finally:
-        await world.heal()
-        call.cancel()
-    return [(await call.outcome()).label]
 
 
 async def half_of_many(world: World) -> list[str]:
@@ -118,7 +99,6 @@ CASES: tuple[Case, ...] = (
         )
         for point, (phase, way, stream) in _POINTS.items()
     ),
-    case("cancel/blocked-write", leave_blocked, "CANCELLED"),
     case("cancel/half-of-100", half_of_many, "OK x 50", "CANCELLED x 50", limit_s=200),
     case("cancel/1000-open-and-cancel", open_and_cancel, "CANCELLED x 1000", limit_s=120),
 )

@@ -15,7 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej.contracts import CacheControl, Schedule
 from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, case
-from tests.faults.engines import engine_world
 from tests.faults.world import MAX_QUEUED, MAX_RUNNING, World
 
 _FULL = MAX_RUNNING + MAX_QUEUED
@@ -48,21 +47,6 @@ async def flood(world: World) -> list[str]:
             call.cancel()
         outcomes = [await call.outcome() for call in calls]
     return [outcome.label for outcome in answered] + sorted(outcome.code for outcome in outcomes)
-
-
-async def two_large(_: World) -> list[str]:
-    """Of two requests that each need most of a real engine's slots, one waits for the other."""
-    options: dict[str, Any] = {
-        "n": 1000,
-        "max_tokens": 90,
-        "schedule": Schedule("tokens", tokens=(45,)),
-    }
-    async with engine_world() as running:
-        calls = [running.call(seed=seed, timeout_s=_MANY_S, **options) for seed in (1, 2)]
-        async with _probed(running):
-            outcomes = [await call.outcome() for call in calls]
-        await running.settle()
-    return [outcome.label for outcome in outcomes]
 
 
 async def health_under_load(world: World) -> list[str]:
@@ -120,7 +104,6 @@ CASES: tuple[Case, ...] = (
         f"RESOURCE_EXHAUSTED x {_NUM_LIGHT}",
         limit_s=2 * _MANY_S,
     ),
-    case("load/two-large", two_large, "OK x 2", limit_s=2 * _MANY_S),
     case(
         "load/health",
         health_under_load,

@@ -194,7 +194,7 @@ class World:
         self.stack = stack
         self.files = files  # directory of the files that settings name
         self.variables = variables  # of all its services
-        # Between the orchestrator and "generator", "reward", "redis", and before it: "front".
+        # Between the orchestrator and "generator", "reward", "redis".
         self.proxies = proxies
         self._other_children = other_children
         self._threads: dict[str, int] = {}
@@ -207,10 +207,9 @@ class World:
         addresses = (stack.orchestrator_address, stack.generator_address, stack.reward_address)
         return dict(zip(SERVICES, addresses, strict=True))
 
-    def call(self, through_front: bool = False, **options: Any) -> Call:
+    def call(self, **options: Any) -> Call:
         """Start a request with options of `Call` and of `specrej.client.Options`."""
-        front = f"{HOST}:{self.proxies['front'].port}"
-        return Call(front if through_front else self.stack.orchestrator_address, **options)
+        return Call(self.stack.orchestrator_address, **options)
 
     async def generate(self, **options: Any) -> Outcome:
         """Send a request and wait for its end."""
@@ -369,12 +368,7 @@ async def world(
     other_children = _children()
     async with AsyncExitStack() as undo:
         ports = Ports.free()
-        targets = {
-            "generator": ports.generator,
-            "reward": ports.reward,
-            "redis": ports.redis,
-            "front": ports.orchestrator,
-        }
+        targets = {"generator": ports.generator, "reward": ports.reward, "redis": ports.redis}
         proxies = {
             name: await undo.enter_async_context(proxy(port)) for name, port in targets.items()
         }

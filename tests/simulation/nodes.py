@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from generator_service.servicer import GeneratorServicer
@@ -153,18 +154,24 @@ class SimulatedRedis:
         """One way, in whole milliseconds."""
         return int(self._rng.random() ** 3 * (500 if self.fault == "slow" else 10)) / 1e3
 
-    def run(self, command: Sequence[Any]) -> Any:
+    def run(self, command: Sequence[Any]) -> Any:  # noqa: C901  # one case per command
         """The reply, or an error of Redis."""
         if self.fault == "full" and command[0] in ("SET", "EVAL", "HSET"):
             return ResponseError("OOM command not allowed")
         match command:
+            case ("PING",):
+                return True
             case ("SET", key, value, *options):
                 is_free = "NX" not in options or self._get(key) is None
-                return self._put(key, value, options[-1]) if is_free else None
+                life_ms = options[options.index("PX") + 1]
+                return self._put(key, value, life_ms) if is_free else None
             case ("GETRANGE", key, 0, end):
                 return self._get(key, b"")[: end + 1]
             case ("PEXPIRE", key, life_ms):
                 return self._get(key) is not None and self._put(key, self._get(key), life_ms)
+            case ("EVALSHA", _, 1, key, token):  # the release of a lock
+                is_own = self._get(key) == token
+                return int(is_own and bool(self._values.pop(key)))
             case ("EVAL", _, 1, key, token, left, left_ms):  # the release of a lease
                 if self._get(key) != token.encode():
                     return 0
@@ -187,28 +194,56 @@ class SimulatedRedis:
         return True
 
 
-class Link:
+class Link(Redis):
     """One process's connections to Redis; with a fault, nothing arrives."""
 
     fault = ""
 
     def __init__(self, server: SimulatedRedis) -> None:
+        super().__init__()
         self._server = server
 
     def set_fault(self, fault: str) -> None:
         self.fault = fault
 
-    async def exchange(self, commands: Sequence[Sequence[Any]]) -> Any:
-        """The replies; sent commands are executed even if their caller no longer waits."""
+    async def execute_command(self, *command: Any, **_: Any) -> Any:
+        """The reply; a sent command is executed even if its caller no longer waits."""
         server, loop = self._server, asyncio.get_running_loop()
-        replies: Any = loop.create_future()
-        deliver = lambda values: replies.done() or replies.set_result(values)  # noqa: E731
+        reply: Any = loop.create_future()
+        deliver = lambda value: reply.done() or reply.set_result(value)  # noqa: E731
 
         def arrive() -> None:
-            if server.fault == "down" and not replies.done():
-                replies.set_exception(ConnectionError("refused"))
+            if server.fault == "down" and not reply.done():
+                reply.set_exception(ConnectionError("refused"))
             elif not self.fault and server.fault not in ("down", "hangs"):
-                loop.call_later(server.delay_s(), deliver, [server.run(one) for one in commands])
+                loop.call_later(server.delay_s(), deliver, server.run(command))
 
         loop.call_later(server.delay_s(), arrive)
-        return await replies
+        value = await reply
+        if isinstance(value, ResponseError):
+            raise value
+        return value
+
+    def pipeline(self, *_: Any, **__: Any) -> Any:
+        return _Pipeline(self)
+
+
+class _Pipeline:
+    def __init__(self, link: Link) -> None:
+        self._link, self._commands = link, list[Any]()
+
+    async def __aenter__(self) -> _Pipeline:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def execute_command(self, *command: Any) -> None:
+        self._commands.append(command)
+
+    async def execute(self, *, raise_on_error: bool) -> list[Any]:
+        sent = [self._link.execute_command(*command) for command in self._commands]
+        replies: list[Any] = await asyncio.gather(*sent, return_exceptions=True)
+        if failed := [r for r in replies if isinstance(r, ConnectionError)]:
+            raise failed[0]
+        return replies

@@ -206,7 +206,6 @@ class Simulation:
             with (
                 mock.patch.dict(vars(time), times),
                 mock.patch.object(service, "run", partial(run, clock=clock)),
-                mock.patch.object(redis_py, "_replies", lambda link, sent: link.exchange(sent)),
                 # `Logger.exception` calls `error`, too.
                 mock.patch.object(logging.Logger, "error", lambda *what, **_: loop.fail(what)),
                 closing(loop),
