@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej.contracts import CacheControl, Schedule
+from specrej.contracts import CacheControl
 from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, case
 from tests.faults.world import MAX_QUEUED, MAX_RUNNING, World
