@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
-from gateway.completions import in_thread
 from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted, wire
-from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
-from tests.serving import until
-from tests.specrej.fakes import EVENTS, GENERATION, RECORD, FakeOrchestrator, trace
+from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, post, whole_reply
+from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator, trace
 
 Conversions = list[tuple[str, bool, Any]]
 
@@ -71,32 +67,3 @@ async def test_large_rounds_are_converted_off_the_event_loop(
         if value == done or (name == "event_from_message" and value.HasField("round_completed"))
     }
     assert rounds == {("event_from_message", False), ("to_plain", False)}
-
-
-async def test_records_are_converted_off_the_event_loop(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards other calls against a record of many rounds of many candidates."""
-    calls = conversions(monkeypatch, "from_message", "to_plain")
-    async with gateway_at(address) as server:
-        assert (await get(server.port, f"/v1/specrej/records/{RECORD.request_id}"))[0] == 200
-    assert {(name, is_on_loop) for name, is_on_loop, _ in calls} == {
-        ("from_message", False),
-        ("to_plain", False),
-    }
-
-
-async def test_large_answers_are_converted_one_at_a_time() -> None:
-    """Guards the process's memory, and small answers against those that wait."""
-    begun, may_end = [threading.Event(), threading.Event()], threading.Event()
-
-    def convert(number: int) -> bool:
-        begun[number].set()
-        return may_end.wait(20)
-
-    large = [asyncio.ensure_future(in_thread(partial(convert, n), is_large=True)) for n in (0, 1)]
-    await until(begun[0].is_set)
-    assert await in_thread(lambda: "small", is_large=False) == "small"
-    assert not begun[1].is_set()
-    may_end.set()
-    assert await asyncio.wait_for(asyncio.gather(*large), 20) == [True, True]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import openai
 import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError
-from starlette.requests import Request
-from starlette.routing import Route
 
 from gateway.__main__ import Server
 from gateway.app import Gateway
-from gateway.completions import Answer
 from gateway.settings import GatewaySettings
-from specrej.client import Client
 from specrej.contracts import errors
 from tests.gateway.gateways import (
     BODY,
@@ -34,7 +29,7 @@ from tests.gateway.gateways import (
     tokens_file,
     whole_reply,
 )
-from tests.serving import listening, until
+from tests.serving import listening
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
 VIOLATION = errors.Violation("sampling.temperature", "must be 0 or 0.01 .. 2, is 3")
@@ -169,20 +164,6 @@ async def test_a_bug_is_opaque_and_logged(
     assert body["error"]["message"].removeprefix("internal error ") in record.getMessage()
 
 
-async def test_a_bug_in_mid_stream_is_an_error_event(
-    orchestrator: FakeOrchestrator, gateway: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a stream that just ends, which a client may take for a whole answer."""
-
-    def broken(*_: Any) -> Any:
-        raise ValueError("secret")
-
-    monkeypatch.setattr(Answer, "closing", broken)
-    text = await whole_reply(gateway.port, CHAT, STREAM)
-    assert b'"message":"internal error ' in text and b"secret" not in text
-    assert text.endswith(b"0\r\n\r\n") and b"[DONE]" not in text
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_has_no_address_of_the_orchestrator(stream: bool) -> None:
     """Guards against a text of grpc, which names hosts and ports of the inside."""
@@ -190,29 +171,6 @@ async def test_an_error_has_no_address_of_the_orchestrator(stream: bool) -> None
         status, headers, body = await post(server.port, CHAT, {**BODY, "stream": stream})
     assert (status, headers["x-should-retry"]) == (503, "false")
     assert body["error"]["message"] == "the orchestrator cannot be reached"
-
-
-async def test_no_token_goes_over_plaintext_to_another_machine() -> None:
-    """Guards against a credential that others on the network can read."""
-    for address, allowed, forwarded in (
-        ("127.0.0.1:1", False, "x"),
-        ("orchestrator.example:1", False, ""),
-        ("orchestrator.example:1", True, "x"),
-    ):
-        settings = GatewaySettings(
-            orchestrator_address=address, orchestrator_allow_plaintext_token=allowed
-        )
-        async with Client(address) as client:
-            http = Request({"type": "http", "headers": [(b"authorization", b"Bearer x")]})
-            assert await Gateway(settings, client)._token(http) == forwarded
-
-
-async def test_metrics_are_served_on_loopback_or_where_they_are_allowed() -> None:
-    for host, served in (("127.0.0.1", True), ("0.0.0.0", False)):
-        settings = GatewaySettings(host=host)
-        async with Client("127.0.0.1:1") as client:
-            paths = {cast(Route, r).path for r in Gateway(settings, client).app().routes}
-        assert ("/metrics" in paths) is served
 
 
 async def test_logs_have_no_content_of_requests(
@@ -303,50 +261,6 @@ async def test_a_token_is_needed_unless_anonymous_callers_are_allowed(
             status, _, body = await post(server.port, CHAT, BODY, authorization="bearer x")
             assert status == expected
     assert orchestrator.tenants == ["x"]
-
-
-async def test_the_check_of_tokens_is_checked_once_a_minute(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against one more call per request, and against a tokens file that is not noticed."""
-    tokens: list[str] = []
-    answers: list[errors.SpecrejError] = [errors.NotFound("no"), errors.Unauthenticated("no")]
-
-    async def record(request_id: str, *, timeout_s: float, token: str) -> None:
-        tokens.append(token)
-        raise answers[len(tokens) - 1]
-
-    async with gateway_at(address, allow_anonymous=False) as server:
-        monkeypatch.setattr(server._client, "record", record)
-        for minute, status in ((1, 401), (2, 200)):
-            for _ in range(2):
-                answer = await post(server.port, CHAT, BODY, authorization="Bearer x")
-                assert (answer[0], len(tokens)) == (status, minute)
-            server._gateway._known_until_s -= 60
-    assert len({*tokens, "", "x"}) == 4
-
-
-async def test_requests_do_not_wait_one_after_the_other_for_the_check_of_tokens(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a line that grows while the orchestrator is away."""
-    tries: list[asyncio.Event] = []
-
-    async def record(request_id: str, *, timeout_s: float, token: str) -> None:
-        tries.append(asyncio.Event())
-        await tries[-1].wait()
-        raise errors.DeadlineExceeded("it does not answer")
-
-    async with gateway_at(address, allow_anonymous=False) as server:
-        monkeypatch.setattr(server._client, "record", record)
-        sent = [
-            asyncio.create_task(post(server.port, CHAT, BODY, authorization="Bearer x"))
-            for _ in range(5)
-        ]
-        await until(lambda: len(server._gateway._checking._waiters or ()) == 4)
-        tries[0].set()
-        assert {(await answer)[0] for answer in sent} == {504}
-    assert len(tries) == 1
 
 
 async def test_a_call_that_is_silent_at_first_streams(orchestrator: FakeOrchestrator) -> None:

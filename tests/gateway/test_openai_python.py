@@ -9,7 +9,6 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
-from pydantic import SecretStr
 
 from deploy.local.stack import Stack
 
@@ -88,20 +87,6 @@ async def test_a_stream_has_the_choices_of_a_whole_answer(
         assert ends[choice.index] == choice.finish_reason
         assert logprobs[choice.index] == ((choice.logprobs and choice.logprobs.content) or [])
     assert len(texts) == len(ends) == len(whole.choices)
-
-
-async def test_a_stream_of_raw_text_has_the_choices_of_a_whole_answer(client: AsyncOpenAI) -> None:
-    arguments: Any = {"model": MODEL, "prompt": "Once", "n": 2, "best_of": 4, "logprobs": 2}
-    arguments |= {"seed": 1, "max_tokens": 8}
-    whole = await client.completions.create(**arguments)
-    texts, logprobs = defaultdict[int, str](str), {}
-    async for chunk in await client.completions.create(**arguments, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            if choice.logprobs:
-                logprobs[choice.index] = choice.logprobs
-    assert texts == {choice.index: choice.text for choice in whole.choices}
-    assert logprobs == {choice.index: choice.logprobs for choice in whole.choices}
 
 
 @pytest.mark.parametrize("style", ["rounds", "reasoning"])
@@ -204,19 +189,6 @@ async def test_presets_are_models(client: AsyncOpenAI) -> None:
         assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
 
 
-async def test_a_structured_output_reaches_the_generator(client: AsyncOpenAI) -> None:
-    """tests/e2e/test_gateway.py has answers that conform; a toy refuses structured outputs."""
-    output = {"kind": "regex", "pattern": "ash( birch)?"}
-    with pytest.raises(openai.BadRequestError) as refused:
-        await create(client, extra_body=extra(structured_output=output))
-    assert refused.value.param == "specrej.structured_output"
-
-
-async def test_embeddings_are_refused_with_a_pointer(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="specrej score"):
-        await client.embeddings.create(model=MODEL, input="x")
-
-
 async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) -> None:
     """Guards against errors about fields that the caller does not have."""
     cases: list[tuple[dict[str, Any], str]] = [
@@ -274,23 +246,6 @@ async def test_a_late_answer_is_not_repeated(stack: Stack) -> None:
     assert late.value.status_code == 504
     assert late.value.response.headers["x-should-retry"] == "false"
     assert late.value.response.request.headers["x-stainless-retry-count"] == "0"
-
-
-async def test_langchain(stack: Stack) -> None:
-    from langchain_openai import ChatOpenAI  # a second, in the process that runs this test only
-
-    chat = ChatOpenAI(
-        model=f"{MODEL}:sr-32",
-        base_url=f"{stack.gateway_url}/v1",
-        api_key=SecretStr("none"),
-        max_completion_tokens=16,
-        max_retries=0,
-    )
-    answer = await chat.ainvoke("Name three uses of a brick.")
-    assert answer.text
-    assert answer.response_metadata["finish_reason"] in ("stop", "length")
-    streamed = [part.text async for part in chat.astream("Name three uses of a brick.")]
-    assert "".join(streamed)
 
 
 async def test_records_by_the_answers_id(client: AsyncOpenAI, stack: Stack) -> None:

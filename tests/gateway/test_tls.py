@@ -15,7 +15,6 @@ from tests.certificates import Authority, place
 from tests.gateway.gateways import (
     MODELS,
     Connection,
-    connections,
     context,
     gateway_at,
     response_to,
@@ -114,17 +113,3 @@ async def test_handshakes_count_as_connections(
             return True
 
         await until(is_accepted)
-
-
-# asyncio leaves the closing of refused sockets to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_handshakes_and_connections_have_one_bound(address: str, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    pair, trusted = authority.issue("gateway"), context(authority)
-    async with gateway_at(address, **pair.settings, max_connections=4) as server:
-        encrypted = [await Connection.open(server.port, tls=trusted) for _ in range(3)]
-        await until(lambda: connections(server) == 3)
-        silent = [await Connection.open(server.port) for _ in range(4)]
-        await until(lambda: sum(connection.reader.at_eof() for connection in silent) == 3)
-        for connection in (*silent, *encrypted):
-            connection.leave()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
 import json
 import random
 import signal
 import socket
-import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,7 +28,6 @@ from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from tests.certificates import Authority
-from tests.specrej import fakes
 from tests.specrej.conftest import Command
 from tests.specrej.fakes import (
     EVENTS,
@@ -61,29 +58,6 @@ async def test_only_the_answer_goes_to_stdout(address: str, orchestrator: FakeOr
     assert (outcome.returncode, outcome.stdout) == (0, "the best\n")
     rounds = [plain_line(done, 8) for done in GENERATION.rounds]
     assert outcome.stderr.splitlines() == [*rounds, summary_line(GENERATION), "request r1"]
-
-
-@pytest.mark.parametrize("whole_answers", [False, True])
-async def test_describe_names_the_rejection(
-    address: str, command: Command, monkeypatch: pytest.MonkeyPatch, *, whole_answers: bool
-) -> None:
-    """Guards against Best-of-N that is taken for Speculative Rejection."""
-    generator = replace(SERVICE.generator, whole_answers=whole_answers)
-    monkeypatch.setattr(fakes, "SERVICE", replace(SERVICE, generator=generator))
-    out, _ = await command("describe", "--address", address)
-    label = "none before the end: whole answers (Best-of-N)"
-    assert (label in out) is whole_answers
-    assert ("at decision tokens" in out) is not whole_answers
-
-
-async def test_flags_left_out_stay_absent(
-    address: str, orchestrator: FakeOrchestrator, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against the command's defaults shadowing the server's."""
-    monkeypatch.setenv("SPECREJ_ADDRESS", address)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("why?"))
-    await command("generate", "-")
-    assert orchestrator.requests == [build_request("why?")]
 
 
 async def test_every_flag_reaches_the_server(
@@ -225,28 +199,6 @@ async def test_up_serves_the_page_and_openais_api() -> None:
     assert "stopping" in outcome.stderr
 
 
-def first_of_free_ports(count: int) -> int:
-    """Of ports in a row, below those that the kernel gives to others."""
-    for first in random.sample(range(20_000, 30_000), 100):
-        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                opened.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no free ports")
-
-
-async def test_up_names_a_taken_port() -> None:
-    """Guards against a second `specrej up` that half starts."""
-    free = Ports.free()
-    named = {"--port": free.orchestrator, "--generator-port": free.generator}
-    named["--reward-port"] = free.reward
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        named["--redis-port"] = port = taken.getsockname()[1]
-        outcome = await run("up", *(str(word) for option in named.items() for word in option))
-    assert outcome.returncode == 1
-    assert f"specrej: cannot listen on port {port} (redis)" in outcome.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [
@@ -262,25 +214,6 @@ def test_schedules(text: str, schedule: c.Schedule) -> None:
     """Guards against a notation that reads back as another schedule."""
     assert parse_schedule(text) == schedule
     assert parse_schedule(str(schedule)) == schedule
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "memory:x",
-        "memory:1,2",
-        "tokens",
-        "tokens:",
-        "tokens:a",
-        "geometric:1,2,3",
-        "geometric:x",
-    ],
-)
-def test_bad_schedules(text: str) -> None:
-    """Guards against a typing error that becomes some other schedule."""
-    with pytest.raises(argparse.ArgumentTypeError):
-        parse_schedule(text)
 
 
 def test_structured_output(tmp_path: Path) -> None:
@@ -313,20 +246,6 @@ def test_structured_output(tmp_path: Path) -> None:
 def test_rewards(text: str, reward: c.WeightedReward) -> None:
     """Guards against a weight, a normalisation or a veto that is dropped."""
     assert parse_reward(text) == reward
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("a=much", "a,veto", "a,veto=", "a,veto=low", "a,veto=1,veto=2", "a,veto=1=2"),
-        *("a,mean=1", "a,deviation=1", "a,mean=x,deviation=1", "a,mean=1,deviation=1,batch"),
-        *("a,batch=1", "a,batch,batch", "a,", "a,batched", "a,weight=2"),
-    ],
-)
-def test_bad_rewards(text: str) -> None:
-    """Guards against a typing error read as another reward; the error has the syntax."""
-    with pytest.raises(argparse.ArgumentTypeError, match=r"NAME\[=WEIGHT\]\[,veto=X\]"):
-        parse_reward(text)
 
 
 async def test_unusable_credentials_are_errors(
@@ -379,3 +298,13 @@ async def test_health_follows_the_service(server: Server, tmp_path: Path) -> Non
     ):
         assert (outcome.returncode, len(outcome.stderr.splitlines())) == (1, 1)
         assert message in outcome.stderr
+
+
+def first_of_free_ports(count: int) -> int:
+    """Of ports in a row, below those that the kernel gives to others."""
+    for first in random.sample(range(20_000, 30_000), 100):
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                opened.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")

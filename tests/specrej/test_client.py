@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-import specrej
 from deploy.local.stack import Ports
 from specrej import Client, Retries, RewardClient
 from specrej import contracts as c
-from specrej.client.channel import SERVICE_CONFIG, open_channel, options
 from specrej.client.client import build_request
 from specrej.contracts import Options, errors, wire
-from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from tests.serving import listening, until
 from tests.specrej.fakes import (
     EVENTS,
     GENERATION,
@@ -202,23 +198,6 @@ async def test_retries_wait_as_the_server_demands(
     assert len(orchestrator.requests) == num_sent
 
 
-@pytest.mark.parametrize("retries", [None, Retries()])
-async def test_all_servers_of_a_name_get_calls(retries: Retries | None) -> None:
-    """Guards against one server that has the load of all."""
-    first, second = FakeOrchestrator(), FakeOrchestrator()
-    async with (
-        listening(first.service()) as one,
-        listening(second.service()) as other,
-        Client(f"ipv4:{one},{other}", retries=retries) as client,
-    ):
-
-        async def both_were_called() -> bool:
-            await client.describe()
-            return bool(first.peers and second.peers)
-
-        await until(both_were_called, bound_s=20)
-
-
 async def test_a_stream_with_an_event_is_not_retried(
     address: str, orchestrator: FakeOrchestrator
 ) -> None:
@@ -236,12 +215,6 @@ async def test_a_stream_with_an_event_is_not_retried(
         with pytest.raises(errors.Unavailable):
             await anext(events)
     assert len(orchestrator.requests) == 1
-
-
-@pytest.mark.parametrize("values", [{"attempts": 0}, {"max_wait_s": -1.0}, {"max_wait_s": NAN}])
-def test_bad_retries_are_a_value_error(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        Retries(**values)
 
 
 async def test_no_server_is_unavailable() -> None:
@@ -328,37 +301,6 @@ async def test_scores_keep_their_order(reward_address: str, reward: FakeReward) 
     assert wire.from_message(reward.requests[0].prompt, c.Prompt) == c.Prompt.from_user("why?")
 
 
-def test_every_public_name_resolves() -> None:
-    """Guards against a name in __all__ that the lazy import lacks."""
-    assert all(getattr(specrej, name) for name in specrej.__all__)
-    with pytest.raises(AttributeError, match="Cleint"):
-        specrej.Cleint  # noqa: B018
-
-
-def test_a_reconnect_is_tried_before_the_last_retry() -> None:
-    """Guards against calls that fail in the second after a restart: all four attempts were over
-    while the connection still waited to be tried again."""
-    config: Any = SERVICE_CONFIG
-    policy = config["methodConfig"][0]["retryPolicy"]
-    first_s, most_s = (float(policy[name].rstrip("s")) for name in ("initialBackoff", "maxBackoff"))
-    waits_s = [
-        min(first_s * policy["backoffMultiplier"] ** attempt, most_s)
-        for attempt in range(policy["maxAttempts"] - 1)
-    ]
-    reconnect_ms = dict(options("", retries=True))["grpc.max_reconnect_backoff_ms"]
-    assert float(reconnect_ms) / 1e3 * (1 + JITTER) < sum(waits_s) * (1 - JITTER)
-
-
-async def test_all_calls_that_fail_at_once_are_retried(orchestrator: FakeOrchestrator) -> None:
-    """Guards against a throttle that stops retries when all calls lose one orchestrator."""
-    orchestrator.failures = [errors.Unavailable("gone", retry_after_s=0.01) for _ in range(100)]
-    async with listening(orchestrator.service()) as address, open_channel(address) as channel:
-        stub: Any = OrchestratorServiceStub(channel)
-        calls = [stub.Generate(build_request("why?"), timeout=60) for _ in range(100)]
-        assert len(await asyncio.gather(*calls)) == 100
-    assert not orchestrator.failures
-
-
 async def test_an_answer_counts_whose_status_is_lost(
     orchestrator: FakeOrchestrator, address: str
 ) -> None:
@@ -367,23 +309,6 @@ async def test_an_answer_counts_whose_status_is_lost(
     async with Client(address) as client:
         assert [event async for event in client.stream("why?")] == list(EVENTS)
     assert len(orchestrator.requests) == 1
-
-
-async def test_whether_the_orchestrator_serves(address: str) -> None:
-    async with Client(address) as client:
-        assert await client.is_serving(timeout_s=math.inf)
-    async with Client("127.0.0.1:1") as client:
-        assert not await client.is_serving(timeout_s=0.5)
-
-
-def test_events_have_a_plain_form() -> None:
-    names = [name for event in EVENTS for name in wire.to_plain(event)]
-    assert names == ["admitted", "progress", *["round_completed"] * 2, "text_delta", "finished"]
-
-
-async def test_one_text_is_one_response(reward_address: str) -> None:
-    async with RewardClient(reward_address) as client:
-        assert (await client.score("why?", "good answer")).values == (11.0,)
 
 
 async def test_what_is_for_this_machine_is_sent_to_no_proxy(

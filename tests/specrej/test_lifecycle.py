@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import os
 import signal
@@ -19,7 +18,6 @@ import pytest
 from specrej.client.channel import open_channel
 from specrej.contracts import wire
 from specrej.server import serving
-from specrej.server.call_bounds import behavior_name
 from specrej.server.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
@@ -105,31 +103,6 @@ async def test_an_ended_compute_thread_ends_the_process() -> None:
             await asyncio.wait_for(task, BOUND_S)
 
 
-async def test_loaded_objects_are_no_work_for_the_garbage_collector() -> None:
-    """Guards against a start, and pauses under load, that visit all objects of a model."""
-    loaded, num_frozen, thresholds = asyncio.Event(), gc.get_freeze_count(), gc.get_threshold()
-    try:
-        async with running(Server(ServiceSettings(), []), loaded):
-            await until(lambda: gc.get_threshold()[0] > thresholds[0])
-            loaded.set()
-            await until(lambda: gc.get_threshold() == thresholds)
-            assert gc.get_freeze_count() > num_frozen
-    finally:
-        gc.unfreeze()
-
-
-async def test_calls_before_readiness_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against memory that each health check of a process that waits for hours, such as an
-    orchestrator without backends, would keep."""
-    monkeypatch.setattr(serving, "_LOADING_OBJECTS", 1000)
-    server, never = Server(ServiceSettings(), []), asyncio.Event()
-    async with running(server, never):
-        for _ in range(200):
-            await health_of(address(server))
-        ended = [one for one in gc.get_objects() if type(one) is asyncio.Timeout]
-    assert len(ended) < 100
-
-
 @pytest.mark.parametrize("fails", [True, False])
 async def test_a_server_that_was_never_ready_ends_without_a_drain(fails: bool) -> None:
     """Guards against seconds before the error of each start that fails."""
@@ -143,20 +116,6 @@ async def test_a_server_that_was_never_ready_ends_without_a_drain(fails: bool) -
 
     with pytest.raises(OSError, match="no model") if fails else nullcontext():
         await asyncio.wait_for(server.run(warm_up), BOUND_S)
-
-
-async def test_recovery_while_loading_is_not_readiness() -> None:
-    """Guards against readiness before all models are loaded, after the first was stuck."""
-    age_s, loaded = [1e9], asyncio.Event()
-    server = Server(ServiceSettings(stuck_s=0.2), [])
-    server.watch(lambda: age_s[0])
-    async with running(server, loaded):
-        await until_health(server, liveness="NOT_SERVING")
-        age_s[0] = 0.0
-        await until_health(server, liveness="SERVING")
-        assert await health_of(address(server)) == "NOT_SERVING"
-        loaded.set()
-        await until_health(server, "SERVING")
 
 
 async def test_a_loading_server_is_alive_and_ends_on_sigterm() -> None:
@@ -276,30 +235,6 @@ async def test_a_hanging_call_does_not_delay_a_stop(monkeypatch: pytest.MonkeyPa
             hanging.released.set()
             call.cancel()
         await server.stop()
-
-
-async def test_a_stop_after_one_that_was_abandoned_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the end of a process on a slow machine: grpc cancels each later stop."""
-    server = Server(ServiceSettings(grace_s=0.01), [])
-    abandoned = asyncio.get_running_loop().create_future()
-    abandoned.cancel()
-
-    async def stop(grace: float | None) -> None:
-        await abandoned
-
-    async with running(server):
-        with monkeypatch.context() as patch:
-            patch.setattr(server._server, "stop", stop)
-            await server.stop()
-
-
-def test_handler_attribute_names_are_interned() -> None:
-    """Guards 250 KiB: CPython keeps the last 4,096 names of attributes, and each call made its own.
-
-    In a soak that looks like a leak.
-    """
-    handler: Any = grpc.stream_stream_rpc_method_handler(lambda *_: None)
-    assert behavior_name(handler) is behavior_name(handler) == "stream_stream"
 
 
 def test_drain_defaults_to_5_s_beyond_loopback() -> None:

@@ -109,11 +109,6 @@ def test_a_file_replaced_while_it_is_read_is_read_again(path: Path) -> None:
     assert watched.get() == 3
 
 
-def test_a_line_is_read_without_its_end(path: Path) -> None:
-    path.write_text(" a key\r\n")
-    assert read_line(path) == "a key"
-
-
 @pytest.mark.parametrize("text", ["", "\n", "one\ntwo", "schl\u00fcssel", "a\tb", "k" * 8193])
 def test_what_no_header_can_hold_is_refused(path: Path, text: str) -> None:
     """Guards against a key that fails at every request instead of at the start."""

@@ -12,11 +12,9 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import specrej.server.serving
-from specrej import Client
 from specrej.backend.v1 import reward_pb2
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.client.channel import open_channel
-from specrej.contracts import errors
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.serving import failure_of, listening, reason_of, serving
@@ -124,12 +122,3 @@ async def test_metadata_above_the_limit_is_refused(stub: Any, reward: FakeReward
         assert (await failure_of(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(reward.requests) == 4
     await stub.Score(request, timeout=10)
-
-
-async def test_a_request_larger_than_the_server_accepts(orchestrator: FakeOrchestrator) -> None:
-    async with (
-        listening(orchestrator.service(), max_message_bytes=4096) as address,
-        Client(address) as client,
-    ):
-        with pytest.raises(errors.InvalidRequest, match="larger than the server accepts"):
-            await client.generate("x" * 9000)

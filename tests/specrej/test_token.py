@@ -46,18 +46,20 @@ async def test_a_new_token_goes_to_stdout_and_its_line_elsewhere(
 
 
 async def test_revoke_removes_the_tokens_of_one_tenant(command: Command, tmp_path: Path) -> None:
-    """Guards against names that are taken as patterns, or written in another way."""
+    """Guards against names that are taken as patterns, or written in another way, and a file that
+    its services can no longer read."""
     path, file = tmp_path / "tokens", tmp_path / "file"
     path.symlink_to(file)
     for tenant in ("m\u00fcller", "acme.eu", "acme-eu", "acme.eu"):
         await command("token", tenant, "--append", str(path))
     ours = "# M\xfcller\n".encode("latin-1")  # no UTF-8: it stays as it is
     path.write_bytes(ours + path.read_bytes().replace(b": ", b":"))
+    file.chmod(0o640)  # of a group that the services are in
     for tenant, left in (("acme.eu", 2), ("m\u00fcller", 1)):
         await command("token", tenant, "--revoke", str(path))
         assert len(read_tokens(path).entries) == left
     assert path.read_bytes().startswith(ours) and b"acme-eu" in path.read_bytes()
-    assert path.is_symlink() and file.stat().st_mode & 0o077 == 0
+    assert path.is_symlink() and file.stat().st_mode & 0o777 == 0o640
     with pytest.raises(SystemExit, match="1"):
         await command("token", "acme.eu", "--revoke", str(path))
 

@@ -40,23 +40,6 @@ def lines_of(logger: logging.Logger, **options: bool) -> io.StringIO:
     return text
 
 
-def test_libraries_log_from_warnings_on() -> None:
-    """Guards against a line per batch in a reward service's log, of a library that logs at INFO."""
-    program = """
-import logging
-from specrej.telemetry import logs
-logs.configure("service", "INFO", as_json=False, error_text=False)
-for name in ("httpx2", "reward_service.worker"):
-    logging.getLogger(name).info("logged by %s", name)
-    logging.getLogger(name).warning("warned by %s", name)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    kinds = [line.rpartition(" by ")[0].split()[-1] for line in done.stderr.splitlines()]
-    assert kinds == ["warned", "logged", "warned"]
-
-
 def test_lines_have_the_ids_of_their_span(
     log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,16 +150,6 @@ def test_callers_cannot_choose_span_names(monkeypatch: pytest.MonkeyPatch) -> No
         with telemetry.served_http(method, "/a", ()):
             pass
     assert span_names == ["GET /a", "_OTHER /a", "_OTHER /a"]
-
-
-def test_facts_noted_outside_of_a_call_are_dropped() -> None:
-    """Guards against facts of one request in the line of the next."""
-    telemetry.note(n=1)
-    with logs.noting() as first:
-        telemetry.note(n=2)
-    with logs.noting() as second:
-        telemetry.note(m=3)
-    assert (first, second) == ({"n": 2}, {"m": 3})
 
 
 @pytest.fixture

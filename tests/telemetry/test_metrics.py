@@ -6,14 +6,12 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import grpc.aio
 import pytest
 import pytest_asyncio
 
-from loadtest.calls import Caller
 from specrej.client.channel import open_channel
 from specrej.contracts import (
     Admitted,
@@ -141,17 +139,6 @@ async def test_calls_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
             assert started == calls_by_code(values, method).total() + in_flight
 
 
-async def test_streams_of_load_tests_are_not_counted_as_cancelled(service: Observed) -> None:
-    """Guards against callers that leave between the last event and the status."""
-    before = (await settled(service))["orchestrator"]
-    with closing(Caller(service.stack.orchestrator_address, 60.0)) as caller:
-        for seed in range(40):
-            outcome = await asyncio.to_thread(caller.stream, "hello", 0.0, n=4, seed=seed)
-            assert outcome.code == "OK" and outcome.rounds
-    counted = (await settled(service))["orchestrator"] - before
-    assert calls_by_code(counted, GENERATE_STREAM) == {"OK": 40}
-
-
 async def test_tokens_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
     """Guards against tokens in the metrics and not in the answers, or the reverse."""
     users, counted = mixed
@@ -220,10 +207,3 @@ async def test_candidates_and_slots_reconcile(service: Observed) -> None:
 
 def fates(values: Scrape, fate: str) -> float:
     return values.sum("specrej_candidates_total", fate=fate)
-
-
-async def test_resources_identify_their_process(service: Observed) -> None:
-    """Guards against one series of two processes, and a service without a name."""
-    resources = [service.collector.resources[name] for name in SERVICES]
-    assert all(attributes["service.namespace"] == "specrej" for attributes in resources)
-    assert len({attributes["service.instance.id"] for attributes in resources}) == len(SERVICES)
