@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import time
@@ -53,7 +52,6 @@ Handler = Callable[[HTTPRequest], Awaitable[Response]]
 _MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metadata
 _READ_S = 10.0  # for records and descriptions
 _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
-_FAILED_S = 1.0  # after one that failed
 _CLIENT_LEFT = 499  # nginx's number
 _BEARER = {"token": {"type": "http", "scheme": "bearer"}}
 # Headers of replies that pages of other origins may read.
@@ -71,9 +69,8 @@ class Gateway:
         self._exposition = exposition
         self._bodies = Bodies(settings.max_body_bytes, settings.body_s)
         self._page = Page()
-        self._checks_tokens: bool | SpecrejError = False
+        self._checks_tokens = False
         self._known_until_s = 0.0
-        self._checking = asyncio.Lock()
         self.is_ready = False
 
     def app(self) -> Starlette:
@@ -81,7 +78,6 @@ class Gateway:
         handlers: dict[str, Handler] = {
             "POST /v1/chat/completions": self.chat,
             "POST /v1/completions": self.complete,
-            "POST /v1/embeddings": self.embed,
             "GET /v1/models": self.models,
             "GET /v1/models/{id:path}": self.model,
             "POST /v1/specrej/stream": self.stream,
@@ -224,28 +220,20 @@ class Gateway:
             raise Unauthenticated(f"tokens are needed{only}, but {text}")
 
     async def _is_token_checked(self) -> bool:
-        """Whether the orchestrator refuses a random token."""
-        async with self._checking:
-            if time.monotonic() >= self._known_until_s:
-                self._checks_tokens = await self._try_token()
-                is_known = isinstance(self._checks_tokens, bool)
-                # Requests that wait here all get the error of one call, not one after the other.
-                self._known_until_s = time.monotonic() + (_CHECKED_S if is_known else _FAILED_S)
-        if isinstance(self._checks_tokens, SpecrejError):
-            raise self._checks_tokens.with_traceback(None)
-        return self._checks_tokens
+        """Whether the orchestrator refuses a random token; asked once a minute.
 
-    async def _try_token(self) -> bool | SpecrejError:
-        """Whether a random token is refused, or the error that leaves it open."""
-        try:
-            await self._client.record("", timeout_s=_READ_S, token=secrets.token_urlsafe())
-        except Unauthenticated:
-            return True
-        except (InvalidRequest, NotFound):
-            return False
-        except SpecrejError as error:
-            return error
-        return False
+        Raises:
+            SpecrejError: the orchestrator does not answer.
+        """
+        if time.monotonic() >= self._known_until_s:
+            token = secrets.token_urlsafe()
+            try:
+                await self._client.record("", timeout_s=_READ_S, token=token)
+                self._checks_tokens = False
+            except (Unauthenticated, InvalidRequest, NotFound) as error:
+                self._checks_tokens = isinstance(error, Unauthenticated)
+            self._known_until_s = time.monotonic() + _CHECKED_S
+        return self._checks_tokens
 
     async def _read(
         self, http: HTTPRequest, method: Callable[..., Coroutine[Any, Any, T]], *arguments: str
@@ -294,11 +282,6 @@ class Gateway:
         suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
         common = {"object": "model", "created": 0, "owned_by": "specrej"}
         return [{"id": name + suffix, **common} for name in names for suffix in suffixes]
-
-    async def embed(self, http: HTTPRequest) -> Response:
-        """Not supported: an error that names the calls that score texts."""
-        text = "there are no embeddings: the reward service's Score and `specrej score` rate texts"
-        raise HTTPError(400, text, "not_supported")
 
     async def health(self, http: HTTPRequest) -> Response:
         """Whether the process runs."""

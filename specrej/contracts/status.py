@@ -22,6 +22,7 @@ DOMAIN = "specrej"
 DETAILS_TRAILER = "grpc-status-details-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
+# Of several errors with a code, the last one stands for statuses without details.
 _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.SlotsExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -94,22 +95,9 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
             return _exhausted(message, delay, metadata)
         case grpc.StatusCode.UNAVAILABLE:
             return errors.Unavailable(message, retry_after_s=delay, metadata=metadata)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            expired = info.reason == errors.SessionExpired.reason
-            return (errors.SessionExpired if expired else errors.OutOfOrder)(message)
-        case grpc.StatusCode.NOT_FOUND:
-            return errors.NotFound(message, metadata=metadata)
-        case grpc.StatusCode.UNAUTHENTICATED:
-            return errors.Unauthenticated(message, metadata=metadata)
-        case grpc.StatusCode.PERMISSION_DENIED:
-            return errors.PermissionDenied(message, metadata=metadata)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return errors.DeadlineExceeded(message)
-        case grpc.StatusCode.CANCELLED:
-            return errors.Cancelled(message)
-        case _:
-            invalid = info.reason == errors.RewardInvalid.reason
-            return (errors.RewardInvalid if invalid else errors.InternalError)(message)
+    kinds = [kind for kind, of_kind in _CODES.items() if of_kind is code] or [errors.InternalError]
+    kind = next((kind for kind in kinds if kind.reason == info.reason), kinds[-1])
+    return kind(message, metadata=metadata)
 
 
 def from_backend_error(failure: Any, backend: str) -> errors.SpecrejError:
