@@ -79,10 +79,3 @@ async def test_failures_set_the_exit_code(tmp_path: Path) -> None:
     answers = str(tmp_path / "answers.jsonl")
     command = (COMMANDS["batch"][0], str(questions), answers, "--timeout", "0.2")
     assert await run_python(command, "127.0.0.1:1") == 1
-
-
-async def test_an_id_that_occurs_twice_is_refused(tmp_path: Path) -> None:
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text('{"id": "a", "prompt": "why?"}\n' * 2)
-    with pytest.raises(ValueError, match="occurs twice"):
-        batch.read_questions(questions)

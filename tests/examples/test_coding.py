@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from deploy.local.stack import Stack
-from examples.coding import unit_tests
-from examples.coding.coding import HERE, write_code
+from examples.coding.coding import HERE
 from examples.coding.unit_tests import (
     UNTESTED,
     asserts_of,
     code_of,
     num_passed,
-    score,
-    share_passed,
 )
-from specrej import Client, Prompt
+from specrej import Prompt
 from specrej.client import RewardClient
 from tests.serving import until
 
@@ -44,26 +40,6 @@ async def test_the_score_is_the_share_of_passed_tests(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        RIGHT.replace("python", "py"),
-        RIGHT.replace("python", "Python3") + "\n```\nlargest([])\n```",
-        "First:\n```bash\npip list\n```\nThen:\n" + RIGHT,
-    ],
-)
-async def test_the_first_block_of_python_counts(text: str) -> None:
-    """Guards correct code against a veto, because of a block in another language or its name."""
-    assert score(text, TESTS) == 1
-
-
-async def test_text_without_code_is_no_error(client: Client) -> None:
-    """The toy writes no code: all candidates are untested, none is vetoed."""
-    best = await write_code(client, TASK.turns[0].content, n=4)
-    assert best.score == pytest.approx(UNTESTED)
-    assert not best.vetoed
-
-
-@pytest.mark.parametrize(
     "code",
     [
         "raise SystemExit",
@@ -83,13 +59,6 @@ async def test_tests_passed_before_an_endless_loop_count() -> None:
     """The loop ends at the limit of processor time."""
     code = "def f(x):\n    while x: pass\n    return x"
     assert num_passed(code, ("assert f(0) == 0", "assert f(1) == 1")) == 1
-
-
-async def test_code_that_sleeps_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_tests, "WALL_S", 0.5)
-    began = time.monotonic()
-    assert num_passed("import time; time.sleep(90)", ("assert True",)) == 0
-    assert time.monotonic() - began < 60
 
 
 async def test_children_of_the_code_end_with_it(tmp_path: Path) -> None:
@@ -132,10 +101,3 @@ async def test_the_code_has_no_network_where_namespaces_exist() -> None:
         port = server.getsockname()[1]
         connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
         assert num_passed("", (connect,)) == 0
-
-
-async def test_equal_code_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_passed.cache_clear()
-    assert share_passed(TASK, [RIGHT]) == share_passed(TASK, [RIGHT + " More."]) == [1.0]
-    assert num_passed.cache_info().misses == 1
-    assert score(RIGHT, ()) == 0

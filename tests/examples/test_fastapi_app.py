@@ -70,20 +70,6 @@ async def test_the_texts_of_a_stream_are_the_answer(http: httpx.AsyncClient) -> 
 
 
 @pytest.mark.parametrize("path", ["/answer", "/stream"])
-async def test_overload_is_429_with_a_delay(
-    http: httpx.AsyncClient, client: Client, path: str
-) -> None:
-    """The stack runs two requests and lets one wait."""
-    options = [QUESTION | {"text": f"{path} {number}", "max_tokens": 100} for number in range(8)]
-    responses = await asyncio.gather(*(http.post(path, json=body) for body in options))
-    statuses = [response.status_code for response in responses]
-    assert {200, 429} == set(statuses)
-    refused = responses[statuses.index(429)]
-    assert int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["detail"]
-
-
-@pytest.mark.parametrize("path", ["/answer", "/stream"])
 async def test_an_invalid_request_is_422(http: httpx.AsyncClient, path: str) -> None:
     """Bounds of the app, and one that only the orchestrator checks."""
     for body in ({"n": 4}, QUESTION | {"n": 0}, QUESTION | {"text": " "}):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
 import pytest
 
-from deploy.local.stack import Stack
-from examples.preferences.preferences import HERE, pair_of, run
+from examples.preferences.preferences import pair_of
 from specrej import FinishReason, RankedCandidate
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -47,34 +42,9 @@ async def test_a_pair_is_the_best_and_the_worst_complete_answer() -> None:
         (),
         (candidate("only", 0.8),),
         (candidate("good", 0.8), candidate("near", 0.6)),
+        (candidate("same", 0.9), candidate("same", 0.1)),
         (candidate("good", 0.8), candidate("cut", 0.0, LENGTH)),
     ],
 )
 async def test_no_pair_below_the_margin(candidates: tuple[RankedCandidate, ...]) -> None:
     assert pair_of("why?", candidates, min_margin=0.5) is None
-
-
-async def test_equal_texts_are_no_pair() -> None:
-    same = (candidate("same", 0.8), candidate("same", 0.8))
-    assert pair_of("why?", same, min_margin=0.0) is None
-
-
-async def test_every_line_of_the_file_is_a_pair(stack: Stack, tmp_path: Path) -> None:
-    """The toy's scores are shares of vowels: with margin 0 every prompt has a pair."""
-    pairs = tmp_path / "pairs.jsonl"
-    prompts = HERE / "prompts.jsonl"
-    options = argparse.Namespace(
-        prompts=prompts,
-        pairs=pairs,
-        n=8,
-        min_margin=0.0,
-        concurrency=2,
-        address=stack.orchestrator_address,
-    )
-    await run(options)
-    lines = [json.loads(line) for line in pairs.read_text().splitlines()]
-    questions = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
-    assert sorted(line["prompt"][0]["content"] for line in lines) == sorted(questions)
-    for line in lines:
-        assert line["score_chosen"] > line["score_rejected"]
-        assert line["chosen"] != line["rejected"]

@@ -59,7 +59,7 @@ class Cluster:
 
     def __init__(self, network: Network, children: Processes) -> None:
         self.nodes = network.nodes
-        self.switch = network.switch
+        self.network = network
         self._children = children
         self._channel = _balanced(self.addresses("orchestrator"))
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
@@ -90,11 +90,6 @@ class Cluster:
             )
         return counts
 
-    async def moved(self) -> float:
-        """Return how many sessions continued on another generator after a loss."""
-        metrics = await scrape(self._metrics_urls("orchestrator"))
-        return metrics.sum(prometheus_name(names.SESSIONS_MOVED), result="moved")
-
     def _metrics_urls(self, kind: str) -> dict[str, str]:
         """Map metrics URLs to nodes."""
         hosts = {name: self.nodes[name].address for name in SEATS[kind]}
@@ -115,8 +110,7 @@ class Cluster:
         try:
             await settle(self._wrong, SETTLED_S)
         except NotRecovered as error:
-            tails = (f"{n}:\n{self._children.log_tail(n)}" for n in self._children.pids)
-            raise NotRecovered("\n".join((str(error), *tails))) from None
+            raise NotRecovered(f"{error}\n{self._children.log_tails()}") from None
 
     async def _wrong(self) -> str:
         problems = await asyncio.gather(
@@ -138,7 +132,7 @@ async def cluster(network: Network) -> AsyncIterator[Cluster]:
                 yield running
             finally:
                 # A service that is cut off would wait for its peers.
-                network.switch.heal()
+                network.heal()
                 await running.close()
 
 
