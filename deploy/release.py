@@ -1,17 +1,10 @@
 """`make release`: build a release into dist/, and check it by installing it.
 
-`python -m deploy.release [--base IMAGE] [--skip-demo] [--skip-images]`, after `make manifests`. In
-dist/:
-
-    specrej-*.whl, specrej_server-*.whl, specrej-*.tar.gz    packages; the last has both's sources
-    npm/specrej-*.tgz       the client for Node, if npm is there
-    images/*.tar            if buildah or docker is there
-    sbom/*.cdx.json         CycloneDX, of the client and of the services; images contain their own
-    manifests/*.yaml        every overlay, rendered
-    specrej-*.tgz           Helm's chart of them
-    baseline.binpb          the schema, which the next versions must not break
-    CHANGES.md              this version's section of the changelog
-    SHA256SUMS              of all of these
+`python -m deploy.release [--base IMAGE] [--skip-demo] [--skip-images]`, after `make manifests`.
+dist/ then has the packages for Python and, where npm is, for Node; images/ where buildah or docker
+works; sbom/ (CycloneDX) of the client and of the services, as images contain their own; manifests/
+of every overlay and Helm's chart of them; baseline.binpb, which the schema's next versions must not
+break; CHANGES.md, this version's section of the changelog; SHA256SUMS of all of these.
 
 SOURCE_DATE_EPOCH is the commit's time, so that equal commits give equal packages.
 """
@@ -19,7 +12,6 @@ SOURCE_DATE_EPOCH is the commit's time, so that equal commits give equal package
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import shutil
@@ -59,23 +51,22 @@ def main(arguments: list[str]) -> None:
     _run(*build, "--wheel", str(ROOT / "server"))
     if shutil.which("npm"):
         pack_node(DIST / "npm")
-    write_schema(DIST / "baseline.binpb")
+    buf = str(Path(sys.executable).with_name("buf"))
+    _run(buf, "build", "proto", "--exclude-source-info", f"--output={DIST}/baseline.binpb")
     (DIST / "CHANGES.md").write_text(changes_of((ROOT / "CHANGELOG.md").read_text(), version()))
     shutil.copytree(ROOT / "build" / "manifests", DIST / "manifests")
     pack_chart(ROOT / "build" / "helm" / "specrej", DIST / f"specrej-{version()}.tgz")
-    _check_client(tools)
+    client = _environment("client", _wheel("specrej"), tools=tools)
+    _run(str(client.with_name("specrej")), "--version", cwd=SCRATCH)
     if not options.skip_demo:
         _check_demo(tools)
     if not options.skip_images and images.working_engine():
         (DIST / "images").mkdir()
         images.main([f"--base={options.base}", "--archives", str(DIST / "images")])
-    files = [path for path in sorted(DIST.rglob("*")) if path.is_file()]
-    sums = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(DIST)}"
-        for path in files
-    ]
-    (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
-    print(*sums, sep="\n")
+    files = [str(path.relative_to(DIST)) for path in sorted(DIST.rglob("*")) if path.is_file()]
+    sums = _run("sha256sum", *files, cwd=DIST)
+    (DIST / "SHA256SUMS").write_text(sums)
+    print(sums, end="")
 
 
 def check_tag(tag: str, number: str) -> None:
@@ -97,12 +88,6 @@ def changes_of(changelog: str, number: str) -> str:
     raise ValueError(f"the changelog has no section of {number}")
 
 
-def write_schema(target: Path) -> None:
-    """Write the schema in the form of proto/baseline.binpb."""
-    buf = str(Path(sys.executable).with_name("buf"))
-    _run(buf, "build", "proto", "--exclude-source-info", "--output", str(target))
-
-
 def pack_chart(chart: Path, target: Path) -> None:
     """Write a chart's archive; equal files give equal bytes."""
     order = ("--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--mode=a+rX,u+w,go-w")
@@ -120,46 +105,37 @@ def pack_node(target: Path) -> Path:
     return next(target.glob("*.tgz"))
 
 
-def _check_client(tools: Path) -> None:
-    """Install the client alone and list its packages."""
-    python = _environment("client", _wheel("specrej"))
-    _run(str(python.with_name("specrej")), "--version", cwd=SCRATCH)
-    _list_packages(tools, python, "client")
-
-
 def _check_demo(tools: Path) -> None:
     """Install the services with the embedded models into an empty environment; run the demo."""
     index = () if "TORCH_INDEX_URL" in images.pip_settings() else (f"--index-url={_TORCH_INDEX}",)
-    torch = f"--requirement={ROOT}/requirements-torch.lock"
-    python = _environment("embedded", *index, "--no-deps", torch)
-    (version_of_torch,) = re.findall(
-        r"^torch==\S+", Path(torch.partition("=")[2]).read_text(), re.M
-    )
-    packages = (f"{_wheel('specrej')}[embedded,rich]", _wheel("specrej_server"), version_of_torch)
-    _run(str(python), "-m", "pip", "--quiet", "install", *packages)
-    _list_packages(tools, python, "services")
+    lock = ROOT / "requirements-torch.lock"
+    python = _environment("services", *index, "--no-deps", f"--requirement={lock}")
+    torch = re.findall(r"^torch==\S+", lock.read_text(), re.MULTILINE)
+    packages = (f"{_wheel('specrej')}[embedded,rich]", _wheel("specrej_server"), *torch)
+    python = _environment("services", *packages, tools=tools)
     os.environ["XDG_CACHE_HOME"] = str(SCRATCH / "cache")
     if "everything is stopped" not in _run(str(python.with_name("specrej")), "demo", cwd=SCRATCH):
         sys.exit("the demo did not end")
 
 
-def _environment(name: str, *packages: str) -> Path:
-    """The Python of a new virtual environment with these arguments of pip install."""
-    venv.create(SCRATCH / name, with_pip=True)
+def _environment(name: str, *packages: str, tools: Path | None = None) -> Path:
+    """Install packages into an environment of this name; with `tools`, list all that it has.
+
+    Returns its Python.
+    """
     python = SCRATCH / name / "bin" / "python"
+    if not python.exists():
+        venv.create(SCRATCH / name, with_pip=True)
     _run(str(python), "-m", "pip", "--quiet", "install", *packages)
+    if tools:
+        lister = (str(tools.with_name("cyclonedx-py")), "environment", "--output-reproducible")
+        file = f"-o={DIST}/sbom/{name}.cdx.json"
+        _run(*lister, f"--pyproject={ROOT}/pyproject.toml", file, str(python))
     return python
 
 
 def _wheel(name: str) -> str:
     return str(next(DIST.glob(f"{name}-*.whl")))
-
-
-def _list_packages(tools: Path, python: Path, name: str) -> None:
-    """Write the bill of materials of an environment."""
-    file = DIST / "sbom" / f"{name}.cdx.json"
-    lister = (str(tools.with_name("cyclonedx-py")), "environment", "--output-reproducible")
-    _run(*lister, f"--pyproject={ROOT}/pyproject.toml", f"-o={file}", str(python))
 
 
 def _run(*command: str, cwd: Path = ROOT) -> str:

@@ -1,10 +1,8 @@
 """Installs the packages of an image by hash and lists them in a bill of materials.
 
 `python install.py LOCK EXTRA...`, in the environment to install into, with pip and cyclonedx-py on
-the path. Package names come from pyproject.toml and server/pyproject.toml (the dependencies of both
-and those extras of the second), versions and hashes from the lock: pip refuses a package without
-them. Packages that are installed already, such as torch, are kept. Only wheels are used: no code of
-a package runs.
+the path. Names are the dependencies of both pyproject.toml and those extras of the second, versions
+and hashes are the lock's. Only wheels are used: no code of a package runs.
 """
 
 from __future__ import annotations

@@ -55,20 +55,22 @@ def main() -> None:
 def _add_up(commands: Any) -> None:
     text = "Run the whole service on this machine until Ctrl-C."
     parser = commands.add_parser("up", help=text, description=text)
-    for name in ("orchestrator", "generator", "reward", "redis", "gateway"):
-        flag = "--port" if name == "orchestrator" else f"--{name}-port"
-        port = getattr(_DEFAULT, name)
-        text = f"of the {name}; default {port}"
-        if name == "gateway":
-            port = os.environ.get("SPECREJ_GATEWAY_PORT") or port
-            text = f"of OpenAI's API [SPECREJ_GATEWAY_PORT]; default {_DEFAULT.gateway}"
-        parser.add_argument(flag, dest=name, type=_port, default=port, help=text)
+    gateway_port = os.environ.get("SPECREJ_GATEWAY_PORT") or _DEFAULT.gateway
+    for flag, name, port, text in (
+        ("--port", "orchestrator", _DEFAULT.orchestrator, "of the orchestrator"),
+        ("--generator-port", "generator", _DEFAULT.generator, "of the generator"),
+        ("--reward-port", "reward", _DEFAULT.reward, "of the reward service"),
+        ("--redis-port", "redis", _DEFAULT.redis, "of the cache"),
+        ("--gateway-port", "gateway", gateway_port, "of OpenAI's API [SPECREJ_GATEWAY_PORT]"),
+    ):
+        text = f"{text}; default {port}"
+        parser.add_argument(flag, dest=name, type=_port, default=port, metavar="PORT", help=text)
     first = _DEFAULT.metrics_orchestrator
     text = f"the first of four, in the order {', '.join(_MEASURED)}; default {first}"
-    parser.add_argument("--metrics-port", type=_port, default=first, help=text)
+    parser.add_argument("--metrics-port", type=_port, default=first, metavar="PORT", help=text)
     for flag in ("--orchestrators", "--generators", "--reward-services"):
-        text = "number of processes; all but the first on free ports"
-        parser.add_argument(flag, type=_count, default=1, help=text)
+        text = "number of processes, 1 to 9; all but the first on free ports"
+        parser.add_argument(flag, type=int, choices=range(1, 10), default=1, metavar="N", help=text)
     parser.add_argument("--log-dir", type=Path, help="keep logs in this directory")
     parser.set_defaults(work=_up)
 
@@ -76,12 +78,6 @@ def _add_up(commands: Any) -> None:
 def _port(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= _MAX_PORT):
         raise argparse.ArgumentTypeError(f"must be 1 .. {_MAX_PORT}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError("must be 1 or more")
     return int(text)
 
 

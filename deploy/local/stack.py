@@ -188,17 +188,11 @@ class Stack(Processes):
         return Program(replica.name, arguments, is_serving, environment, is_stuck)
 
     def _valkey(self) -> Program:
-        listening = (
-            "--bind",
-            HOST,
-            "--port",
-            str(self.ports.redis),
-            "--dir",
-            tempfile.gettempdir(),
-        )
-        in_memory = ("--save", "", "--appendonly", "no")
+        settings = {"bind": HOST, "port": str(self.ports.redis), "dir": tempfile.gettempdir()}
+        settings |= {"save": "", "appendonly": "no"}
+        options = (part for key, value in settings.items() for part in (f"--{key}", value))
         is_ready = partial(_replies, self.ports.redis, b"PING\r\n", b"+PONG")
-        return Program("redis", (_valkey_server(), *listening, *in_memory), is_ready)
+        return Program("redis", (_valkey_server(), *options), is_ready)
 
 
 def _replicas(ports: Ports, kind: str, count: int) -> list[_Replica]:
