@@ -95,7 +95,7 @@ def _check_files(settings: GeneratorSettings) -> None:
 def _engine_of(settings: GeneratorSettings) -> str:
     if settings.engine != "auto":
         return settings.engine
-    from generator_service.devices import engine_of  # loads torch, which --help must not
+    from generator_service.loading import engine_of  # loads torch, which --help must not
 
     return engine_of(settings)
 

@@ -161,22 +161,21 @@ class Budget:
 def host_memory() -> tuple[int, int]:
     """Available and total bytes; in a container with a limit, the limit is the total, of which its
     other processes may use a part."""
-    total, free = (_value(_MEMINFO, name) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+    machine = _read_numbers(_MEMINFO)
+    free, total = machine["MemAvailable:"] * 1024, machine["MemTotal:"] * 1024
     file = _CGROUP / "memory.max"
     limit = file.read_text().strip() if file.is_file() else "max"
     if limit == "max":
         return free, total
-    cached = _value(_CGROUP / "memory.stat", "inactive_file")  # which the kernel can free
+    cached = _read_numbers(_CGROUP / "memory.stat")["inactive_file"]  # which the kernel can free
     used = int((_CGROUP / "memory.current").read_text()) - cached
     return min(free, int(limit) - used), min(total, int(limit))
 
 
-def _value(file: Path, name: str) -> int:
-    for line in file.read_text().splitlines():
-        key, value, *_ = line.split()
-        if key == name:
-            return int(value)
-    raise OSError(f"{file} has no line {name}")
+def _read_numbers(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {name: int(value) for name, value, *_ in lines}
 
 
 def num_parameters(config: Any) -> int:

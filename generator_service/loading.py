@@ -1,15 +1,15 @@
-"""From settings to a running engine: device, weights, KV capacity, one warm-up round."""
+"""From settings to an engine: which one, its device, weights, KV capacity and a warm-up round."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from generator_service.budget import Budget, host_memory
-from generator_service.devices import device_of
 from generator_service.engine.commands import OpenCommand
 from generator_service.engine.engine import Engine
 from generator_service.engine.local import LocalGenerator
@@ -23,6 +23,31 @@ from specrej.contracts import GeneratorDescription, Sampling, SlotGauge
 from specrej_models.hub import ModelFiles
 
 log = logging.getLogger(__name__)
+
+
+def device_of(setting: str) -> str:
+    """The device of the setting, which may be "auto": CUDA if there is one."""
+    if setting != "auto":
+        return setting
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_of(settings: GeneratorSettings) -> str:
+    """The engine where it is left to the device: vLLM on CUDA, the own one on CPUs.
+
+    Raises:
+        RuntimeError: it is vLLM, which is not installed.
+    """
+    if device_of(settings.device) == "cpu":
+        return "own"
+    if importlib.util.find_spec("vllm") is None:
+        raise RuntimeError(
+            "the engine on CUDA is vLLM, which is not installed:"
+            " pip install 'specrej-server[models,vllm]' in an environment of its own, or set"
+            " SPECREJ_GENERATOR_ENGINE=own for a reference"
+            " that is not tuned for GPUs"
+        )
+    return "vllm"
 
 
 def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -> LocalGenerator:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specrej_models.sizes import slot_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -29,7 +27,7 @@ class KVShape:
     @property
     def slot_bytes(self) -> int:
         """Bytes of keys and values of one token across all layers."""
-        return slot_bytes(self.layers, self.kv_heads, self.head_dim, self.dtype.itemsize)
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def empty(self, *size: int) -> Tensor:
         return torch.empty(*size, self.head_dim, dtype=self.dtype, device=self.device)

@@ -75,12 +75,7 @@ class ModelSizes:
 
     def slot_bytes(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token across all layers."""
-        return slot_bytes(self.layers, self.kv_heads, self.head_dim, dtype_bytes)
-
-
-def slot_bytes(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of keys and values of one token across all layers."""
-    return 2 * layers * kv_heads * head_dim * dtype_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
 
 
 def rows_at_once(vocabulary: int, device: str) -> int:

@@ -22,10 +22,16 @@ _ALL = [
     pytest.param(name, marks=_NO_VLLM if name.endswith("vllm") else ())
     for name in (*SUBJECTS, *REMOTE)
 ]
-_REMOTE_OWN = "remote-own"
+_REMOTE_OWN, _ENDPOINT = "remote-own", "endpoint"
 # Every test has the own engine, and over the network the toy. These have the own engine over the
 # network, too: one per verb, and those of which the toy has nothing to send.
-also_remote_own = pytest.mark.parametrize("subject", _ALL, indirect=True)
+also_remote_own = pytest.mark.parametrize(
+    "subject", [one for one in _ALL if one.values != (_ENDPOINT,)], indirect=True
+)
+# Of these the endpoint is a subject, too: it has neither rounds nor token ids.
+also_endpoint = pytest.mark.parametrize(
+    "subject", [one for one in _ALL if one.values != (_REMOTE_OWN,)], indirect=True
+)
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +78,8 @@ async def started(model_directory: Path) -> AsyncIterator[Started]:
 
 
 @pytest_asyncio.fixture(
-    loop_scope="session", params=[one for one in _ALL if one.values != (_REMOTE_OWN,)]
+    loop_scope="session",
+    params=[one for one in _ALL if one.values[0] not in (_REMOTE_OWN, _ENDPOINT)],
 )
 async def subject(request: pytest.FixtureRequest, started: Started) -> AsyncIterator[Subject]:
     """Afterwards no session is open and no slot is owned."""

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +19,12 @@ from generator_service.engine.steps import Step
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
+from generator_service.stock.endpoint import EndpointGenerator
 from generator_service.toy import ToyGenerator
 from specrej.client.channel import open_channel
 from specrej.contracts import Generator, Prompt
 from specrej.remote import RemoteGenerator
+from tests.reward_service import endpoint as endpoints
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import listening
 
@@ -98,6 +100,32 @@ async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
+async def endpoint(_: Path) -> AsyncIterator[Subject]:
+    """An endpoint with OpenAI's API, whose answers are whole."""
+    async with endpoints.served(_answer) as server:
+        settings = GeneratorSettings(engine="remote", model="m", remote_url=f"{server.url}/")
+        generator = EndpointGenerator(settings)
+        try:
+            yield Subject(generator)
+        finally:
+            await generator.close()
+
+
+def _answer(body: Mapping[str, Any], _: int) -> endpoints.Reply:
+    """Every second seed ends by itself."""
+    seed, ends = body["seed"], body["seed"] % 2 == 0
+    made = 3 if ends else body["max_tokens"]
+    choice = {
+        "text": f"seed {seed}",
+        "finish_reason": "stop" if ends else "length",
+        "logprobs": {"token_logprobs": [-0.5] * made},
+    }
+    return endpoints.Reply(
+        {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": made}}
+    )
+
+
+@asynccontextmanager
 async def remote(served: Subject) -> AsyncIterator[Subject]:
     """A generator behind a port, over real gRPC."""
     async with port(served.generator) as address, open_channel(address, retries=False) as channel:
@@ -115,6 +143,7 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "toy": toy,
     "own": own,
     "vllm": vllm,
+    "endpoint": endpoint,
 }
 if torch.cuda.is_available():
     SUBJECTS["own-cuda"] = partial(own, device="cuda")

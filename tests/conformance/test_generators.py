@@ -19,7 +19,7 @@ from specrej.contracts import (
     TokenBias,
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
-from tests.conformance.conftest import also_remote_own
+from tests.conformance.conftest import also_endpoint, also_remote_own
 from tests.conformance.sessions import (
     ENDING,
     ENDLESS,
@@ -199,6 +199,7 @@ async def test_forks_without_room_or_parent_are_refused(subject: Subject) -> Non
         assert ids((await session.extend(ended.num_tokens + 1)).candidates) == [50, 51]
 
 
+@also_endpoint
 async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     """Salts change no token."""
     made = await whole(subject.generator, 4, ENDING, salt="one")
@@ -298,6 +299,7 @@ async def test_a_cancelled_command_leaves_nothing(subject: Subject, command: str
     assert await other == expected
 
 
+@also_endpoint
 async def test_a_failing_caller_leaves_nothing(subject: Subject) -> None:
     with pytest.raises(ZeroDivisionError):
         async with subject.generator.open(SessionSpec(PROMPT, 3, ENDLESS, 8)) as session:

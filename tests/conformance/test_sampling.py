@@ -25,7 +25,7 @@ from specrej.contracts import (
     TokenBias,
 )
 from specrej.contracts.errors import InvalidRequest
-from tests.conformance.conftest import Started, also_remote_own
+from tests.conformance.conftest import Started, also_endpoint, also_remote_own
 from tests.conformance.sessions import (
     ENDING,
     ENDLESS,
@@ -50,6 +50,7 @@ SCHEMA = {
 OUTPUTS = (WORDS, LIST, JsonSchema(json.dumps(SCHEMA)), JsonObject())
 
 
+@also_endpoint
 async def test_candidates_stop_or_are_cut_off(subject: Subject) -> None:
     made = await whole(subject.generator, 8, ENDING)
     for candidate in made:

@@ -15,8 +15,7 @@ import grpc
 import pytest
 
 from generator_service.__main__ import _load, _serve, main
-from generator_service.devices import engine_of
-from generator_service.loading import load_generator
+from generator_service.loading import engine_of, load_generator
 from generator_service.settings import GeneratorSettings
 from specrej.backend.v1 import generator_pb2_grpc
 from specrej.client.channel import open_channel
