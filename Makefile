@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-gateway gpu-check bench-overload faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -157,9 +157,6 @@ bench: $(READY) models ## throughput of decoding against transformers, of scorin
 
 bench-gateway: $(READY) models ## what HTTP adds to gRPC, and when an answer begins to stream
 	@$(BIN)/python -m benchmarks.gateway $(ARGS)
-
-bench-overlap: $(READY) models ## growth while scores are computed elsewhere, against waiting for them
-	@$(BIN)/python -m benchmarks.overlap $(ARGS)
 
 bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, a JSON schema, memory
 	@$(BIN)/python -m benchmarks.engine $(ARGS)

@@ -33,7 +33,7 @@ from experiments.trajectories import (
 from orchestrator.loop.scoring import checked
 from specrej.client.retries import Attempts, Retries
 from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
-from specrej.contracts.errors import RetryableError, SlotsExceeded
+from specrej.contracts.errors import RetryableError, SlotsExceeded, Violation
 
 # Called with the number of candidate-tokens, of n * max_tokens, that need no more work.
 Advance = Callable[[int], None]
@@ -114,10 +114,10 @@ async def collect_prompt(
         size = min(chunk, settings.n - first)
         try:
             await _chunk(item, settings, models, draft, (first, size), advance)
-        except SlotsExceeded as error:  # retry with as many candidates as fit
-            if not 0 < error.max_candidates < size:
+        except SlotsExceeded:  # retry with fewer candidates
+            if size == 1:
                 raise
-            chunk = error.max_candidates
+            chunk = size // 2
         except RetryableError as error:
             await attempts.after(error)
         else:
@@ -136,12 +136,13 @@ async def _chunk(
     """One session of `chunk` = (first candidate, size)."""
     first, size = chunk
     draft.clear(first, size)
-    # Slots for every candidate up to the limit, so that full slots never end a round.
+    # Tokens depend on a candidate's number, so the session begins with those before the chunk, too.
     sampling, salt = settings.sampling(item.number), unique_salt()
-    spec = SessionSpec(item.prompt, size, sampling, settings.max_tokens, salt, first)
+    spec = SessionSpec(item.prompt, first + size, sampling, 1, salt)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(models.generator.open(spec))
         draft.prompt_tokens = session.prompt_tokens
+        await session.prune(range(first, first + size))
         scoring = {
             name: await stack.enter_async_context(scorer(item.prompt))
             for name, scorer in models.scorers.items()
@@ -149,7 +150,8 @@ async def _chunk(
         for column, position in enumerate(settings.grid):
             ended = await session.extend(position)
             if ended.ended_by is RoundEnd.SLOTS_FULL:
-                raise CollectError("the generator's slots are full: it must have no other sessions")
+                full = Violation("chunk", f"the slots are full at token {ended.num_tokens}")
+                raise SlotsExceeded([full], max_candidates=size // 2)
             draft.add_tokens(ended)
             for name, scoring_session in scoring.items():
                 scores = await checked(scoring_session, ended.candidates)

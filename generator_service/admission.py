@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from specrej.contracts import Forks
@@ -26,18 +26,12 @@ def own_slots(tokens: int) -> int:
     return max(0, tokens - 1)
 
 
-# Of the next round of a session from another generator, whose first round has all tokens so far.
-_ROUND_TOKENS = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a session needs, in slots.
 
     n: candidates; 0: as many as fit. prompt_slots: slots of the whole prompt. slots_of: slots of
-    one candidate by its number of new tokens, without the prompt. min_answers: candidates whose
-    whole answers always fit. given_tokens: of each candidate, from another generator; they are
-    among those of the first round.
+    one candidate by its number of new tokens, without the prompt.
     """
 
     n: int
@@ -45,13 +39,11 @@ class Demand:
     first_round_tokens: int
     max_tokens: int
     slots_of: Callable[[int], int]
-    min_answers: int = 1
-    given_tokens: int = 0
 
     @property
     def least(self) -> int:
         """The fewest candidates at the start."""
-        return self.n or self.min_answers
+        return self.n or 1
 
     @property
     def first_round_slots(self) -> int:
@@ -59,16 +51,15 @@ class Demand:
         return self.slots_of(max(1, min(self.first_round_tokens, self.max_tokens)))
 
     def floor(self, n: int) -> int:
-        """The least useful share: a first round for `n` candidates, or whole answers for
-        `min_answers` of them, whichever takes more slots."""
-        return max(n * self.first_round_slots, self.whole(min(n, self.min_answers)))
+        """The least useful share: a first round for `n` candidates, or one whole answer, whichever
+        takes more slots."""
+        return max(n * self.first_round_slots, self.whole(1))
 
     def max_candidates_within(self, slots: int) -> int:
         """The most candidates whose `floor` is at most `slots`, which exclude the prompt's."""
-        slots = max(0, slots)
-        if slots >= self.whole(self.min_answers):
-            return slots // max(1, self.first_round_slots)
-        return slots // max(1, self.slots_of(self.max_tokens))
+        if slots < self.whole(1):
+            return 0
+        return slots // max(1, self.first_round_slots)
 
     def whole(self, n: int) -> int:
         """The most that `n` candidates can ever use."""
@@ -187,14 +178,11 @@ class AdmissionQueue(Generic[S]):
         """Lower the share after a prune to what `live` candidates of `num_tokens` can use.
 
         If sessions wait, lower it to the fair share, but never below the next round's slots, nor
-        below the whole answers of `min_answers` candidates.
+        below one whole answer.
         """
         demand = session.demand
-        first = demand.first_round_tokens
-        round_tokens = max(first - demand.given_tokens, min(first, _ROUND_TOKENS))
-        ahead = min(num_tokens + round_tokens, demand.max_tokens)
-        whole = demand.whole(min(live, demand.min_answers))
-        floor = max(whole, live * demand.slots_of(ahead))
+        ahead = min(num_tokens + demand.first_round_tokens, demand.max_tokens)
+        floor = max(demand.whole(min(live, 1)), live * demand.slots_of(ahead))
         self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))
 
     def with_room(
@@ -237,17 +225,14 @@ class AdmissionQueue(Generic[S]):
     def _check_capacity(self, demand: Demand) -> None:
         least, limit = demand.least, self._max_candidates
         if least > limit:
-            field = "n" if demand.n else "min_answers"
-            raise InvalidRequest([Violation(field, f"must be at most {limit}, is {least}")])
+            raise InvalidRequest([Violation("n", f"must be at most {limit}, is {least}")])
         capacity = self._ledger.capacity
         needed = demand.prompt_slots + demand.floor(least)
         if needed <= capacity:
             return
         most = demand.max_candidates_within(capacity - demand.prompt_slots)
-        of_n = demand.prompt_slots + replace(demand, min_answers=1).floor(max(1, demand.n))
-        field = "n" if of_n > capacity else "min_answers"
         raise SlotsExceeded(
-            [Violation(field, f"needs {needed} KV slots, capacity is {capacity}")],
+            [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
             needed=needed,
             capacity=capacity,
             max_candidates=min(most, self._max_candidates),

@@ -39,8 +39,6 @@ from specrej.server.serving import Context, Service
 from specrej.telemetry import names
 from specrej.v1 import common_pb2
 
-MAX_FIRST_CANDIDATE_ID = 1_000_000
-
 
 class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     """`specrej.backend.v1.GeneratorService` over a generator that may still be loading."""
@@ -120,8 +118,7 @@ class _Commands:
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, spec.sampling.max_tokens
         self._max_candidates = description.max_candidates
-        self._last_id = spec.first_candidate_id + session.n - 1
-        self._last_id = max((c.id for c in spec.started), default=self._last_id)
+        self._last_id = session.n - 1
         description = await self._generator.describe()
         opened = pb.SessionOpened(
             n=session.n,
@@ -170,36 +167,13 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     yield from check_candidates(spec.n, description.max_candidates, "open.n")
     limits = (description.context_tokens, description.vocabulary)
     yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
-    candidates = spec.n or max(spec.min_answers, description.auto_candidates)
+    candidates = spec.n or max(1, description.auto_candidates)
     yield from check_top_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
-    if not 1 <= spec.min_answers <= description.max_candidates:
-        accepted = f"must be 1 .. {description.max_candidates}, is {spec.min_answers}"
-        yield Violation("open.min_answers", accepted)
-    if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
-        accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {spec.first_candidate_id}"
-        yield Violation("open.first_candidate_id", accepted)
     if spec.adapter and spec.adapter not in description.adapters:
         there_are = ", ".join(description.adapters) or "none"
         yield Violation("open.adapter", f"no such adapter, there are: {there_are}")
-    if spec.started:
-        yield from _check_started(spec, description.vocabulary)
-
-
-def _check_started(spec: SessionSpec, vocabulary: int) -> Iterator[Violation]:
-    ids = [candidate.id for candidate in spec.started]
-    if len(ids) != spec.n:
-        yield Violation("open.started", f"must have {spec.n} candidates, as n, has {len(ids)}")
-    if ids != sorted({*ids}) or ids[0] < 0:
-        yield Violation("open.started", "must have ascending ids from 0 on")
-    lengths = {len(candidate.token_ids) for candidate in spec.started}
-    if len(lengths) > 1 or max(lengths) >= spec.first_tokens:
-        accepted = "must have equally many tokens, fewer than first_round_tokens and max_tokens"
-        yield Violation("open.started", accepted)
-    token_ids = {token_id for candidate in spec.started for token_id in candidate.token_ids}
-    if not all(0 <= token_id < vocabulary for token_id in token_ids):
-        yield Violation("open.started", f"must have token ids of 0 .. {vocabulary - 1}")
 
 
 def _stale() -> pb.SessionResponse:

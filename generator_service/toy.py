@@ -48,6 +48,7 @@ class ToySession:
         self.demand = command.demand(len(command.prompt_ids), lambda tokens: tokens)
         self.n = 0
         self.reduced = False
+        self.fingerprint = ""  # the servicer has the generator's
         self.prompt_tokens = len(command.prompt_ids)
         self.command = command
         self._generator = generator
@@ -112,9 +113,6 @@ class ToySession:
 
     def _draw(self, candidate: GrowingCandidate) -> None:
         sampling, step = self._sampling, self._num_tokens
-        if step < self.command.num_given:
-            candidate.take_given()
-            return
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
         word, logprob = draw % len(_WORDS), -(draw % 1000) / 500
@@ -181,9 +179,6 @@ class ToyGenerator:
             spec.n,
             spec.sampling,
             spec.first_round_tokens,
-            first_candidate_id=spec.first_candidate_id,
-            started=spec.started,
-            min_answers=spec.min_answers,
         )
         session = ToySession(self, next(self._ids), command)
         self.queue.enter(session)  # admitted or refused: none may wait

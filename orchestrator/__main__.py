@@ -102,7 +102,6 @@ def _orchestrator(
         composites=settings.composites,
         default_reward=settings.default_reward,
         lead_s=settings.lead_s,
-        overlap_scoring=settings.overlap_scoring,
         shared_flights=SharedSingleFlight(cache) if settings.shared_flights else None,
         refreshes=BackgroundTasks(
             "refreshing a stale answer",

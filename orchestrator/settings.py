@@ -209,11 +209,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
         False, description="send the token to backends on other machines without TLS"
     )
-    overlap_scoring: bool | None = Field(
-        None,
-        description="let candidates grow on while their prefixes are scored; unset: unless the"
-        " generator computes on a CPU, whose cores rewards may share",
-    )
     shadow_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0,
         description="share of requests of which one rejected candidate per round is run to its end "

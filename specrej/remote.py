@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -210,8 +209,7 @@ class RemoteSession:
         opened: generator_pb2.SessionOpened,
     ) -> None:
         self._stream = stream
-        # Empty from a generator older than the field.
-        self._made_by = frozenset({opened.fingerprint} - {""})
+        self.fingerprint = opened.fingerprint
         self.n = opened.n
         self.prompt_tokens = opened.prompt_tokens
         self.reduced = opened.reduced
@@ -221,10 +219,9 @@ class RemoteSession:
         answer = await self._stream.call(extend=command)
         # Converting a thousand texts takes milliseconds: not on the event loop.
         try:
-            ended = await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
+            return await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
         except ValueError as error:
             raise InternalError("a generator sent an invalid round") from error
-        return replace(ended, made_by=self._made_by)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         command = generator_pb2.PruneSession(

@@ -54,7 +54,7 @@ def _release_unless_cancelled(
 
 def _send_again(self: ProgressReporter, winner: Any) -> None:
     self._within.emit(TextDelta(winner.id, winner.text))
-    self._sent = winner.text
+    self.sent = winner.text
 
 
 _reversed = SimpleNamespace(**{**vars(asyncio), "Queue": asyncio.LifoQueue})

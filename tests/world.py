@@ -209,6 +209,7 @@ class LongTexts(HeldGenerator):
 
     prompt_tokens = 1
     reduced = False
+    fingerprint = ""
 
     def __init__(self, num_characters: int, finish: FinishReason | None = None) -> None:
         super().__init__()
@@ -449,10 +450,8 @@ async def world(
 ) -> AsyncIterator[World]:
     """All three services, with the rewards "toy" and "other"; waits at the end until all is idle.
 
-    `options`: of `Orchestrator`. Candidates do not grow while they are scored: how far they grow
-    depends on the machine's speed, and answers of equal runs would differ in their usage.
+    `options`: of `Orchestrator`.
     """
-    options = {"overlap_scoring": False, **options}
     generator, reward = generator or HeldGenerator(), HeldReward()
     cache = new_cache(redis_url, **(cache_options or {}))
     admission = Admission(Limits(max_running, max_queued))

@@ -80,7 +80,8 @@ function admitted(state, data) {
   const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
   const { n, prompt_tokens: promptTokens } = data;
   const begun = { phase: 'running', id: data.request_id || state.id, n, promptTokens };
-  return { ...state, ...begun, lanes, numRows: n, numLive: n };
+  // A request that has lost its generator is admitted again, and its rounds begin again.
+  return { ...state, ...begun, lanes, numRows: n, numLive: n, rounds: [] };
 }
 
 const lane = (id, row, from = 0) => {

@@ -14,7 +14,6 @@ from specrej.contracts import (
     RoundEnd,
     Sampling,
     SlotGauge,
-    StartedCandidate,
     TokenText,
 )
 
@@ -46,33 +45,19 @@ class OpenCommand:
     first_round_tokens: int
     stop_texts: Callable[[], CompletesStop] | None = None
     cache_salt: str = ""
-    first_candidate_id: int = 0
-    started: Sequence[StartedCandidate] = ()
     adapter: str = ""
     bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
-    min_answers: int = 1
     grammar: CompiledGrammar | None = None  # of the sampling's structured output
-
-    @property
-    def num_given(self) -> int:
-        """Tokens that every candidate has at the start."""
-        return len(self.started[0].token_ids) if self.started else 0
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
         first, longest = self.first_round_tokens, self.sampling.max_tokens
-        needed = self.n, prompt_slots, first, longest, slots_of, self.min_answers
-        return Demand(*needed, self.num_given)
+        return Demand(self.n, prompt_slots, first, longest, slots_of)
 
     def candidates(self, n: int) -> list[GrowingCandidate]:
-        """`n` candidates, which have taken none of the given tokens yet."""
-        first, made = self.first_candidate_id, self.stop_texts
-        if self.started:
-            return [
-                GrowingCandidate(c.id, made and made(), c.token_ids, logprob=c.logprob)
-                for c in self.started
-            ]
-        return [GrowingCandidate(i, made and made()) for i in range(first, first + n)]
+        """`n` candidates without tokens."""
+        made = self.stop_texts
+        return [GrowingCandidate(number, made and made()) for number in range(n)]
 
     def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that are not drawn before min_tokens."""
@@ -157,11 +142,10 @@ def named_tokens(
 
 @dataclass(eq=False, slots=True)
 class GrowingCandidate:
-    """A candidate inside an engine; `given` are the tokens it begins with."""
+    """A candidate inside an engine."""
 
     id: int
     completes_stop: CompletesStop | None = None
-    given: Sequence[int] = ()
     token_ids: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)  # since the last report
     logprob: float = 0.0
@@ -188,13 +172,6 @@ class GrowingCandidate:
         """Keep the most probable tokens of the newest token's step."""
         self.new_top = self.new_top or []
         self.new_top.append(top)
-
-    def take_given(self) -> None:
-        """Append the next of the given tokens, which `logprob` includes and no round reports."""
-        token_id = self.given[len(self.token_ids)]
-        self.token_ids.append(token_id)
-        if self.completes_stop:
-            self.completes_stop(token_id)
 
     def report(self) -> Prefix:
         """Its prefix; each token is new in one report only."""

@@ -273,11 +273,6 @@ class Engine:
     def _append(self, session: Session, logits: Tensor) -> None:
         """Append each live candidate's next token; a finished candidate holds no slots."""
         eos_ids, command = self._model.eos_ids, session.command
-        if session.num_tokens < command.num_given:
-            session.num_tokens += 1
-            for candidate in session.rows:
-                candidate.take_given()
-            return
         tokens, logprobs = _draw(session, logits, eos_ids)
         session.num_tokens += 1
         self._tally.generated += len(session.rows)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from generator_service.engine.commands import (
-    GrowingCandidate,
     OpenCommand,
     Prefix,
     PrefixBatch,
@@ -79,26 +78,10 @@ class Frontend:
             spec.first_round_tokens,
             text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
-            spec.first_candidate_id,
-            spec.started,
             spec.adapter,
             bad_words,
-            spec.min_answers,
             await self._grammars.compiled(output, spec.cache_salt) if output else None,
         )
-
-    async def started(self, command: OpenCommand) -> list[GrowingCandidate]:
-        """The candidates of a session that continues here, with their given tokens; empty for a new
-        session. Not on the event loop: stop texts are compared for each token."""
-
-        def taken() -> list[GrowingCandidate]:
-            candidates = command.candidates(0)
-            for candidate in candidates:
-                for _ in candidate.given:
-                    candidate.take_given()
-            return candidates
-
-        return await self._in_thread(taken) if command.started else []
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         def ended() -> Round:

@@ -33,6 +33,7 @@ class LocalSession:
     n: int
     prompt_tokens: int
     reduced: bool
+    fingerprint: str = ""  # the servicer has the generator's
 
     async def extend(self, until_tokens: int) -> Round:
         batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))

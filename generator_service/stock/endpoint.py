@@ -80,17 +80,15 @@ class EndpointSession:
     """A `Session` whose candidates are requests to the endpoint."""
 
     reduced = False
+    fingerprint = ""  # the servicer has the generator's
     prompt_tokens = 0  # the endpoint reports them with its answers
 
     def __init__(self, generator: EndpointGenerator, spec: SessionSpec) -> None:
-        ids = [candidate.id for candidate in spec.started]
-        count = spec.n or max(spec.min_answers, generator.auto_candidates)
-        self.ids = ids or list(range(spec.first_candidate_id, spec.first_candidate_id + count))
-        self.n = len(self.ids)
+        self.n = spec.n or generator.auto_candidates
         self.reserved = self.n * spec.sampling.max_tokens
         self._generator = generator
         self._spec = spec
-        self._live = list(self.ids)
+        self._live = list(range(self.n))
 
     async def extend(self, until_tokens: int) -> Round:
         """All candidates at their ends, whatever `until_tokens` is."""
@@ -300,8 +298,6 @@ def _check(spec: SessionSpec) -> list[Violation]:
     for name, reason in _REFUSED.items():
         if getattr(spec.sampling, name):
             violations.append(Violation(f"sampling.{name}", f"must be absent: {reason}"))
-    if any(candidate.token_ids for candidate in spec.started):
-        violations.append(Violation("open.started", "must have no tokens: answers are whole"))
     if spec.prompt.allow_special_tokens:
         violations.append(
             Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")

@@ -53,25 +53,18 @@ _OF_NODES = ("node_rank", "master_addr", "master_port")
 class VLLMSession:
     """A `Session` on vLLM; one call at a time."""
 
-    def __init__(
-        self,
-        generator: VLLMGenerator,
-        session_id: int,
-        command: OpenCommand,
-        started: Sequence[GrowingCandidate],
-    ) -> None:
-        """`started`: the candidates of a session that goes on here."""
+    def __init__(self, generator: VLLMGenerator, session_id: int, command: OpenCommand) -> None:
         self.id = session_id
         self.command = command
         self.n = 0
         self.reduced = False
+        self.fingerprint = ""  # the servicer has the generator's
         self.prompt_tokens = len(command.prompt_ids)
         self.blocks = Blocks(generator.engine.block_tokens, self.prompt_tokens)
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.live: list[GrowingCandidate] = []
         self.num_tokens = 0  # of every live candidate
-        self._started = started
         self._maker = generator.engine.session(session_id, command)
         self._requests: dict[int, CandidateRequest] = {}
         self._generator = generator
@@ -82,11 +75,8 @@ class VLLMSession:
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
         self.n = n
-        live = [*self._started] or self.command.candidates(n)
-        self.num_tokens = self.command.num_given
-        self._ledger.take(self.id, n * self.blocks.own(self.num_tokens))
-        self._requests = {c.id: self._maker.request(c.id, c.given) for c in live}
-        self.live = live
+        self.live = self.command.candidates(n)
+        self._requests = {c.id: self._maker.request(c.id) for c in self.live}
         self.admitted.set_result(None)
 
     async def extend(self, until_tokens: int) -> Round:
@@ -229,8 +219,7 @@ class VLLMGenerator:
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[VLLMSession]:
         command = await self.frontend.command(spec)
-        started = await self.frontend.started(command)
-        session = VLLMSession(self, next(self._ids), command, started)
+        session = VLLMSession(self, next(self._ids), command)
         try:
             self.queue.enter(session)
             await session.admitted

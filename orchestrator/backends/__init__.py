@@ -1,1 +1,1 @@
-"""Generators and reward services: discovery, placement, failover and splitting of sessions."""
+"""Generators and reward services: discovery, polls, and placement of sessions."""

@@ -27,7 +27,13 @@ from orchestrator.backends.placement import order
 from orchestrator.backends.resolving import Target
 from orchestrator.background import ended
 from specrej.contracts import BackendHealth, BackendKind, BackendState
-from specrej.contracts.errors import InternalError, Overloaded, SpecrejError, Unavailable
+from specrej.contracts.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    SpecrejError,
+    Unavailable,
+)
 from specrej.contracts.status import from_backend_error, is_answer
 
 log = logging.getLogger(__name__)
@@ -263,16 +269,6 @@ class Fleet(Generic[P]):
         """Backends that did not serve when last polled."""
         return [backend for backend in self._by_address() if not backend.is_serving]
 
-    async def poll_not_serving(self) -> None:
-        """Poll backends that did not serve once more: they may only have been slow."""
-        polls = {asyncio.ensure_future(backend.update()) for backend in self.others()}
-        try:
-            if polls:
-                await asyncio.wait(polls, timeout=self._settings.lost_s / 4)
-        finally:
-            for poll in polls:
-                poll.cancel()
-
     def descriptions(self) -> list[Any]:
         """The members' latest descriptions; at least one.
 
@@ -298,17 +294,21 @@ class Fleet(Generic[P]):
         """The result of `enter` for the first backend that is available and has room.
 
         Raises:
-            Unavailable, Overloaded: no backend is available and has room.
+            Overloaded, Unavailable: no backend is available and has room.
+            InvalidRequest: all available ones refuse, for instance because each is too small.
         """
         failure: SpecrejError | None = None
+        refusal: SpecrejError | None = None
         for backend in ranked:
             try:
                 return await enter(backend)
+            except InvalidRequest as error:
+                refusal = refusal or error
             except Unavailable as error:
                 failure = failure or error
             except Overloaded as error:
                 failure = error
-        raise failure or self._failure()
+        raise failure or refusal or self._failure()
 
     def counts(self) -> dict[str, int]:
         """Number of backends by state, for gauges; may be called from any thread."""

@@ -73,7 +73,6 @@ class Plan:
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
     time_left_s: float | None  # to the deadline, at arrival
-    overlaps: bool  # candidates grow on while their prefixes are scored
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
     model: str
 
@@ -101,12 +100,9 @@ class Planner:
         default_reward: str = "",
         *,
         secret: Secret,
-        overlap_scoring: bool | None = None,
     ) -> None:
         """`composites` hide rewards of their names. `default_reward` is a reward or a composite;
-        empty: the reward service's first. `secret`: of cache keys. `overlap_scoring`: None is True
-        unless the generator computes on a CPU, whose cores rewards may share."""
-        self._overlap_scoring = overlap_scoring
+        empty: the reward service's first. `secret`: of cache keys."""
         self._secret = secret
         self._composites = {composite.name: composite for composite in composites}
         self._default_reward = default_reward
@@ -167,14 +163,9 @@ class Planner:
             reward_fingerprint,
             arrived,
             time_left_s,
-            self._overlaps(generator),
             has_no_rewards,
             adapter or generator.model,
         )
-
-    def _overlaps(self, generator: GeneratorDescription) -> bool:
-        on_cpu = "cpu" in generator.device.lower()
-        return not on_cpu if self._overlap_scoring is None else self._overlap_scoring
 
     def scorers(self, plan: Plan) -> list[Scorer]:
         """One scorer per reward of the plan."""
@@ -253,7 +244,7 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     slots), plus the prompt's tokens (estimated), plus one per prefix that may be scored and one per
     value that may be returned."""
     selection, sampling = request.selection, request.sampling
-    grown = min(n * sampling.max_tokens, _capacity(selection, generator))
+    grown = min(n * sampling.max_tokens, _capacity(generator))
     is_cut = selection.algorithm is not Algorithm.BEST_OF_N
     scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
@@ -288,15 +279,15 @@ def _most_candidates(request: GenerationRequest, generator: GeneratorDescription
     """Most candidates of a request; n = 0: as many as one generator holds at their first cut."""
     selection = request.selection
     # The newest token of a candidate has no slot yet.
-    room = _capacity(selection, generator) // max(1, first_round_tokens(request) - 1)
+    room = _capacity(generator) // max(1, first_round_tokens(request) - 1)
     most = min(max(1, room), generator.auto_candidates or generator.max_candidates)
     width = selection.branching.width if selection.branching else 0
     return max(selection.n or most, selection.min_answers, width)
 
 
-def _capacity(selection: Selection, generator: GeneratorDescription) -> int:
-    """Slots that a request can own: with n = 0 those of one generator."""
-    return (not selection.n and generator.auto_slots) or generator.slots.capacity
+def _capacity(generator: GeneratorDescription) -> int:
+    """Slots that a request can own: those of one generator."""
+    return generator.session_slots or generator.slots.capacity
 
 
 def _check_batches(

@@ -96,13 +96,12 @@ class Orchestrator:
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
-        overlap_scoring: bool | None = None,
     ) -> None:
         """Without `shared_flights`, equal requests are one generation in this process only.
         `lead_s`: see `SingleFlight`.
 
         `default_schedule` is for requests that name none; the servicer fills it in. `composites`
-        must be valid. `default_reward`, `overlap_scoring`: see `Planner`. `log_texts`: a request's
+        must be valid. `default_reward`: see `Planner`. `log_texts`: a request's
         log line has its prompt and its answer.
         """
         self.default_schedule = default_schedule or Schedule()
@@ -112,7 +111,6 @@ class Orchestrator:
             composites,
             default_reward,
             secret=cache.secret,
-            overlap_scoring=overlap_scoring,
         )
         self._num_answers = self._num_degraded = self._num_hurried = self._num_cached = 0
         self._num_refused = self._generated_tokens = self._saved_tokens = 0
@@ -252,7 +250,6 @@ class Orchestrator:
                 salt,
                 plan.left_s(),
                 on_round=on_round,
-                overlaps=plan.overlaps,
                 within=within,
             )
             async with aclosing(events):

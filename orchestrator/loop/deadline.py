@@ -57,7 +57,6 @@ class DeadlineController:
     _has_cut: bool = False  # to learn how long a step of fewer rows takes
     _has_begun: bool = False  # the prompt has been read
     _score_s: float = 0.0  # per candidate
-    num_discarded: int = 0  # of candidates that ended, and were rejected afterwards
     _num_ended: int = 0
     _num_grown_tokens: int = 0
 
@@ -95,12 +94,9 @@ class DeadlineController:
         num_tokens: int,
         num_ended: int,
         seconds: float,
-        *,
-        is_typical: bool = True,
     ) -> None:
-        """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended; `is_typical`:
-        whether the seconds are an estimate for later steps."""
-        is_step = is_typical and (self._has_begun or self.time_left_s is None)
+        """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
+        is_step = self._has_begun or self.time_left_s is None
         if not self._has_begun:
             self._has_begun, self._first_s = True, seconds / max(1, num_tokens)
         if is_step and num_tokens > 0 and rows > 0:
@@ -196,7 +192,7 @@ class DeadlineController:
     @property
     def _least(self) -> int:
         """Candidates that must still finish, at least 1."""
-        return max(1, self.min_answers - (self._num_ended - self.num_discarded))
+        return max(1, self.min_answers - self._num_ended)
 
     def _num_kept(self, rows: int, alpha: float) -> int:
         return min(rows, num_kept(rows, alpha, self._least))

@@ -48,7 +48,7 @@ class ProgressReporter:
         """`stop` texts are not part of an answer: what may be the beginning of one is held back."""
         self._within = within
         self._num_held = max(map(len, stop), default=1) - 1
-        self._sent = ""
+        self.sent = ""  # text of the winner
         self._most_tokens = 0
 
     def stride_tokens(self, rows: int, *, is_certain: bool) -> int:
@@ -63,7 +63,7 @@ class ProgressReporter:
         slots = grown.slots
         if self._within.progress:
             num_live = sum(candidate.finish is None for candidate in grown.candidates)
-            # A divided session falls back where one part's slots were full.
+            # A request that starts again at another generator does not fall back.
             self._most_tokens = max(self._most_tokens, grown.num_tokens)
             progress = Progress(self._most_tokens, num_live, slots.session, slots.capacity)
             self._within.emit(progress)
@@ -84,13 +84,13 @@ class ProgressReporter:
 
     def end(self, answer: RankedCandidate) -> None:
         """Send what is held back of an answer that the deadline cut short."""
-        if self._sent:
+        if self.sent:
             self._send(answer)
 
     def _send(self, winner: Candidate | RankedCandidate) -> None:
         end = len(winner.text) - (0 if winner.finish else self._num_held)
         text = winner.text[: max(0, end)]
         # The end of a text may change while a character is incomplete.
-        if text.startswith(self._sent) and text != self._sent:
-            self._within.emit(TextDelta(winner.id, text[len(self._sent) :]))
-            self._sent = text
+        if text.startswith(self.sent) and text != self.sent:
+            self._within.emit(TextDelta(winner.id, text[len(self.sent) :]))
+            self.sent = text

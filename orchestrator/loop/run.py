@@ -7,6 +7,7 @@ in tests. It does not depend on the wire, the cache or admission.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import (
@@ -19,18 +20,17 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import TypeVar
 
-from orchestrator.loop import rejection, schedule
+from orchestrator.loop import rejection, run_state, schedule
 from orchestrator.loop.branching import forks_of, width_at
 from orchestrator.loop.deadline import DeadlineController
-from orchestrator.loop.growth import Growth, OutOfTime, in_time
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import RunState
-from orchestrator.loop.scoring import RawScores, RequestScorer
-from orchestrator.loop.token_log import TokenLog
+from orchestrator.loop.scoring import RequestScorer
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -39,11 +39,11 @@ from specrej.contracts import (
     Degradation,
     Event,
     Finished,
-    FinishReason,
     Forks,
     Generation,
     GenerationRequest,
     Generator,
+    GeneratorLost,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -54,9 +54,21 @@ from specrej.contracts import (
     SessionSpec,
     WeightedReward,
 )
-from specrej.contracts.errors import InternalError, RewardInvalid, SpecrejError, Unavailable
+from specrej.contracts.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RewardInvalid,
+    SpecrejError,
+    Unavailable,
+)
 from specrej.telemetry import metrics, names
 from specrej.telemetry.traces import Attribute
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Receives a round, the latest raw scores by candidate, and the candidates live after the cut.
 OnRound = Callable[[Round, Mapping[int, tuple[float, ...]], Collection[int]], None]
@@ -68,6 +80,10 @@ _OPENING_PART = 0.25
 _UNWEIGHTED = (WeightedReward(""),)
 
 
+class OutOfTime(Exception):
+    """A backend's answer did not arrive before the deadline."""
+
+
 async def run(
     request: GenerationRequest,
     generator: Generator,
@@ -77,7 +93,6 @@ async def run(
     clock: Callable[[], float] = time.perf_counter,
     on_round: OnRound | None = None,
     *,
-    overlaps: bool = False,
     within: WithinRounds | None = None,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
@@ -85,289 +100,372 @@ async def run(
     `scorers` has one scorer per reward of the request, in the request's order. The generator shares
     prompt prefixes only between runs with equal `cache_salt`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
-    returns seconds. If it `overlaps`, live candidates grow on while scores are under way, as long
-    as no other session holds slots of their generator. `within` receives the events within rounds,
-    which are not among those of the iterator. Close the iterator with
+    returns seconds. `within` receives the events within rounds. Close the iterator with
     `contextlib.aclosing`: it owns the open sessions.
+
+    If the generator is lost, the request starts again once, with as many candidates: their draws
+    depend on the seed and their ids, so their tokens are the same. The events begin again with
+    `Admitted`, but no text is sent twice.
 
     Raises:
         DeadlineExceeded: fewer than `min_answers` answers were complete in time, and the request
             allows no degradation.
         TimeoutError: a reward did not return in time, and the request allows no degradation.
+        Unavailable: the generator was lost, and the request cannot be answered by another one; or
+            the other answer does not begin with the text that was sent already.
     """
-    began = clock()
-    # Cached: the controller extrapolates over all decision tokens, several times per round.
-    next_token, least = cache(partial(_decision_token, request)), request.selection.min_answers
-    deadline = DeadlineController(
-        *(next_token, request.sampling.max_tokens, time_left_s, clock, least),
-        can_reject=not is_best_of_n(request.selection),
-    )
-    async with _opened(request, generator, scorers, cache_salt, deadline) as (session, scorer):
-        rewards = request.selection.rewards or _UNWEIGHTED
-        state = RunState(
-            session.n,
-            session.prompt_tokens,
-            rewards,
-            TokenLog(is_kept=request.sampling.logprobs),
-            prefer_complete=request.selection.prefer_complete,
-        )
-        state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced
-        growth = Growth(session, deadline, clock)
-        progress = ProgressReporter(within, request.sampling.stop) if within else None
-        options = (clock, on_round, overlaps, progress)
-        current = _Run(request, session, scorer, state, growth, deadline, *options)
-        with current.degradable():
-            yield Admitted(session.n, session.prompt_tokens)
-            while state.live and not deadline.is_over:
-                completed = await current.round()
-                if len(state.rounds) == 1:
-                    state.first_round_ms = (clock() - began) * 1e3
-                yield completed
-    yield Finished(current.generation(began))
+    began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
+    progress = ProgressReporter(within, request.sampling.stop) if within else None
+    backends = generator, several, cache_salt
+    answering = _Run(request, *backends, time_left_s, began, clock, on_round, progress)
+    try:
+        async with aclosing(answering.events()) as events:
+            async for event in events:
+                yield event
+    except OutOfTime:
+        raise DeadlineExceeded("no session was opened before the deadline") from None
+    has_restarted, is_reduced = answering.is_lost, answering.state.reduced
+    if has_restarted:
+        log.warning("a generator was lost: the request starts again")
+        left_s = None if time_left_s is None else time_left_s - (clock() - began)
+        again = replace(request, selection=replace(request.selection, n=answering.state.n))
+        second = _Run(again, *backends, left_s, began, clock, on_round, progress)
+        try:
+            async with aclosing(second.events()) as events:
+                async for event in events:
+                    yield event
+            answering = second
+        except OutOfTime:
+            pass
+        except (Unavailable, Overloaded, InvalidRequest) as error:
+            answering.end_without_generator(error)
+        finally:
+            result = "answered" if answering is second and not second.is_lost else "failed"
+            metrics.add(names.REQUESTS_RESTARTED, result=result)
+        if second.is_lost:
+            second.end_without_generator(None)
+    generation = replace(answering.generation(), reduced=is_reduced)
+    if progress:
+        if has_restarted and not generation.best.text.startswith(progress.sent):
+            raise Unavailable("a generator was lost, and the text of the other one differs")
+        progress.end(generation.best)
+    yield Finished(generation)
 
 
-@asynccontextmanager
-async def _opened(
-    request: GenerationRequest,
-    generator: Generator,
-    scorers: Scorer | Sequence[Scorer],
-    cache_salt: str,
-    deadline: DeadlineController,
-) -> AsyncIterator[tuple[Session, RequestScorer]]:
-    """A generator session and the rewards' sessions, with spans of their opening and closing.
-
-    The answer does not wait beyond the deadline for their end: the calls to them are cancelled.
-    """
-    n, first_tokens = request.selection.n, first_round_tokens(request)
-    spec = SessionSpec(
-        request.prompt,
-        n,
-        request.sampling,
-        first_tokens,
-        cache_salt,
-        adapter=request.model,
-        min_answers=request.selection.min_answers,
-    )
-    several = scorers if isinstance(scorers, Sequence) else [scorers]
-    async with AsyncExitStack() as stack:
-        with telemetry.span(names.SPAN_OPEN):
-            session = await stack.enter_async_context(generator.open(spec))
-            patience_s, is_lenient = deadline.patience_s, request.allow_degraded
-            if patience_s is not None and is_lenient:
-                patience_s *= _OPENING_PART
-            scoring = RequestScorer(
-                several, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
-            )
-            try:
-                scorer = await stack.enter_async_context(scoring)
-            except BaseException:
-                metrics.add(names.CANDIDATES, session.n, fate="abandoned")
-                raise
-        yield session, scorer
-        with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
-            async with asyncio.timeout(deadline.score_patience_s):
-                await stack.aclose()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
-    """One request while its sessions are open."""
+    """One request at one generator, and its sessions from their opening to their end."""
 
     request: GenerationRequest
-    session: Session
-    scorer: RequestScorer
-    state: RunState
-    growth: Growth
-    deadline: DeadlineController
+    generator: Generator
+    scorers: Sequence[Scorer]
+    cache_salt: str
+    time_left_s: float | None
+    began: float  # the request, by the clock
     clock: Callable[[], float]
     on_round: OnRound | None
-    overlaps: bool
     progress: ProgressReporter | None
+    deadline: DeadlineController = field(init=False)
+    session: Session = field(init=False)
+    scorer: RequestScorer = field(init=False)
+    state: RunState = field(init=False)
+    is_lost: bool = False  # whether the generator was lost before the end
+    _failure: OutOfTime | SpecrejError | None = None  # of the next round
+
+    def __post_init__(self) -> None:
+        self.deadline = DeadlineController(
+            # Cached: the controller extrapolates over all decision tokens, often in a round.
+            cache(partial(_decision_token, self.request)),
+            self.request.sampling.max_tokens,
+            self.time_left_s,
+            self.clock,
+            self.request.selection.min_answers,
+            can_reject=not is_best_of_n(self.request.selection),
+        )
+
+    async def events(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
+        """Open the sessions, and run until no candidate is live, the time is over, or the generator
+        is lost.
+
+        Raises:
+            OutOfTime: the generator opened no session in time.
+        """
+        async with self._opened():
+            state = self.state
+            with self._degradable():
+                yield Admitted(state.n, state.prompt_tokens)
+                while state.live and not self.deadline.is_over:
+                    completed = await self._round()
+                    if len(state.rounds) == 1:
+                        state.first_round_ms = (self.clock() - self.began) * 1e3
+                    yield completed
+
+    def end_without_generator(self, error: SpecrejError | None) -> None:
+        """Leave it at the answers that were complete when the generator was lost; `error`: why no
+        other generator answers the request.
+
+        Raises:
+            Unavailable: there are none, or the request allows no degradation.
+        """
+        if not (self.request.allow_degraded and self.state.ended):
+            reason = "a generator was lost, and no other one could answer the request"
+            raise Unavailable(reason) from error
+        self.state.degradations.append(Degradation.GENERATOR)
+
+    def generation(self) -> Generation:
+        """The answer, once the rounds are over.
+
+        Raises:
+            DeadlineExceeded: too few answers are complete, and the request allows no degradation.
+        """
+        state, selection = self.state, self.request.selection
+        num_ended = len(state.ended)
+        is_late = bool(state.live) and Degradation.GENERATOR not in state.degradations
+        if not num_ended or (is_late and num_ended < selection.min_answers):
+            state.cut_short(may_degrade=self.request.allow_degraded)
+        is_cut = is_late and bool(state.live)
+        state.hurried = self.deadline.hurried or self.scorer.is_late or is_cut
+        return state.generation(selection.return_candidates, (self.clock() - self.began) * 1e3)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """A generator session and the rewards' sessions, with spans of their opening and closing.
+
+        The answer does not wait beyond the deadline for their end: the calls to them are cancelled.
+        """
+        request, began = self.request, self.clock()
+        spec = SessionSpec(
+            request.prompt,
+            request.selection.n,
+            request.sampling,
+            first_round_tokens(request),
+            self.cache_salt,
+            request.model,
+        )
+        async with AsyncExitStack() as stack:
+            with telemetry.span(names.SPAN_OPEN):
+                opening = stack.enter_async_context(self.generator.open(spec))
+                self.session = session = await _in_time(opening, self.deadline.patience_s)
+                patience_s, is_lenient = self.deadline.patience_s, request.allow_degraded
+                if patience_s is not None and is_lenient:
+                    patience_s *= _OPENING_PART
+                self.scorer = RequestScorer(
+                    self.scorers, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
+                )
+                try:
+                    await stack.enter_async_context(self.scorer)
+                except BaseException:
+                    metrics.add(names.CANDIDATES, session.n, fate="abandoned")
+                    raise
+            self.state = RunState(
+                session.n,
+                session.prompt_tokens,
+                request.selection.rewards or _UNWEIGHTED,
+                keeps_tokens=request.sampling.logprobs,
+                prefer_complete=request.selection.prefer_complete,
+                reduced=session.reduced,
+                generator_fingerprint=session.fingerprint,
+                open_ms=(self.clock() - began) * 1e3,
+            )
+            yield
+            with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
+                async with asyncio.timeout(self.deadline.score_patience_s):
+                    await stack.aclose()
 
     @contextmanager
-    def degradable(self) -> Iterator[None]:
+    def _degradable(self) -> Iterator[None]:
         """End the rounds early after errors that leave an answer, and count candidates' fates."""
         try:
             yield
         except OutOfTime:
             pass
+        except GeneratorLost:
+            self.is_lost = True
         except (Unavailable, InternalError) as error:
-            has_answer = self.request.allow_degraded and self.state.ended()
+            has_answer = self.request.allow_degraded and self.state.ended
             if isinstance(error, RewardInvalid) or not has_answer:
                 raise
             self.state.degradations.append(Degradation.GENERATOR)
         finally:
             _count_fates(self.state)
 
-    def generation(self, began: float) -> Generation:
-        """The answer, once the rounds are over; `began`: the run, by its clock.
-
-        Raises:
-            DeadlineExceeded: too few answers are complete, and the request allows no degradation.
-        """
-        state, selection = self.state, self.request.selection
-        state.unused_tokens = self.growth.discard(())
-        if state.lacks_answers(selection.min_answers):
-            state.cut_short(may_degrade=self.request.allow_degraded)
-        is_cut = bool(state.live) and Degradation.GENERATOR not in state.degradations
-        state.hurried = self.deadline.hurried or self.scorer.is_late or is_cut
-        made = state.generation(selection.return_candidates, (self.clock() - began) * 1e3)
-        if self.progress:
-            self.progress.end(made.best)
-        return made
-
-    async def round(self) -> RoundCompleted:
+    async def _round(self) -> RoundCompleted:
         """Extend all live candidates, score them, reject the lowest, free their slots."""
-        state, number = self.state, len(self.state.rounds) + 1
-        with telemetry.span(names.SPAN_ROUND, {names.ROUND_NUMBER: number}) as span:
-            times = [self.clock()]
+        state, times = self.state, [self.clock()]
+        with telemetry.span(names.SPAN_ROUND, {names.ROUND_NUMBER: len(state.rounds) + 1}) as span:
             with telemetry.span(names.SPAN_EXTEND):
                 ended = await self._extend()
-            state.take(ended, may_degrade=self.request.allow_degraded)
+            state.take(ended)
             times.append(self.clock())
             await self._score(ended)
             times.append(self.clock())
             with telemetry.span(names.SPAN_PRUNE):
                 alpha, forks, freed = await self._reject(ended)
             times.append(self.clock())
-            discarded = self.growth.discard(state.live)
             if self.on_round:
-                self.on_round(ended, state.raw, state.live)
-            trace = state.trace(number, ended, freed, times, alpha, forks, discarded)
+                raw = {number: row.raw for number, row in state.rows.items() if row.raw}
+                self.on_round(ended, raw, state.live)
+            trace = state.trace(ended, freed, times, alpha, forks)
             span.set_attributes(_attributes(trace))
         texts = self.progress.texts(ended, trace) if self.progress else ()
         return RoundCompleted(trace, tuple(sorted(state.live)), state.best_text(), texts)
 
     async def _extend(self) -> Round:
-        """Grow to the next decision token."""
-        position = self.state.num_tokens
-        until, rows = _decision_token(self.request, position), len(self.state.live)
-        if not self.progress:
-            return await self.growth.extend(position, until, rows)
+        """Grow to the next decision token, in strides short enough to notice a near deadline.
+
+        A stride that fails ends the round, and the next round raises its error.
+
+        Raises:
+            OutOfTime, SpecrejError: the first stride failed.
+        """
+        if self._failure:
+            raise self._failure
+        position, rows = self.state.num_tokens, len(self.state.live)
+        until, whole = _decision_token(self.request, position), None
         # Forks of the last candidate, too, could win.
-        is_certain = rows == 1 and not self.state.ended() and not self.request.selection.branching
-        most_tokens = self.progress.stride_tokens(rows, is_certain=is_certain)
-        report = partial(self.progress.report, is_certain=is_certain)
-        return await self.growth.extend(position, until, rows, most_tokens, report)
+        is_certain = rows == 1 and not self.state.ended and not self.request.selection.branching
+        while True:
+            num_tokens = self.deadline.stride_tokens(position, until, rows)
+            if self.progress:
+                most = self.progress.stride_tokens(rows, is_certain=is_certain)
+                num_tokens = min(num_tokens, most)
+            try:
+                part = await self._stride(position, position + num_tokens, rows)
+            except (OutOfTime, SpecrejError) as error:
+                if not whole:
+                    raise
+                self._failure = error
+                return whole
+            whole = _joined(whole, part) if whole else part
+            if self.progress:
+                self.progress.report(whole, is_certain=is_certain)
+            position, rows = part.num_tokens, rows - _num_ended(part)
+            if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
+                return whole
+            if self.deadline.is_over or self.deadline.must_cut(position, until, rows):
+                self.deadline.hurried = True
+                return whole
+
+    async def _stride(self, position: int, until: int, rows: int) -> Round:
+        began = self.clock()
+        part = await _in_time(self.session.extend(until), self.deadline.patience_s)
+        _check(part, until, self.request.sampling.max_tokens)
+        if rows == 1 and part.ended_by is RoundEnd.SLOTS_FULL and part.num_tokens == position:
+            raise InternalError("a generator has no slot for the last candidate")
+        num_tokens, seconds = part.num_tokens - position, self.clock() - began
+        self.deadline.note_stride(rows, num_tokens, _num_ended(part), seconds)
+        return part
 
     async def _score(self, ended: Round) -> None:
         """Score the round's candidates, unless time has run out and none of them has just ended.
 
         A candidate that has just ended can be the answer only if it is scored.
+
+        Raises:
+            OutOfTime: the scores are late, and there are enough answers without them.
         """
-        began, candidates = self.clock(), ended.candidates
-        if any(c.finish for c in candidates) or (candidates and not self.deadline.is_over):
-            earlier = self._compared_again(candidates)
-            candidates = (*candidates, *earlier)
-            with telemetry.span(names.SPAN_SCORE):
-                scores = self.scorer.score(candidates, self.deadline.score_patience_s)
-                try:
-                    scored = await self._growing_ahead(ended, scores)
-                except TimeoutError as error:
-                    if self._ends_without(ended):
-                        raise OutOfTime from None
-                    scored = self.scorer.replaced(candidates, error)
-                try:
-                    self.state.judge(candidates, scored, len(earlier))
-                except RewardInvalid as error:  # a sum is not finite
-                    replaced = self.scorer.replaced(candidates, error)
-                    self.state.judge(candidates, replaced, len(earlier))
-            self.deadline.note_scoring(len(candidates), self.clock() - began)
+        began, fresh = self.clock(), ended.candidates
+        has_ended = any(candidate.finish for candidate in fresh)
+        if not (has_ended or (fresh and not self.deadline.is_over)):
+            return
+        candidates = (*fresh, *self._compared_again(fresh))
+        with telemetry.span(names.SPAN_SCORE):
+            try:
+                scored = await self.scorer.score(candidates, self.deadline.score_patience_s)
+            except TimeoutError as error:
+                if self._ends_without(fresh):
+                    raise OutOfTime from None
+                scored = self.scorer.replaced(candidates, error)
+            try:
+                self.state.judge(candidates, scored)
+            except RewardInvalid as error:  # a sum is not finite
+                self.state.judge(candidates, self.scorer.replaced(candidates, error))
+        self.deadline.note_scoring(len(candidates), self.clock() - began)
 
-    def _compared_again(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that ended before, if a reward compares the candidates of a batch only: their
-        scores of earlier batches are no measure beside these candidates. The best of them, so that
-        the batch is no larger than the planned ones."""
-        if not self.state.compare:
+    def _compared_again(self, fresh: Sequence[Candidate]) -> list[Candidate]:
+        """The best that ended earlier, if a reward only compares the candidates of one batch: their
+        scores of earlier batches cannot be compared with those of `fresh`. The batch is no larger
+        than the planned ones."""
+        state, branching = self.state, self.request.selection.branching
+        if not state.compare:
             return []
-        branching = self.request.selection.branching
-        most = max(self.state.n, branching.width if branching else 0)
-        new = {candidate.id for candidate in candidates}
-        again = [self.state.latest[n] for n in self.state.answers() if n not in new]
-        return again[: max(0, most - len(candidates))]
+        most = max(state.n, branching.width if branching else 0)
+        earlier = state.ended - {candidate.id for candidate in fresh}
+        best = state.ranking(earlier)[: max(0, most - len(fresh))]
+        return [state.rows[number].latest for number in best]
 
-    def _ends_without(self, ended: Round) -> bool:
+    def _ends_without(self, fresh: Sequence[Candidate]) -> bool:
         """Whether enough complete candidates are scored without those that ended in this round,
         whose scores are late. If so, these become no answers: their verdicts are of prefixes."""
-        late = {candidate.id for candidate in ended.candidates if candidate.finish}
-        if len({*self.state.ended()} - late) < self.request.selection.min_answers:
+        late = {candidate.id for candidate in fresh if candidate.finish}
+        if len(self.state.ended - late) < self.request.selection.min_answers:
             return False
         for number in late:
-            self.state.verdicts.pop(number, None)
+            self.state.rows[number].verdict = None
         self.deadline.hurried = True
         return True
 
-    async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:
-        """Await the scores while live candidates grow ahead. Not with branching: forks must begin
-        at the decision token."""
-        state, is_alone = self.state, ended.slots.owned <= ended.slots.session
-        planned = ended.ended_by is RoundEnd.DECISION_TOKEN
-        if not (self.overlaps and is_alone and planned and not self.request.selection.branching):
-            return await scores
-        until = _decision_token(self.request, state.num_tokens)
-        return await self.growth.while_waiting(scores, state.num_tokens, until, len(state.live))
-
     async def _reject(self, ended: Round) -> tuple[float, Forks, int]:
         """Cut the ranking, then fork; returns the fraction rejected, the forks and freed slots."""
-        state, selection, live = self.state, self.request.selection, len(self.state.live)
-        branching = selection.branching
-        alpha = 0.0 if branching or is_best_of_n(selection) else selection.alpha
-        if not live or self.deadline.is_over or self.growth.is_broken:
+        state, selection, live = self.state, self.request.selection, self.state.live
+        alpha = 0.0 if selection.branching or is_best_of_n(selection) else selection.alpha
+        if not live or self.deadline.is_over or self._failure:
             return alpha, {}, 0  # a cut elsewhere than planned could give another answer
-        if not branching:
-            alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), live, alpha)
+        if not selection.branching:
+            alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), len(live), alpha)
         cut = self._cut(ended, alpha)
-        rejected = state.live & cut.rejected
-        if branching:
-            alpha = len(rejected) / live
         state.keep(cut.kept)
+        rejected = live & cut.rejected
         forks: Forks = {}
-        if branching and state.live and ended.ended_by is not RoundEnd.SLOTS_FULL:
-            survivors = state.ranking(state.live)
-            position, until = state.num_tokens, _decision_token(self.request, state.num_tokens)
-            width = width_at(branching, _decision_token(self.request, 0), until - position)
-            width = min(width, len(survivors) + state.forks_left)
-            width = self.deadline.width(position, width, len(survivors))
-            forks = forks_of(survivors, width, state.next_id)
-            state.next_id += len(forks)
-            metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
+        if selection.branching:
+            alpha = len(rejected) / len(live)
+            forks = self._forks(ended)
         if not rejected and not forks:
             return alpha, {}, 0
         try:
-            pruned = await in_time(self.session.prune(state.live, forks), self.deadline.patience_s)
+            pruning = self.session.prune(state.live, forks)
+            pruned = await _in_time(pruning, self.deadline.patience_s)
         except (OutOfTime, SpecrejError) as error:
             # The round is complete. The error is raised only if a candidate is still to grow.
-            self.growth.fail(error)
+            self._failure = error
             return alpha, {}, 0
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots
 
     def _cut(self, ended: Round, alpha: float) -> rejection.Cut:
-        """The cut of the ranking, again without lost candidates if it keeps some of them."""
-        state, selection, live = self.state, self.request.selection, len(self.state.live)
-        branching = selection.branching
-        release = self._num_released(ended, live) if ended.ended_by is RoundEnd.SLOTS_FULL else 0
-        cut = rejection.cut(
+        state, selection, live = self.state, self.request.selection, self.state.live
+        branching, release = selection.branching, 0
+        if ended.ended_by is RoundEnd.SLOTS_FULL:
+            here = [trace for trace in state.rounds if trace.decision_token == ended.num_tokens]
+            num_stalled = sum(trace.ended_by is RoundEnd.SLOTS_FULL for trace in here)
+            release = rejection.num_released(len(live), ended.num_tokens, num_stalled)
+        return rejection.cut(
             # With branching no finished candidate is ranked out, and there may be thousands.
-            state.scores(state.live if branching else state.ranked),
-            state.live,
+            state.scores(live if branching else state.ranked),
+            live,
             alpha,
             least=selection.min_answers,
-            release=max(release, live - branching.keep) if branching else release,
+            release=max(release, len(live) - branching.keep) if branching else release,
             vetoed=state.vetoed,
             has_answer=state.has_answer,
         )
-        if cut.kept & self.growth.lost:
-            state.lose(self.growth.lost, may_degrade=self.request.allow_degraded)
-            return self._cut(ended, alpha)
-        return cut
 
-    def _num_released(self, ended: Round, live: int) -> int:
-        """Live candidates to reject because all slots are full."""
-        here = [trace for trace in self.state.rounds if trace.decision_token == ended.num_tokens]
-        num_stalled = sum(trace.ended_by is RoundEnd.SLOTS_FULL for trace in here)
-        return rejection.num_released(live, ended.num_tokens, num_stalled)
+    def _forks(self, ended: Round) -> Forks:
+        """New candidates from the survivors: as many as branching plans and the time allows."""
+        state, branching = self.state, self.request.selection.branching
+        survivors = state.ranking(state.live)
+        if not branching or not survivors or ended.ended_by is RoundEnd.SLOTS_FULL:
+            return {}
+        position, most = state.num_tokens, len(survivors) + state.n + run_state.MAX_FORKS
+        growth = _decision_token(self.request, position) - position
+        width = width_at(branching, _decision_token(self.request, 0), growth)
+        width = min(width, most - state.next_id)
+        width = self.deadline.width(position, width, len(survivors))
+        forks = forks_of(survivors, width, state.next_id)
+        state.next_id += len(forks)
+        metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
+        return forks
 
 
 def is_best_of_n(selection: Selection) -> bool:
@@ -392,6 +490,56 @@ def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
     return schedule.next_decision_token(planned, num_tokens, max_tokens)
 
 
+async def _in_time(answer: Awaitable[T], patience_s: float | None) -> T:
+    """What a backend answers within `patience_s` seconds; None: no limit.
+
+    Raises:
+        OutOfTime: it has not answered until then.
+    """
+    try:
+        async with asyncio.timeout(patience_s):
+            return await answer
+    except TimeoutError:
+        raise OutOfTime from None
+
+
+def _check(part: Round, until: int, max_tokens: int) -> None:
+    """Raise InternalError where a generator's answers could keep the loop running for ever."""
+    is_planned = part.ended_by is RoundEnd.DECISION_TOKEN
+    live = [candidate.num_tokens for candidate in part.candidates if candidate.finish is None]
+    if is_planned and part.num_tokens != until:
+        raise InternalError(f"a generator ended at token {part.num_tokens} instead of {until}")
+    if live and (max(live) >= max_tokens or (is_planned and until >= max_tokens)):
+        raise InternalError("a generator goes on at max_tokens")
+    if live and part.ended_by is RoundEnd.ALL_FINISHED:
+        raise InternalError("a generator reports ALL_FINISHED with live candidates")
+
+
+def _num_ended(part: Round) -> int:
+    return sum(candidate.finish is not None for candidate in part.candidates)
+
+
+def _joined(first: Round, second: Round) -> Round:
+    """Two strides as one round."""
+    candidates = {candidate.id: candidate for candidate in first.candidates}
+    for later in second.candidates:
+        if before := candidates.get(later.id):
+            later = replace(
+                later,
+                new_token_ids=before.new_token_ids + later.new_token_ids,
+                new_logprobs=before.new_logprobs + later.new_logprobs,
+                new_top_token_ids=before.new_top_token_ids + later.new_top_token_ids,
+                new_top_logprobs=before.new_top_logprobs + later.new_top_logprobs,
+            )
+        candidates[later.id] = later
+    return replace(
+        second,
+        candidates=tuple(candidates[number] for number in sorted(candidates)),
+        token_texts=tuple(dict.fromkeys(first.token_texts + second.token_texts)),
+        prompt_tokens=first.prompt_tokens or second.prompt_tokens,
+    )
+
+
 def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:
     return {
         names.NUM_STARTED: trace.num_started,
@@ -412,13 +560,10 @@ def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:
 def _count_fates(state: RunState) -> None:
     """Count the candidates of a run that has ended: finished, truncated, rejected or abandoned."""
     fates: Counter[str] = Counter()
-    for number in {*range(state.n), *state.latest}:
-        candidate = state.latest.get(number)
-        if candidate and candidate.finish:
-            is_truncated = candidate.finish is FinishReason.LENGTH
-            fates["truncated" if is_truncated else "finished"] += 1
+    for row in state.rows.values():
+        if row.has_ended:
+            fates["truncated" if row.is_truncated else "finished"] += 1
         else:
-            is_abandoned = candidate is None or number in state.live | state.lost
-            fates["abandoned" if is_abandoned else "rejected"] += 1
+            fates["abandoned" if row.is_live else "rejected"] += 1
     for fate, count in fates.items():
         metrics.add(names.CANDIDATES, count, fate=fate)

@@ -1,18 +1,17 @@
-"""The state of one request's candidates: which live, their scores, and what they have cost.
+"""The candidates of one request: their prefixes, scores, verdicts and fates, and its rounds.
 
-The run loop updates it after every round; it makes no decisions.
+The run loop updates the state after every round. The state makes no decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from orchestrator.loop import rejection
 from orchestrator.loop.composition import LIKELIHOOD, Verdict
 from orchestrator.loop.scoring import RawScores, fingerprint_of, judged
-from orchestrator.loop.token_log import TokenLog
 from specrej.contracts import (
     Candidate,
     CandidateTrace,
@@ -26,10 +25,12 @@ from specrej.contracts import (
     Round,
     RoundTrace,
     Timings,
+    TokenLogprob,
+    TopLogprobs,
     Usage,
     WeightedReward,
 )
-from specrej.contracts.errors import DeadlineExceeded, InternalError, Unavailable
+from specrej.contracts.errors import DeadlineExceeded, InternalError
 
 # Candidates in the rounds of one answer, about 100 bytes each. A round beyond that is traced
 # without its candidates.
@@ -39,136 +40,161 @@ MAX_FORKS = 16_384
 
 
 @dataclass(slots=True)
-class RunState:
-    """All candidates of one request, by id.
+class Row:
+    """One candidate. A finished one that is ranked out can still be the answer: it holds no slots.
 
-    `ranked`: those still in the ranking, finished or live. A finished candidate that is ranked out
-    leaves the ranking but can still be the answer: it holds no slots.
-    `verdicts`: of all ranked and all finished candidates, as of the last decision token.
+    `raw` has one value per reward; `verdict` is of the last decision token. `inherited`: the tokens
+    that a fork has from its `parent`. `drawn`: its rounds, if the request has logprobs; forks share
+    them with their parent.
     """
+
+    latest: Candidate
+    raw: tuple[float, ...] = ()
+    verdict: Verdict | None = None
+    is_ranked_out: bool = False
+    parent: int | None = None
+    inherited: int = 0
+    drawn: tuple[Candidate, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.latest.finish is not None
+
+    @property
+    def is_live(self) -> bool:
+        return self.latest.finish is None and not self.is_ranked_out
+
+    @property
+    def is_vetoed(self) -> bool:
+        return self.verdict is not None and self.verdict.vetoed
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.latest.finish is FinishReason.LENGTH
+
+
+@dataclass(slots=True)
+class RunState:
+    """All candidates of one request, by ascending id, and its rounds."""
 
     n: int
     prompt_tokens: int
     rewards: tuple[WeightedReward, ...]
-    tokens: TokenLog
-    prefer_complete: bool  # whether a truncated answer ranks behind all complete ones
-    live: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)  # with their generator, while they grew
-    ranked: set[int] = field(default_factory=set)
-    latest: dict[int, Candidate] = field(default_factory=dict)
-    raw: dict[int, tuple[float, ...]] = field(default_factory=dict)  # one value per reward
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-    rounds: list[RoundTrace] = field(default_factory=list)
-    degradations: list[Degradation] = field(default_factory=list)
-    compare: bool = False  # whether a reward compares the candidates of a batch only
-    hurried: bool = False
+    keeps_tokens: bool = False  # for the log-probabilities of the answers
+    prefer_complete: bool = False  # whether a truncated answer ranks behind all complete ones
     reduced: bool = False
-    num_tokens: int = 0  # of every live candidate
-    num_started: int = 0  # live when the latest round began
-    num_traced: int = 0  # candidates in `rounds`
-    next_id: int = 0  # of the next fork
-    forks: dict[int, tuple[int, int]] = field(default_factory=dict)  # parent, its tokens then
-    repeated_tokens: int = 0
-    unused_tokens: int = 0  # grown while scores were under way, before the rounds ended early
-    reward_tokens: int = 0
-    made_by: set[str] = field(default_factory=set)  # fingerprints of generators
-    judged_by: set[tuple[str, ...]] = field(default_factory=set)  # fingerprints of all rewards
+    generator_fingerprint: str = ""
     open_ms: float = 0.0
     first_round_ms: float = 0.0
+    hurried: bool = False
+    compare: bool = False  # whether a reward compares the candidates of a batch only
+    num_tokens: int = 0  # of every live candidate
+    num_started: int = 0  # live when the latest round began
+    next_id: int = 0  # of the next fork; ids of forks without room are not used again
+    reward_tokens: int = 0
+    rows: dict[int, Row] = field(default_factory=dict)
+    rounds: list[RoundTrace] = field(default_factory=list)
+    degradations: list[Degradation] = field(default_factory=list)
+    judged_by: set[tuple[str, ...]] = field(default_factory=set)  # fingerprints of all rewards
+    _token_texts: dict[int, bytes] = field(default_factory=dict)
+    _num_traced: int = 0  # candidates and forks in `rounds`
 
     def __post_init__(self) -> None:
-        self.live, self.next_id = set(range(self.n)), self.n
+        self.rows = {number: Row(Candidate(number, "", 0, 0.0)) for number in range(self.n)}
+        self.next_id = self.n
 
-    def take(self, ended: Round, *, may_degrade: bool) -> None:
+    @property
+    def live(self) -> set[int]:
+        return {number for number, row in self.rows.items() if row.is_live}
+
+    @property
+    def ranked(self) -> set[int]:
+        """Those in the ranking that the next cut divides, finished or live."""
+        rows = self.rows.items()
+        return {number for number, row in rows if row.verdict and not row.is_ranked_out}
+
+    @property
+    def ended(self) -> set[int]:
+        """The finished candidates, ranked out or not."""
+        return {number for number, row in self.rows.items() if row.has_ended}
+
+    @property
+    def vetoed(self) -> set[int]:
+        return {number for number, row in self.rows.items() if row.is_vetoed}
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is a complete answer that no reward vetoes."""
+        rows = self.rows.values()
+        return any(
+            row.has_ended and not row.is_truncated and row.verdict and not row.is_vetoed
+            for row in rows
+        )
+
+    def take(self, ended: Round) -> None:
         """Add the tokens of a round.
 
         Raises:
-            InternalError: a live candidate is missing; without it the loop might never end.
-            Unavailable: a generator was lost with its candidates, and `may_degrade` is not set or
-                none is left.
+            InternalError: a live candidate is missing, without which the loop might never end, or
+                one of the round's candidates is not live.
         """
-        self.num_started = len(self.live)
-        if missing := self.live - {*ended.lost, *(candidate.id for candidate in ended.candidates)}:
+        live, sent = self.live, {candidate.id for candidate in ended.candidates}
+        if missing := live - sent:
             raise InternalError(f"the generator lost {len(missing)} candidates")
-        self.made_by |= ended.made_by
-        self.repeated_tokens += ended.repeated_tokens
+        if foreign := sent - live:
+            raise InternalError(f"the generator sent {len(foreign)} candidates that are not live")
+        self.num_started = len(live)
         self.prompt_tokens = self.prompt_tokens or ended.prompt_tokens
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
-        self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
-        self.live -= {c.id for c in ended.candidates if c.finish is not None}
-        if ended.lost:
-            self.lose(ended.lost, may_degrade=may_degrade)
-        self.tokens.add(ended)
+        for candidate in ended.candidates:
+            row = self.rows[candidate.id]
+            row.latest = candidate
+            if self.keeps_tokens:
+                row.drawn = (*row.drawn, replace(candidate, text=""))
+        if self.keeps_tokens:
+            self._token_texts.update((text.token_id, text.token) for text in ended.token_texts)
 
-    def lose(self, lost: Collection[int], *, may_degrade: bool) -> None:
-        """Remove live candidates that are lost with their generator; raises as `take` does."""
-        if not may_degrade:
-            raise Unavailable("a generator was lost, and with it some of the candidates")
-        if Degradation.CANDIDATES not in self.degradations:
-            self.degradations.append(Degradation.CANDIDATES)
-        self.lost |= set(lost)
-        self.live -= self.lost
-        self.ranked -= self.lost
-        if not (self.live or self.ended()):
-            raise Unavailable("a generator was lost, and with it all candidates that were left")
+    def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
+        """Store the raw scores of these candidates, and compute all verdicts that depend on them.
 
-    def judge(self, candidates: Sequence[Candidate], scored: RawScores, num_again: int = 0) -> None:
-        """Store the raw scores of these candidates and compute their verdicts, and all others that
-        depend on them. The last `num_again` had ended before, and are compared again.
+        Other finished candidates keep theirs. After a fallback the likelihood replaces them all.
 
-        Other finished candidates keep theirs; after a fallback the likelihood replaces them all.
+        Raises:
+            RewardInvalid: a weighted sum is not finite.
         """
         self.compare = scored.compare
         if scored.is_fallback and Degradation.REWARD not in self.degradations:
             self.degradations.append(Degradation.REWARD)
             self.rewards = (WeightedReward(LIKELIHOOD),)
-            self.raw = {number: (known.mean_logprob,) for number, known in self.latest.items()}
             self.judged_by.clear()
-            self.verdicts = {}
+            for row in self.rows.values():
+                row.raw, row.verdict = (row.latest.mean_logprob,), None
         if scored.fingerprints:
             self.judged_by.add(scored.fingerprints)
-        fresh = {c.id: values for c, values in zip(candidates, scored.values, strict=True)}
-        self.raw |= fresh
-        self.ranked |= {c.id for c in candidates[: len(candidates) - num_again]}
-        counting = {*self.ranked, *self.ended()}
-        depends = any(reward.normalization.kind == "batch" for reward in self.rewards)
-        known = {} if depends else {n: self.verdicts[n] for n in counting & self.verdicts.keys()}
-        anew = sorted(counting - (known.keys() - fresh.keys()))
-        self.verdicts = known | judged({number: self.raw[number] for number in anew}, self.rewards)
+        for candidate, values in zip(candidates, scored.values, strict=True):
+            row = self.rows[candidate.id]
+            row.raw, row.verdict = values, None
+        judges_all = self._is_relative
+        anew = {
+            number: row.raw
+            for number, row in self.rows.items()
+            if row.raw and (row.has_ended or row.is_live) and (judges_all or not row.verdict)
+        }
+        for number, verdict in judged(anew, self.rewards).items():
+            self.rows[number].verdict = verdict
         self.reward_tokens += scored.computed_tokens
 
     def scores(self, numbers: Iterable[int]) -> dict[int, float]:
         """Scores of those with a verdict, as of the last decision token."""
-        verdicts = self.verdicts
-        return {number: verdicts[number].score for number in numbers if number in verdicts}
-
-    @property
-    def vetoed(self) -> set[int]:
-        """Candidates that a reward vetoes, as of the last decision token."""
-        return {number for number, verdict in self.verdicts.items() if verdict.vetoed}
-
-    @property
-    def forks_left(self) -> int:
-        """How many more forks there may be."""
-        return self.n + MAX_FORKS - self.next_id
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether there is a complete answer that no reward vetoes."""
-        vetoed = self.vetoed
-        return any(n not in vetoed and not self._is_truncated(n) for n in self.ended())
+        verdicts = ((number, self.rows[number].verdict) for number in numbers)
+        return {number: verdict.score for number, verdict in verdicts if verdict}
 
     def ranking(self, numbers: Iterable[int]) -> list[int]:
         """Those with a verdict, best first, as of the last decision token."""
         scores = self.scores(numbers)
-        truncated = {n for n in scores if self.prefer_complete and self._is_truncated(n)}
-        return rejection.rank(scores, self.vetoed, truncated)
-
-    def lacks_answers(self, least: int) -> bool:
-        """Whether the time ran out while fewer than `least` candidates were complete."""
-        num_ended = len(self.ended())
-        is_left = self.live and Degradation.GENERATOR not in self.degradations
-        return not num_ended or bool(is_left and num_ended < least)
+        vetoed = {number for number in scores if self.rows[number].is_vetoed}
+        truncated = {n for n in scores if self.prefer_complete and self.rows[n].is_truncated}
+        return rejection.rank(scores, vetoed, truncated)
 
     def cut_short(self, *, may_degrade: bool) -> None:
         """End live candidates here, truncated, and drop forks without tokens of their own.
@@ -176,97 +202,77 @@ class RunState:
         Raises:
             DeadlineExceeded: `may_degrade` is not set, or there is no text yet.
         """
-        if not may_degrade or not self.latest:
+        if not may_degrade or not self.num_tokens:
             raise DeadlineExceeded("too few answers were complete before the deadline")
         self.degradations.append(Degradation.DEADLINE)
-        self.live -= {n for n, (_, at) in self.forks.items() if self.latest[n].num_tokens == at}
-        for number in self.live:
-            self.latest[number] = replace(self.latest[number], finish=FinishReason.LENGTH)
+        for row in self.rows.values():
+            if not row.is_live:
+                continue
+            if row.parent is not None and row.latest.num_tokens == row.inherited:
+                row.is_ranked_out = True
+                continue
+            row.latest = replace(row.latest, finish=FinishReason.LENGTH)
             # Scores of the last decision token; before the first one, the likelihood.
-            self.raw.setdefault(number, (self.latest[number].mean_logprob,) * len(self.rewards))
-        self.verdicts |= {
-            number: Verdict(self.latest[number].mean_logprob, vetoed=False)
-            for number in self.live - self.verdicts.keys()
-        }
-        self.ranked |= self.live
-        self.live = set()
+            row.raw = row.raw or (row.latest.mean_logprob,) * len(self.rewards)
+            row.verdict = row.verdict or Verdict(row.latest.mean_logprob, vetoed=False)
 
-    def keep(self, kept: frozenset[int]) -> None:
+    def keep(self, kept: Collection[int]) -> None:
         """Remove all others from the ranking, and the texts of live ones among them."""
-        for number in self.live - kept:
-            known = self.latest[number]
-            self.latest[number] = Candidate(number, "", known.num_tokens, known.logprob)
-            self.tokens.drop(number)
-        self.ranked &= kept
-        self.live &= kept
+        for number, row in self.rows.items():
+            if number in kept or row.is_ranked_out:
+                continue
+            if row.is_live:
+                row.latest = Candidate(number, "", row.latest.num_tokens, row.latest.logprob)
+                row.drawn = ()
+            row.is_ranked_out = True
 
     def fork(self, forks: Forks) -> None:
         """Add new live candidates, which continue others: their texts, tokens and values so far."""
         for number, parent in forks.items():
-            self.latest[number] = replace(self.latest[parent], id=number)
-            self.raw[number], self.verdicts[number] = self.raw[parent], self.verdicts[parent]
-            self.forks[number] = parent, self.latest[parent].num_tokens
-            self.tokens.fork(number, parent)
-        self.live |= forks.keys()
+            of = self.rows[parent]
+            latest, inherited = replace(of.latest, id=number), of.latest.num_tokens
+            self.rows[number] = replace(of, latest=latest, parent=parent, inherited=inherited)
 
     def root(self, number: int) -> int:
         """The initial candidate that `number` descends from; itself if it is no fork."""
-        while number in self.forks:
-            number, _ = self.forks[number]
+        while (parent := self.rows[number].parent) is not None:
+            number = parent
         return number
-
-    def ended(self) -> list[int]:
-        """Ids of the finished candidates, ranked out or not."""
-        return [number for number, candidate in self.latest.items() if candidate.finish]
-
-    def answers(self) -> list[int]:
-        """Finished ids, best first."""
-        return self.ranking(self.ended())
 
     def best_text(self) -> str:
         """The text with the highest score so far, finished or live; vetoed only if all are."""
         best = self._best()
-        return self.latest[best].text if best is not None else ""
+        return self.rows[best].latest.text if best is not None else ""
 
     def trace(
-        self,
-        number: int,
-        ended: Round,
-        freed: int,
-        times_s: Sequence[float],
-        alpha: float,
-        forks: Forks,
-        discarded_tokens: int,
+        self, ended: Round, freed: int, times_s: Sequence[float], alpha: float, forks: Forks
     ) -> RoundTrace:
         """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
-        candidates, vetoed, best = ended.candidates, self.vetoed - self.lost, self._best()
+        candidates, num_live, best = ended.candidates, len(self.live), self._best()
         num_finished = sum(candidate.finish is not None for candidate in candidates)
         extend_ms, score_ms, prune_ms = ((end - begin) * 1e3 for begin, end in pairwise(times_s))
-        has_room = self.num_traced + len(candidates) + len(forks) <= MAX_TRACED
+        has_room = self._num_traced + len(candidates) + len(forks) <= MAX_TRACED
         fates = self._fates(candidates) if has_room else ()
         made = tuple(Fork(*fork) for fork in sorted(forks.items())) if has_room else ()
-        self.num_traced += len(fates) + len(made)
-        num_lost = len(self.lost) - sum(trace.num_lost for trace in self.rounds)
+        self._num_traced += len(fates) + len(made)
         trace = RoundTrace(
-            number=number,
+            number=len(self.rounds) + 1,
             decision_token=ended.num_tokens,
             ended_by=ended.ended_by,
             num_started=self.num_started,
             num_finished=num_finished,
-            num_rejected=self.num_started - num_finished - num_lost - len(self.live) + len(forks),
-            num_live=len(self.live),
-            best_score=self.verdicts[best].score if best is not None else 0.0,
+            num_rejected=self.num_started - num_finished - num_live + len(forks),
+            num_live=num_live,
+            best_score=0.0 if best is None else self.scores([best])[best],
             scores=tuple(fate.score for fate in fates),
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
-            generated_tokens=ended.num_new + ended.repeated_tokens + discarded_tokens,
-            discarded_tokens=discarded_tokens,
+            generated_tokens=ended.num_new,
             extend_ms=extend_ms,
             score_ms=score_ms,
             prune_ms=prune_ms,
-            num_vetoed=sum(c.finish is None and c.id in vetoed for c in candidates),
-            num_lost=num_lost,
+            num_vetoed=sum(not c.finish and self.rows[c.id].is_vetoed for c in candidates),
             alpha=alpha,
             candidates=fates,
             forks=made,
@@ -274,30 +280,13 @@ class RunState:
         self.rounds.append(trace)
         return trace
 
-    def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
-        """Scores and fates of a round's candidates after its cut, best first."""
-        finished = {candidate.id for candidate in candidates if candidate.finish}
-        vetoed, numbers = self.vetoed, [c.id for c in candidates if c.id not in self.lost]
-        scores, lengths = self.scores(numbers), {c.id: c.num_tokens for c in candidates}
-
-        def fate(number: int) -> Fate:
-            if number in finished:
-                return Fate.FINISHED
-            if number in self.live:
-                return Fate.KEPT
-            return Fate.VETOED if number in vetoed else Fate.REJECTED
-
-        return tuple(
-            CandidateTrace(number, scores[number], fate(number), lengths[number])
-            for number in self.ranking(numbers)
-        )
-
     def generation(self, num_candidates: int, total_ms: float) -> Generation:
-        chosen = tuple(self._ranked(number) for number in self.answers()[:num_candidates])
+        """The answer, with the best candidates, and what it took."""
+        chosen = tuple(map(self._answer, self.ranking(self.ended)[:num_candidates]))
         return Generation(
             candidates=chosen,
             rounds=tuple(self.rounds),
-            usage=_usage(self, chosen[0].num_tokens),
+            usage=self._usage(chosen[0].num_tokens),
             timings=Timings(
                 total_ms=total_ms,
                 open_ms=self.open_ms,
@@ -307,58 +296,86 @@ class RunState:
                 first_round_ms=self.first_round_ms,
             ),
             n=self.n,
-            # Several are joined: the request has moved to a backend of another version.
-            generator_fingerprint="+".join(sorted(self.made_by)),
+            generator_fingerprint=self.generator_fingerprint,
+            # Several are joined: a reward has moved to a service of another version.
             reward_fingerprint="+".join(
                 sorted(fingerprint_of(self.rewards, judges) for judges in self.judged_by)
             ),
             degradations=tuple(self.degradations),
             hurried=self.hurried,
             reduced=self.reduced,
-            relative_scores=self.compare
-            or any(reward.normalization.kind == "batch" for reward in self.rewards),
+            relative_scores=self.compare or self._is_relative,
         )
 
-    def _is_truncated(self, number: int) -> bool:
-        return self.latest[number].finish is FinishReason.LENGTH
+    @property
+    def _is_relative(self) -> bool:
+        """Whether a verdict depends on the other candidates' values."""
+        return any(reward.normalization.kind == "batch" for reward in self.rewards)
 
     def _best(self) -> int | None:
-        return next(iter(self.ranking({*self.ranked, *self.ended()})), None)
+        rows = self.rows.items()
+        scored = (n for n, row in rows if row.verdict and (row.has_ended or not row.is_ranked_out))
+        return next(iter(self.ranking(scored)), None)
 
-    def _ranked(self, number: int) -> RankedCandidate:
-        candidate = self.latest[number]
-        assert candidate.finish
-        ranked = RankedCandidate(
+    def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
+        """Scores and fates of a round's candidates after its cut, best first."""
+        lengths = {candidate.id: candidate.num_tokens for candidate in candidates}
+        scores = self.scores(lengths)
+        return tuple(
+            CandidateTrace(number, scores[number], self._fate(self.rows[number]), lengths[number])
+            for number in self.ranking(lengths)
+        )
+
+    def _fate(self, row: Row) -> Fate:
+        if row.has_ended:
+            return Fate.FINISHED
+        if row.is_live:
+            return Fate.KEPT
+        return Fate.VETOED if row.is_vetoed else Fate.REJECTED
+
+    def _answer(self, number: int) -> RankedCandidate:
+        row, texts = self.rows[number], self._token_texts
+        candidate, verdict = row.latest, row.verdict
+        assert candidate.finish and verdict
+        token_ids = tuple(chain.from_iterable(part.new_token_ids for part in row.drawn))
+        return RankedCandidate(
             id=number,
             text=candidate.text,
-            score=self.verdicts[number].score,
+            score=verdict.score,
             finish=candidate.finish,
             num_tokens=candidate.num_tokens,
             mean_logprob=candidate.mean_logprob,
-            rewards=self.raw[number],
-            vetoed=self.verdicts[number].vetoed,
+            rewards=row.raw,
+            vetoed=verdict.vetoed,
+            token_ids=token_ids,
+            logprobs=tuple(chain.from_iterable(part.new_logprobs for part in row.drawn)),
+            tokens=tuple(texts.get(token_id, b"") for token_id in token_ids),
+            top_logprobs=tuple(top for part in row.drawn for top in _top_logprobs(part, texts)),
         )
-        return self.tokens.completed(ranked) if self.tokens.is_kept else ranked
+
+    def _usage(self, answer_tokens: int) -> Usage:
+        rows = self.rows.values()
+        lengths = [row.latest.num_tokens for row in rows if row.has_ended]
+        mean_ended = sum(lengths) / len(lengths)
+        estimate = sum(
+            row.latest.num_tokens if row.has_ended else max(row.latest.num_tokens, mean_ended)
+            for row in rows
+            if row.parent is None
+        )
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=sum(row.latest.num_tokens - row.inherited for row in rows),
+            answer_tokens=answer_tokens,
+            reward_tokens=self.reward_tokens,
+            freed_slots=sum(trace.freed_slots for trace in self.rounds),
+            best_of_n_tokens_estimate=round(estimate),
+        )
 
 
-def _usage(state: RunState, answer_tokens: int) -> Usage:
-    candidates = state.latest.values()
-    ended = [c.num_tokens for c in candidates if c.finish is not None]
-    mean_ended = sum(ended) / len(ended)
-    estimate = sum(
-        c.num_tokens if c.finish else max(c.num_tokens, mean_ended)
-        for c in candidates
-        if c.id not in state.forks
-    )
-    inherited = sum(num_tokens for _, num_tokens in state.forks.values())
-    discarded = sum(trace.discarded_tokens for trace in state.rounds) + state.unused_tokens
-    generated = sum(c.num_tokens for c in candidates) - inherited + discarded
-    return Usage(
-        prompt_tokens=state.prompt_tokens,
-        generated_tokens=generated + state.repeated_tokens,
-        answer_tokens=answer_tokens,
-        discarded_tokens=discarded,
-        reward_tokens=state.reward_tokens,
-        freed_slots=sum(trace.freed_slots for trace in state.rounds),
-        best_of_n_tokens_estimate=round(estimate),
-    )
+def _top_logprobs(part: Candidate, texts: Mapping[int, bytes]) -> Iterator[TopLogprobs]:
+    """The most probable tokens at each step of a round, if the sampling has `top_logprobs`."""
+    pairs = zip(part.new_top_token_ids, part.new_top_logprobs, strict=False)
+    tokens = [TokenLogprob(i, texts.get(i, b""), value) for i, value in pairs]
+    count = max(1, len(tokens) // max(1, len(part.new_token_ids)))
+    for at in range(0, len(tokens), count):
+        yield TopLogprobs(tuple(tokens[at : at + count]))

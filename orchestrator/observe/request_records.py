@@ -66,6 +66,7 @@ class OpenRecord:
             case Admitted(n, prompt_tokens):
                 self._facts |= {"n": n, "prompt_tokens": prompt_tokens}
                 self._facts["opened_at_ms"] = self._now_ms()
+                self._rounds.clear()  # of a generator that was lost
             case RoundCompleted(trace):
                 self._add_round(self._now_ms() - _duration_ms(trace), trace)
             case Finished(generation, source):

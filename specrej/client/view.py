@@ -144,6 +144,7 @@ async def watch(events: AsyncGenerator[Event, None], console: Console) -> Genera
             async for event in events:
                 match event:
                     case Admitted():
+                        traces.clear()
                         n, head = event.n, f"{event.n} candidates, request {event.request_id}"
                         live.update(Text(head, "dim"))
                     case RoundCompleted():

@@ -15,7 +15,6 @@ class Degradation(Enum):
     REWARD = "reward"  # ranked by likelihood: a reward failed
     GENERATOR = "generator"  # the best complete answer so far: the generator failed
     DEADLINE = "deadline"  # the best truncated text: the deadline passed
-    CANDIDATES = "candidates"  # fewer candidates: one of several generators failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +99,8 @@ class RoundTrace:
     score_ms: float
     prune_ms: float
     num_vetoed: int = 0
-    num_lost: int = 0
     alpha: float = 0.0
     candidates: tuple[CandidateTrace, ...] = ()  # all that were scored, best first
-    discarded_tokens: int = 0  # grown beyond the decision token by what the cut rejected
     forks: tuple[Fork, ...] = ()  # made after the cut; `num_live` includes them
 
 
@@ -117,9 +114,6 @@ class Usage:
     reward_tokens: int
     freed_slots: int
     best_of_n_tokens_estimate: int
-    discarded_tokens: int = (
-        0  # of the generated ones: grown while scores were under way, then discarded
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +164,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Event: the session is open."""
+    """Event: the session is open. Sent again if the request starts again at another generator: its
+    rounds begin again, and text that was sent is not sent again."""
 
     n: int
     prompt_tokens: int

@@ -9,6 +9,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
+from specrej.contracts.errors import Unavailable
 from specrej.contracts.requests import Prompt, Sampling
 
 
@@ -78,20 +79,15 @@ class TokenText:
 class Round:
     """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
 
-    `num_tokens` is the token position reached by the live candidates. After the loss of a
-    generator, the candidates `lost` no longer exist, and `repeated_tokens` tokens were computed a
-    second time or are those of lost ones. `made_by` holds the fingerprints of the generators, if
-    known. With `logprobs`, `token_texts` has every token that the candidates name. `prompt_tokens`
-    is set only in the first round of a session that was opened without this number; else 0.
+    `num_tokens` is the token position reached by the live candidates. With `logprobs`,
+    `token_texts` has every token that the candidates name. `prompt_tokens` is set only in the first
+    round of a session that was opened without this number; else 0.
     """
 
     candidates: tuple[Candidate, ...]
     ended_by: RoundEnd
     num_tokens: int
     slots: SlotGauge
-    repeated_tokens: int = 0
-    lost: tuple[int, ...] = ()
-    made_by: frozenset[str] = frozenset()
     token_texts: tuple[TokenText, ...] = ()
     prompt_tokens: int = 0
 
@@ -130,7 +126,7 @@ class GeneratorDescription:
     sessions: int = 0
     waiting: int = 0
     auto_candidates: int = 0  # most of a session whose n is 0
-    auto_slots: int = 0  # most that such a session may own; 0: all
+    session_slots: int = 0  # most that one session may own; 0: all
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     whole_answers: bool = False  # every candidate ends in its first round: no early rejection
@@ -163,12 +159,17 @@ class RewardDescription:
     max_batch: int = 1024
 
 
+class GeneratorLost(Unavailable):
+    """The session ended with its generator; another generator can answer its request from the
+    beginning. Callers receive Unavailable."""
+
+
 class Session(Protocol):
     """One prompt, its candidates, and the KV slots they hold."""
 
     @property
     def n(self) -> int:
-        """Candidates at the start, with consecutive ids."""
+        """Candidates at the start; their ids are 0 .. n - 1."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -177,6 +178,10 @@ class Session(Protocol):
     @property
     def reduced(self) -> bool:
         """Whether N was left open, and the slots of other sessions made it smaller."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The generator's, or empty in a process without a port."""
 
     async def extend(self, until_tokens: int) -> Round:
         """Grow all live candidates to `until_tokens` new tokens.
@@ -195,27 +200,12 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StartedCandidate:
-    """A candidate with the tokens it has, and the sum of their log-probabilities."""
-
-    id: int
-    token_ids: tuple[int, ...]
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class SessionSpec:
     """What a generator opens: `n` candidates of a prompt; n = 0: as many as fit.
 
-    Ids are consecutive from `first_candidate_id`. A candidate's tokens depend on its id and not on
-    its session, so several sessions can generate what one would have. Sessions with equal salts
-    may share the KV of equal leading prompt tokens, others never do.
-
-    `started` candidates, if any, are all of the session's. Their tokens, of equal number, are
-    read, not drawn or reported; so a session goes on elsewhere with the same texts, although
-    another batch rounds otherwise. `adapter`: one of the generator's, or the model alone. While at
-    most `min_answers` candidates are live, no round of theirs ends because slots are full, unless
-    there are forks among them.
+    A candidate's tokens depend on the seed and its id, not on its session. Sessions with equal
+    salts may share the KV of equal leading prompt tokens, others never do. `adapter`: one of the
+    generator's, or empty for the model alone.
     """
 
     prompt: Prompt
@@ -223,10 +213,7 @@ class SessionSpec:
     sampling: Sampling
     first_round_tokens: int  # that every candidate must be able to reach before the first cut
     cache_salt: str = ""
-    first_candidate_id: int = 0
-    started: tuple[StartedCandidate, ...] = ()
     adapter: str = ""
-    min_answers: int = 1
 
     @property
     def first_tokens(self) -> int:
@@ -240,8 +227,8 @@ class Generator(Protocol):
     def open(self, spec: SessionSpec) -> AbstractAsyncContextManager[Session]:
         """A session; leaving the context frees its slots.
 
-        Waits until prompt, `n * first_round_tokens` and `min_answers` whole answers fit a share of
-        the slots.
+        Waits until the prompt and `n * first_round_tokens`, or one whole answer, fit a share of the
+        slots. While one candidate is live, no round ends because slots are full.
 
         Raises:
             InvalidRequest: it can never fit.

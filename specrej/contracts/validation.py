@@ -53,8 +53,6 @@ MAX_ITEMS: Mapping[str, int] = {
     "Sampling.bad_words": 64,
     "Schedule.tokens": MAX_DECISION_TOKENS,
     "Selection.rewards": MAX_REWARDS,
-    "OpenSession.started": MAX_BATCH,
-    "StartedCandidate.token_ids": 2**17,
     "PruneSession.keep": MAX_BATCH,
     "PruneSession.forks": MAX_BATCH,
     "ScoreRequest.responses": MAX_BATCH,

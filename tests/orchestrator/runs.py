@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -33,7 +32,7 @@ from specrej.contracts import (
     SessionSpec,
     WeightedReward,
 )
-from specrej.contracts.errors import Unavailable
+from specrej.contracts.errors import SpecrejError, Unavailable
 from tests.orchestrator.caching import Clock
 from tests.serving import turns
 
@@ -52,7 +51,7 @@ SCHEDULES = st.one_of(
 class FaultyGenerator(ToyGenerator):
     """A toy with its own clock, advanced by `token_s` per token.
 
-    Beyond so many tokens it breaks, hangs, or has the fingerprint "new" instead of "old".
+    Beyond so many tokens it breaks, with `error`, or hangs.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class FaultyGenerator(ToyGenerator):
         token_s: float = 0.0,
         breaks_at: int = NEVER,
         hangs_at: int = NEVER,
-        changes_at: int = NEVER,
+        error: type[SpecrejError] = Unavailable,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.clock = Clock()
         self.token_s = token_s
-        self.breaks_at, self.hangs_at, self.changes_at = breaks_at, hangs_at, changes_at
+        self.breaks_at, self.hangs_at, self.error = breaks_at, hangs_at, error
         self.num_broken = 0  # calls
 
     @asynccontextmanager
@@ -78,14 +77,13 @@ class FaultyGenerator(ToyGenerator):
                 nonlocal num_tokens
                 if until_tokens > self.breaks_at:
                     self.num_broken += 1
-                    raise Unavailable("gone")
+                    raise self.error("gone")
                 if until_tokens > self.hangs_at:
                     await asyncio.Event().wait()
                 ended = await extend(until_tokens)
                 self.clock.now_s += (ended.num_tokens - num_tokens) * self.token_s
                 num_tokens = ended.num_tokens
-                version = "new" if until_tokens > self.changes_at else "old"
-                return replace(ended, made_by=frozenset({version}))
+                return ended
 
             session.extend = faulty  # type: ignore[method-assign]
             yield session
@@ -223,7 +221,7 @@ def check_counts(generation: Generation, n: int) -> None:
     assert generation.usage.generated_tokens == sum(trace.generated_tokens for trace in rounds)
     if not num_forks:
         usage = generation.usage
-        assert usage.best_of_n_tokens_estimate >= usage.generated_tokens - usage.discarded_tokens
+        assert usage.best_of_n_tokens_estimate >= usage.generated_tokens
     for trace in rounds:
         if trace.ended_by is RoundEnd.SLOTS_FULL and trace.num_started > 1:
             assert trace.num_rejected + trace.num_finished >= 1

@@ -42,14 +42,6 @@ def test_reading_the_prompt_is_no_step() -> None:
     assert deadline.step_s(64) == pytest.approx(0.1)
 
 
-def test_a_move_to_another_generator_is_no_step() -> None:
-    """Guards against fewer candidates, or none, after ten seconds without a generator."""
-    deadline = controller(60.0)
-    deadline.note_stride(1, 1, 0, 11.0, is_typical=False)
-    assert deadline.step_s(64) == pytest.approx(0.1)
-    assert not deadline.is_over
-
-
 def test_finished_candidates_need_no_time() -> None:
     """Guards against rejecting the last live candidates because many finished ones are ranked."""
     assert controller(9.0).alpha(16, 64, 64, 0.1) > 0.1

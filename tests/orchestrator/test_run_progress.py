@@ -85,19 +85,6 @@ async def test_the_progress_of_many_candidates_comes_in_longer_strides(
     assert len(within) == num_strides
 
 
-@pytest.mark.usefixtures("at_once")
-async def test_an_answer_that_ends_while_it_is_scored_is_sent_whole() -> None:
-    """Guards against a last part of the text that only the answer has."""
-    for seed in range(8):
-        within: list[Progress | TextDelta] = []
-        alone = request(1, sampling={"seed": seed})
-        receiver = WithinRounds(within.append)
-        toy, scorer = ToyGenerator(end_every=20), LetterScorer("a", num_turns=100)
-        generation = await answer(alone, toy, scorer, overlaps=True, within=receiver)
-        text = "".join(event.text for event in within if isinstance(event, TextDelta))
-        assert text == generation.best.text
-
-
 async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
     """Guards against sent text that a stop text then takes back."""
     sent: list[Progress | TextDelta] = []

@@ -44,17 +44,6 @@ async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: W
         assert set(after.survivors) < set(before.survivors)
 
 
-@pytest.mark.usefixtures("at_once")
-async def test_growth_while_scores_are_under_way_changes_no_text(service: World) -> None:
-    """It is on by default for generators that do not compute on a CPU, such as the toy."""
-    message = small_request(selection={"return_candidates": 5})
-    waiting = await service.answer(message)
-    async with world(overlap_scoring=None) as other:
-        overlapping = await other.answer(message)
-    assert overlapping.usage.discarded_tokens > waiting.usage.discarded_tokens == 0
-    assert overlapping.candidates == waiting.candidates
-
-
 async def test_the_answer_is_the_best_candidate_and_usage_adds_up(service: World) -> None:
     reply = await service.answer(small_request(selection={"return_candidates": 5}))
     best = reply.candidates[0]

@@ -386,9 +386,8 @@ def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation)
 
     def words_of(number: int) -> list[str]:
         """The words that a candidate draws if it does not end."""
-        spec = contracts.SessionSpec(
-            user, 1, replace(sampling, ignore_eos=True), 1, salt, first_candidate_id=number
-        )
+        endless = replace(sampling, ignore_eos=True)
+        spec = contracts.SessionSpec(user, number + 1, endless, 1, salt)
         own = _alone(spec, 40).text.split()
         if number not in parents:
             return own
@@ -400,7 +399,7 @@ def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation)
         if words != words_of(ranked.id)[: ranked.num_tokens]:
             raise Violation(f"the text of another request: {ranked.text}")
         if ranked.id not in parents and not is_cut:
-            spec = contracts.SessionSpec(user, 1, sampling, 1, salt, first_candidate_id=ranked.id)
+            spec = contracts.SessionSpec(user, ranked.id + 1, sampling, 1, salt)
             version = generation.generator_fingerprint.removeprefix("toy-")
             if _alone(spec, int(version)).num_tokens != len(words):
                 raise Violation(f"the end of another version: {ranked.text}")
@@ -409,14 +408,17 @@ def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation)
 def _checked(events: Sequence[contracts.Event]) -> Generation:
     """The answer of a stream. Raises Violation: its events are not those of one request."""
     *earlier, last = events
+    begins = [at for at, event in enumerate(events) if isinstance(event, contracts.Admitted)]
     if not isinstance(last, contracts.Finished):
         raise Violation("the answer is not the last event")
     generation = last.generation
-    rounds = [event.trace for event in earlier if isinstance(event, contracts.RoundCompleted)]
+    # A request that has lost its generator is admitted again, and its rounds begin again.
+    answering = earlier[max(begins, default=0) :]
+    rounds = [event.trace for event in answering if isinstance(event, contracts.RoundCompleted)]
     if generation.cached:
         return generation
-    if not isinstance(events[0], contracts.Admitted) or events[0].n != generation.n:
-        raise Violation(f"the first event is {events[0]}")
+    if begins[:1] != [0] or {cast(Any, events[at]).n for at in begins} != {generation.n}:
+        raise Violation(f"admitted as events {begins}, or with another n")
     if tuple(rounds) != generation.rounds:
         raise Violation("the streamed rounds are not those of the answer")
     for one, other in pairwise(rounds):
@@ -430,10 +432,11 @@ def _checked(events: Sequence[contracts.Event]) -> Generation:
 
 @cache
 def _alone(spec: contracts.SessionSpec, end_every: int) -> contracts.Candidate:
-    """A candidate as the toy makes it alone and without cuts."""
+    """The last candidate, as the toy makes it alone and without cuts."""
 
     async def grown() -> Any:
         async with ToyGenerator(end_every=end_every).open(nodes.seeded(spec)) as session:
+            await session.prune([spec.n - 1])
             return (await session.extend(spec.sampling.max_tokens)).candidates[0]
 
     coroutine = grown()

@@ -41,7 +41,6 @@ LONG = {
 }
 # Fields that are not sent.
 LOCAL = {
-    c.Round: {"repeated_tokens", "lost", "made_by"},
     c.Finished: {"source"},
     c.JsonSchema: {"kind"},
     c.Regex: {"kind"},

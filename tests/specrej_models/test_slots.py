@@ -127,3 +127,8 @@ def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(collected)
         sys.setswitchinterval(interval)
+
+
+def test_capacity_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SlotLedger(0)

@@ -134,10 +134,7 @@ class OpenSession(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     FIRST_ROUND_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
-    FIRST_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    STARTED_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
-    MIN_ANSWERS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -147,16 +144,8 @@ class OpenSession(_message.Message):
     """
     cache_salt: _builtins.str
     """Prompt prefixes are shared only between sessions with equal salts; up to 128 characters."""
-    first_candidate_id: _builtins.int
-    """The id of the first candidate; 0 .. 1,000,000. A candidate's tokens depend on the seed and
-    its id, so sessions at several generators can generate what one session would have.
-    """
     adapter: _builtins.str
-    """A name of `adapters` in Describe: the candidates are its and the model's; empty: the model's."""
-    min_answers: _builtins.int
-    """The session's share always has room for the whole answers, of max_tokens each, of this many
-    live candidates; 1 .. the generator's limit; default 1.
-    """
+    """The LoRA adapter to generate with: a name of `adapters` in Describe; empty: the model alone."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -164,12 +153,6 @@ class OpenSession(_message.Message):
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """How tokens are drawn."""
-
-    @_builtins.property
-    def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartedCandidate]:
-        """Candidates that have tokens already, such as those of a lost session: they go on from there.
-        If set, they are all of the session's candidates, `n` of them.
-        """
 
     def __init__(
         self,
@@ -179,52 +162,15 @@ class OpenSession(_message.Message):
         sampling: _common_pb2.Sampling | None = ...,
         first_round_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
-        first_candidate_id: _builtins.int = ...,
-        started: _abc.Iterable[Global___StartedCandidate] | None = ...,
         adapter: _builtins.str = ...,
-        min_answers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers", "min_answers", b"min_answers", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "min_answers", b"min_answers", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "started", b"started"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__min_answers: _TypeAlias = _typing.Literal["min_answers"]  # noqa: Y015
-    _WhichOneofArgType__min_answers: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_answers) -> _WhichOneofReturnType__min_answers | None: ...
-
-Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
-
-@_typing.final
-class StartedCandidate(_message.Message):
-    """A candidate with the tokens it has, which the generator reads and does not draw."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
-    candidate_id: _builtins.int
-    """The candidate's id; 0 or more, in ascending order."""
-    cumulative_logprob: _builtins.float
-    """Sum of their log-probabilities, to which those of new tokens are added."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens; as many for every candidate, fewer than first_round_tokens and max_tokens."""
-
-    def __init__(
-        self,
-        *,
-        candidate_id: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        cumulative_logprob: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StartedCandidate: _TypeAlias = StartedCandidate  # noqa: Y015
+Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 
 @_typing.final
 class ExtendSession(_message.Message):
@@ -309,7 +255,7 @@ class SessionOpened(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     REDUCED_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates; their ids are first_candidate_id and those that follow."""
+    """Candidates; their ids are 0 .. n - 1. A candidate's tokens depend on the seed and its id."""
     prompt_tokens: _builtins.int
     """Tokens of the rendered prompt."""
     fingerprint: _builtins.str

@@ -23,8 +23,8 @@ from specrej.contracts import (
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator import runs
-from tests.orchestrator.services import Backend, generator_backend, reward_backend
 from tests.serving import until
+from tests.world import Backend, generator_backend, reward_backend
 
 C = TypeVar("C", FleetGenerator, FleetRewards)
 R = TypeVar("R", RemoteGenerator, RemoteRewards)

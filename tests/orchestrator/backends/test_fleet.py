@@ -19,7 +19,6 @@ from specrej.contracts.errors import Unavailable
 from specrej.remote import RemoteGenerator
 from tests.orchestrator import services
 from tests.orchestrator.backends.fleets import (
-    ONCE,
     PATIENT,
     ListedTargets,
     connect_generator,
@@ -27,8 +26,8 @@ from tests.orchestrator.backends.fleets import (
     target_of,
 )
 from tests.orchestrator.runs import PROMPT
-from tests.orchestrator.services import HeldGenerator, generator_backend
 from tests.serving import turns, until
+from tests.world import HeldGenerator, generator_backend
 
 SAMPLING = Sampling(max_tokens=8)
 
@@ -126,25 +125,6 @@ async def test_a_failed_connection_does_not_end_the_search() -> None:
         Fleet("generator", ListedTargets([server]), connect, str, PATIENT) as fleet,
     ):
         await until(lambda: fleet.counts()["serving"] == 1)
-
-
-async def test_a_cancelled_recall_leaves_no_task() -> None:
-    """Guards against one task per cancelled caller for as long as a backend is silent."""
-    toy = HeldGenerator()
-    gate = toy.gates["describe"]
-    async with generators(toy, settings=ONCE) as running:
-        await turns()
-        num_before = len(asyncio.all_tasks())
-        running.fleet.members()[0].suspect(Unavailable("no answer"))
-        recalling = await gate.hold(running.fleet.poll_not_serving())
-        num_during = len(asyncio.all_tasks()) - num_before
-        recalling.cancel()
-        await asyncio.wait({recalling})
-        await turns()
-        assert num_during > 2  # `recalling`, its poll, and the server's
-        # The server's may take a moment more, until the cancellation arrives.
-        assert len(asyncio.all_tasks()) - num_before <= num_during - 2
-        gate.open()
 
 
 async def test_a_session_opened_during_a_poll_counts_as_placed() -> None:

@@ -1,35 +1,32 @@
-"""Several generators as one: sessions find a place, and survive the loss of one generator."""
+"""Several generators as one: sessions find a place, and requests survive the loss of one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.generators import FleetGenerator
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Planner
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
-    NO_FORKS,
+    Admitted,
     Branching,
-    Forks,
+    Finished,
     Generation,
     GenerationRequest,
     GeneratorDescription,
     Prompt,
-    Pruned,
+    RoundCompleted,
     Sampling,
     Schedule,
     Selection,
-    Session,
     SessionSpec,
     WeightedReward,
 )
@@ -38,14 +35,13 @@ from specrej.security import Share
 from tests.orchestrator.backends.fleets import (
     PATIENT,
     QUICK,
-    RunningFleet,
     generators,
     request,
     target_of,
 )
-from tests.orchestrator.runs import PROMPT, FaultyGenerator, answer
-from tests.orchestrator.services import BOUND_S, HeldGenerator
+from tests.orchestrator.runs import PROMPT, FaultyGenerator, answer, events_of
 from tests.serving import until
+from tests.world import BOUND_S, HeldGenerator
 
 SAMPLING = Sampling(max_tokens=32, seed=7)
 SCORER = LikelihoodScorer()
@@ -58,7 +54,7 @@ def content(generation: Generation) -> list[object]:
         (trace.decision_token, trace.num_live, trace.num_finished, trace.candidates, trace.forks)
         for trace in generation.rounds
     ]
-    return [generation.candidates, rounds, generation.usage.best_of_n_tokens_estimate]
+    return [generation.candidates, rounds, generation.usage]
 
 
 def holder(toys: Sequence[HeldGenerator]) -> int:
@@ -73,60 +69,31 @@ def holder(toys: Sequence[HeldGenerator]) -> int:
 async def test_an_answer_does_not_change_if_its_generator_is_lost(
     verb: str, rounds_before: int, branching: Branching | None
 ) -> None:
-    """Token for token, forks included; and every generated token is counted."""
+    """Token for token, forks included; the events begin again."""
     of_twelve = request(12, branching=branching)
     undisturbed = await answer(of_twelve, ToyGenerator(), SCORER)
     assert bool(undisturbed.rounds[0].forks) == bool(branching)
     toys = [HeldGenerator(), HeldGenerator()]
     async with generators(*toys) as running:
-        moved = await _answer_without(of_twelve, running, toys, verb, rounds_before)
-    assert content(moved) == content(undisturbed)
-    assert moved.usage.generated_tokens >= undisturbed.usage.generated_tokens
-    assert sum(trace.generated_tokens for trace in moved.rounds) == moved.usage.generated_tokens
-    assert not moved.degraded
-
-
-class FewForks(HeldGenerator):
-    """Makes three forks at a time, as a generator whose slots are counted in blocks may."""
-
-    @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
-        async with super().open(spec) as session:
-            prune = session.prune
-
-            async def few(keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
-                pruned = await prune(keep, dict([*forks.items()][:3]))
-                refused = (*pruned.refused, *[*forks][3:])
-                return replace(pruned, refused=refused)
-
-            session.prune = few  # type: ignore[method-assign]
-            yield session
-
-
-@pytest.mark.parametrize(
-    ("new_toy", "rounds_before", "most_forks"),
-    [
-        (partial(HeldGenerator, max_candidates=8), 0, 9),
-        (partial(HeldGenerator, 4 + 8 * 8), 2, 9),
-        (FewForks, 0, 3),
-    ],
-    ids=["candidates", "slots", "blocks"],
-)
-async def test_forks_without_room_do_not_move(
-    new_toy: Callable[[], HeldGenerator], rounds_before: int, most_forks: int
-) -> None:
-    """Guards against a lost request if its generator, lost while it prunes, would have refused some
-    of the forks: no other has the room for them either. And against fewer forks than before."""
-    of_eight = request(8, branching=Branching(12, 2))
-    toys = [new_toy() for _ in range(3)]
-    async with generators(toys.pop()) as running:
-        undisturbed = await answer(of_eight, running.client, SCORER)
-    forks = [len(trace.forks) for trace in undisturbed.rounds if trace.forks]
-    assert min(forks) <= most_forks
-    assert new_toy is not FewForks or {*forks} == {3}
-    async with generators(*toys) as running:
-        moved = await _answer_without(of_eight, running, toys, "prune", rounds_before)
-    assert content(moved) == content(undisturbed)
+        answering = asyncio.ensure_future(events_of(of_twelve, running.client, SCORER))
+        await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
+        lost = holder(toys)
+        gate = toys[lost].gates[verb]
+        gate.shut()
+        for _ in range(rounds_before):
+            await gate.let_one()
+        await until(lambda: gate.held == 1)
+        await running.servers[lost].kill()
+        *events, finished = await answering
+        assert toys[1 - lost].is_idle
+    assert isinstance(finished, Finished)
+    assert content(finished.generation) == content(undisturbed)
+    assert not finished.generation.degraded
+    assert finished.generation.generator_fingerprint == "toy-40"
+    first, again = [at for at, event in enumerate(events) if isinstance(event, Admitted)]
+    assert (first, events[again]) == (0, events[0])
+    rounds = [event.trace for event in events[again + 1 :] if isinstance(event, RoundCompleted)]
+    assert tuple(rounds) == finished.generation.rounds
 
 
 @pytest.mark.parametrize("makes_whole_answers", [False, True])
@@ -142,64 +109,6 @@ async def test_whole_answers_that_failed_are_not_paid_for_again(
         with pytest.raises(Unavailable):
             await answer(request(8), running.client, SCORER)
     assert sum(toy.num_opened for toy in toys) == (1 if makes_whole_answers else 2)
-
-
-async def _answer_without(
-    any_request: GenerationRequest,
-    running: RunningFleet[FleetGenerator],
-    toys: Sequence[HeldGenerator],
-    verb: str,
-    rounds_before: int,
-) -> Generation:
-    """The answer of a request whose generator is killed in a call of `verb`."""
-    answering = asyncio.ensure_future(answer(any_request, running.client, SCORER))
-    await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
-    lost = holder(toys)
-    gate = toys[lost].gates[verb]
-    gate.shut()
-    for _ in range(rounds_before):
-        await gate.let_one()
-    await until(lambda: gate.held == 1)
-    await running.servers[lost].kill()
-    moved = await answering
-    assert toys[1 - lost].is_idle
-    return moved
-
-
-class OtherDraws(HeldGenerator):
-    """Draws other tokens in a session that began elsewhere."""
-
-    def open(self, spec: SessionSpec) -> Any:
-        seed = 8 if spec.started else spec.sampling.seed
-        return super().open(replace(spec, sampling=replace(spec.sampling, seed=seed)))
-
-
-async def test_survivors_keep_the_tokens_that_another_generator_would_not_draw() -> None:
-    """Guards a reader's text against the rounding of another batch."""
-    undisturbed = await answer(request(12), ToyGenerator(), SCORER)
-    toys = [OtherDraws(), OtherDraws()]
-    async with generators(*toys) as running:
-        moved = await _answer_without(request(12), running, toys, "prune", 0)
-    kept = undisturbed.rounds[0].decision_token
-    before, after = (
-        {c.id: c.text.split() for c in generation.candidates} for generation in (undisturbed, moved)
-    )
-    assert all(after[i][:kept] == before[i][:kept] for i in before)
-    assert after != before
-
-
-async def test_a_lost_session_without_candidates_begins_no_others() -> None:
-    toys = [HeldGenerator(), HeldGenerator()]
-    async with (
-        generators(*toys) as running,
-        running.client.open(SessionSpec(PROMPT, 4, SAMPLING, 8)) as session,
-    ):
-        await session.extend(8)
-        await session.prune([])
-        lost = holder(toys)
-        await running.servers[lost].kill()
-        assert (await session.extend(16)).candidates == ()
-        assert not toys[1 - lost].num_opened
 
 
 class LateGenerator(HeldGenerator):
@@ -247,15 +156,8 @@ async def test_a_silent_generator_is_lost() -> None:
         await until(lambda: running.counts == (2, 0, 0) and silent.is_idle and toys[0].is_idle)
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        ("none", "cannot be reached"),
-        ("too small", "no other has the room"),
-        ("full", "no other has the room"),
-    ],
-)
-async def test_a_lost_session_without_another_place_is_unavailable(other: str, reason: str) -> None:
+@pytest.mark.parametrize("other", ["none", "too small", "full"])
+async def test_a_lost_request_without_another_place_is_unavailable(other: str) -> None:
     """Guards against INVALID_ARGUMENT or RESOURCE_EXHAUSTED because a generator was lost."""
     large = HeldGenerator(end_every=10**6)
     small = HeldGenerator(1000 if other == "full" else 100, end_every=10**6)
@@ -270,11 +172,11 @@ async def test_a_lost_session_without_another_place_is_unavailable(other: str, r
         running = await stack.enter_async_context(generators(*toys))
         answering = await large.gates["extend"].hold(answer(large_request, running.client, SCORER))
         await running.servers[0].kill()
-        with pytest.raises(Unavailable, match=reason):
+        with pytest.raises(Unavailable, match="no other one"):
             await answering
 
 
-async def test_a_session_moves_once() -> None:
+async def test_a_request_starts_again_once() -> None:
     """Guards against a prompt that crashes its generator and is then sent to all others."""
     toys = [HeldGenerator() for _ in range(3)]
     gates = [toy.gates["extend"] for toy in toys]
@@ -293,34 +195,6 @@ async def test_a_session_moves_once() -> None:
         with pytest.raises(Unavailable):
             await asyncio.wait_for(answering, BOUND_S)
     assert toys[3 - first - second].num_opened == 0
-
-
-@pytest.mark.parametrize("verb", ["extend", "prune"])
-async def test_a_session_whose_move_failed_moves_no_more(verb: str) -> None:
-    """Guards the third generator where a run goes on after the failure, for one more cut."""
-    toys = [HeldGenerator(end_every=10**6) for _ in range(3)]
-    gates = [toy.gates["extend"] for toy in toys]
-    async with (
-        generators(*toys) as running,
-        running.client.open(SessionSpec(PROMPT, 4, SAMPLING, 32)) as session,
-    ):
-        await session.extend(4)
-        for gate in gates:
-            gate.shut()
-        growing = asyncio.ensure_future(session.extend(8))
-        for _ in range(2):
-            await until(lambda: any(gate.held for gate in gates))
-            lost = toys[holder(toys)]
-            await running.servers[toys.index(lost)].kill()
-            await until(lambda of=lost: of.is_idle)  # type: ignore[misc]
-        with pytest.raises(Unavailable):
-            await asyncio.wait_for(growing, BOUND_S)
-        for gate in gates:
-            gate.open()
-        again = session.extend(8) if verb == "extend" else session.prune([0], {4: 0})
-        with pytest.raises(Unavailable):
-            await asyncio.wait_for(again, BOUND_S)
-    assert sum(toy.num_opened for toy in toys) == 2
 
 
 @pytest.mark.parametrize("n", [4, 0])
@@ -360,12 +234,13 @@ async def test_the_description_adds_the_capacities() -> None:
     async with generators(first, second) as running:
         description, single = await running.client.describe(), await first.describe()
     assert description.slots.capacity == 500
-    assert description.max_candidates == 2 * single.max_candidates
+    assert description.max_candidates == single.max_candidates
+    assert description.session_slots == 300
     assert description.context_tokens == single.context_tokens
 
 
-async def test_a_request_whose_n_is_open_is_charged_for_one_generator() -> None:
-    """It runs at one generator, where a large n could be divided."""
+async def test_a_request_is_charged_for_one_generator() -> None:
+    """Guards against a charge for slots of all generators, of which it uses those of one."""
 
     async def charged(generator: Any, n: int) -> int:
         selection = Selection(n, rewards=(WeightedReward("likelihood"),))
@@ -375,25 +250,23 @@ async def test_a_request_whose_n_is_open_is_charged_for_one_generator() -> None:
 
     small, large = HeldGenerator(200), HeldGenerator(300)
     async with generators(small, large) as running:
-        together = running.client
-        assert await charged(together, 0) == await charged(large, 0)
-        assert await charged(together, 32) == await charged(large, 32) + 200
+        for n in (0, 32):
+            assert await charged(running.client, n) == await charged(large, n)
 
 
 @pytest.mark.parametrize(
-    ("small", "large_slots", "n", "max_opened"),
+    ("small", "n", "max_opened"),
     [
-        (HeldGenerator(max_candidates=8), 100_000, 9, 1),  # refused before it opens
-        (HeldGenerator(30), 4 + 9 * 32, 6, 2),
-        (HeldGenerator(4 + 3 * 32), 4 + 9 * 32, 9, 2),
-        (HeldGenerator(4 + 3 * 32), 4 + 9 * 32, 12, 6),  # only this one is split
+        (HeldGenerator(max_candidates=8), 9, 1),  # refused before it opens
+        (HeldGenerator(30), 6, 2),
+        (HeldGenerator(4 + 3 * 32), 9, 2),
     ],
 )
 async def test_a_refusal_of_a_small_generator_does_not_decide_for_a_large_one(
-    small: HeldGenerator, large_slots: int, n: int, max_opened: int
+    small: HeldGenerator, n: int, max_opened: int
 ) -> None:
     """In either order of the two, and with either refusal."""
-    large = HeldGenerator(large_slots)
+    large = HeldGenerator(4 + 9 * 32)
     async with generators(small, large) as running:
         for number in range(6):  # all meet at the same first one with a chance of 1 in 32
             prompt = Prompt.from_user(f"{number} of four words")

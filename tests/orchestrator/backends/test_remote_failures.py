@@ -21,8 +21,8 @@ from specrej.contracts.errors import InternalError, InvalidRequest, SpecrejError
 from specrej.contracts.status import DETAILS_TRAILER
 from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator.runs import PROMPT, answer, request
-from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, dead_port, whole
 from tests.serving import turns
+from tests.world import BOUND_S, HeldGenerator, World, dead_port, world
 
 
 async def test_a_refused_connection_is_unavailable() -> None:
@@ -73,7 +73,7 @@ async def test_a_generator_that_ends_between_two_commands_is_unavailable(num_tur
 
 
 async def _error_after(num_turns: int) -> type[SpecrejError] | None:
-    async with whole(HeldGenerator(end_every=10**9)) as service:
+    async with world(HeldGenerator(end_every=10**9)) as service:
         try:
             async with service.remote_generator.open(
                 SessionSpec(PROMPT, 4, Sampling(), 8)
@@ -91,7 +91,7 @@ async def _error_after(num_turns: int) -> type[SpecrejError] | None:
 
 @pytest.mark.parametrize("num_dropped", [1, 2])
 async def test_the_status_of_a_stream_refused_before_the_first_write(
-    service: Whole, num_dropped: int
+    service: World, num_dropped: int
 ) -> None:
     """Guards against UNAVAILABLE in place of the peer's status, which grpc drops if the stream ends
     before a write: the stream is started again until the status arrives."""
@@ -111,7 +111,7 @@ async def test_the_status_of_a_stream_refused_before_the_first_write(
     assert len(started) == num_dropped + 1
 
 
-async def test_an_internal_error_of_the_peer_is_not_tried_again(service: Whole) -> None:
+async def test_an_internal_error_of_the_peer_is_not_tried_again(service: World) -> None:
     """Guards against a defect of a backend that is met once per start of the stream."""
     started = []
 
@@ -141,7 +141,7 @@ class _BrokenCall:
         pass
 
 
-async def test_a_session_with_an_abandoned_command_is_unavailable(service: Whole) -> None:
+async def test_a_session_with_an_abandoned_command_is_unavailable(service: World) -> None:
     """Guards against CancelledError in a task that is not cancelled: the request had CANCELLED."""
     with pytest.raises(Unavailable, match="abandoned"):
         async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
@@ -149,7 +149,7 @@ async def test_a_session_with_an_abandoned_command_is_unavailable(service: Whole
             await session.prune([0])
 
 
-async def test_a_command_after_a_failed_one_has_its_status(service: Whole) -> None:
+async def test_a_command_after_a_failed_one_has_its_status(service: World) -> None:
     """Guards against UNAVAILABLE in place of the status of a stride ahead of a cut."""
     with pytest.raises(InvalidRequest):
         async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
@@ -159,7 +159,7 @@ async def test_a_command_after_a_failed_one_has_its_status(service: Whole) -> No
 
 
 async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
-    service: Whole,
+    service: World,
 ) -> None:
     """Guards against an error in place of a complete answer."""
     answering = await service.generator.gates["close"].hold(

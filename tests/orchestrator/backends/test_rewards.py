@@ -15,8 +15,8 @@ from specrej.contracts import Candidate, Prompt, Schedule, Scores
 from specrej.contracts.errors import NotFound, Overloaded, SpecrejError, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, request, reward_services, target_of
 from tests.orchestrator.runs import PROMPT, answer
-from tests.orchestrator.services import HeldReward
 from tests.serving import until
+from tests.world import HeldReward
 
 CANDIDATES = (Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0))
 
