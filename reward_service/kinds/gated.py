@@ -78,14 +78,7 @@ def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
         "A gated sum of several objectives' rewards for the response as the assistant's turn."
     )
     return CausalReward(
-        spec,
-        resources,
-        description,
-        model,
-        head,
-        score,
-        marks=marks,
-        conversation=conversation,
+        spec, resources, description, model, head, score, marks=marks, conversation=conversation
     )
 
 

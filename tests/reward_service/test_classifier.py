@@ -19,7 +19,6 @@ from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service.tiny import (
     BOS,
     CONFIGS,
-    CONTEXT,
     EOS,
     PAD,
     PROMPT,
@@ -72,15 +71,6 @@ def test_prompt_is_all_of_its_turns_and_raw_text_is_one_user_message(classifier:
     earlier = (Message("user", "Hi"), Message("assistant", "Hello"))
     longer = Prompt(messages=(*earlier, *PROMPT.messages))
     assert score(reward, longer, ["no"]).values != score(reward, PROMPT, ["no"]).values
-
-
-def test_last_tokens_count_if_prompt_and_response_are_too_long(classifier: Path) -> None:
-    """Guards against positions after the model's last, and against cutting what differs."""
-    reward = load("classifier", classifier)
-    assert reward.conversation.max_tokens == CONTEXT
-    scores = score(reward, PROMPT, ["a" * 1000, "a" * 1000 + "b"])
-    assert scores.computed_tokens == 2 * CONTEXT
-    assert scores.values[0] != scores.values[1]
 
 
 def test_a_response_of_megabytes_is_cut_before_it_is_tokenized(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -27,15 +26,6 @@ def test_model_is_placed_whole_and_readable_by_others(tmp_path: Path) -> None:
     embedded.place(directory)
     assert os.path.samestat(directory.stat(), before)
     assert directory.stat().st_mtime_ns == before.st_mtime_ns
-
-
-def test_files_are_copied_where_links_are_impossible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("cross-device link")))
-    (tmp_path / "relevance").mkdir()  # an empty directory is filled
-    embedded.place(tmp_path / "relevance")
-    assert (tmp_path / "relevance" / "model.safetensors").stat().st_nlink == 1
 
 
 def test_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from transformers import (
     RobertaConfig,
 )
 
-from reward_service.kinds import encoder
 from reward_service.kinds.encoder import plan
 from reward_service.reward import score
 from specrej.contracts import Message, Prompt
@@ -120,14 +119,6 @@ def test_tokens_are_counted_once_per_different_text_without_padding(reward: Any)
     assert score(reward, prompt, ["oven", "oven", "bread"]).computed_tokens == 6
     assert score(reward, prompt, ["oven", "oven and dough"]).computed_tokens == 11
     assert score(reward, prompt, ["oven " * 1000]).computed_tokens == 3 + 256
-
-
-def test_length_limit_is_in_the_fingerprint(
-    minilm: Path, reward: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert load("relevance", minilm, name="other").fingerprint == reward.fingerprint
-    monkeypatch.setattr(encoder, "MAX_TOKENS", 128)
-    assert load("relevance", minilm).fingerprint != reward.fingerprint
 
 
 def save_cross_encoder(directory: Path, config: Any) -> Path:

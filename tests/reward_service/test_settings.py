@@ -111,16 +111,6 @@ def not_a_number(prompt: Any, texts: list[str]) -> list[float]:
     return [math.nan for _ in texts]
 
 
-def test_help_lists_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        load(RewardSettings, ["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "SPECREJ_REWARD_" in text
-    for spec in get_args(get_args(RewardSpec)[0]):
-        assert spec.model_fields["kind"].default in text.replace(",", "").split()
-
-
 def test_documentation_lists_every_option() -> None:
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     lines = text.splitlines()

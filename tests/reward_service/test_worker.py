@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import CancelledError
@@ -173,19 +171,6 @@ async def test_one_whole_batch_of_a_pass_fails_alone() -> None:
         assert isinstance(results[1], InvalidRequest)
         assert [isinstance(scores, Scores) for scores in results] == [True, False, True]
         assert sorted(reward.texts) == ["!", "Hello.", "a", "b"]
-
-
-def test_modules_without_models_import_neither_grpc_nor_torch() -> None:
-    """Guards experiments on machines without grpc, and the start of services without models."""
-    code = (
-        "import sys\n"
-        "from reward_service import embedded, reward, settings, specs, worker\n"
-        "from reward_service.kinds import toy\n"
-        "heavy = {'torch', 'transformers', 'grpc', 'google.protobuf'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 async def test_session_is_closed_when_it_ends() -> None:
