@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reward_service.kinds.classifier import load_classifier
 from reward_service.reward import score
 from reward_service.specs import ClassifierSpec, Resources
 from specrej.contracts import Prompt
@@ -49,7 +50,7 @@ def test_the_trained_reward_is_served_and_prefers_the_chosen_answer(tmp_path: Pa
     assert after["accuracy"] == 1.0
     assert after["loss"] < 0.5 * before["loss"]
 
-    reward = ClassifierSpec(name="mine", directory=out).load(Resources())
+    reward = load_classifier(ClassifierSpec(name="mine", directory=out), Resources())
     answers = [GOOD.format(8), BAD]
     chosen, rejected = score(reward, Prompt.from_user("What is 7 plus one?"), answers).values
     assert chosen - rejected > (before["margin"] + after["margin"]) / 2
