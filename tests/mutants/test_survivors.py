@@ -1,0 +1,83 @@
+"""Bugs that the suite once missed, each caught by the smallest test that sees it."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from gateway.completions import Answer
+from orchestrator.loop.deadline import DeadlineController
+from orchestrator.loop.scoring import RequestScorer
+from reward_service import conversation
+from specrej import contracts as c
+from specrej.contracts import Candidate, FinishReason, Prompt, Sampling, Scores
+from specrej.contracts.validation import check_sampling
+from specrej.security import append_line, new_token, revoke
+
+
+async def test_tokens_of_two_rewards_are_added() -> None:
+    @asynccontextmanager
+    async def scorer(number: int) -> Any:
+        async def score(candidates: Sequence[Candidate]) -> Scores:
+            return Scores((0.5,) * len(candidates), number, f"reward {number}")
+
+        yield SimpleNamespace(score=score)
+
+    scorers: list[Any] = [lambda _: scorer(3), lambda _: scorer(5)]
+    async with RequestScorer(scorers, Prompt.from_user("Why?")) as both:
+        scored = await both.score([Candidate(0, "a", 1, -1.0, FinishReason.STOP)])
+    assert scored.computed_tokens == 3 + 5
+
+
+def test_the_time_of_a_batch_is_divided_among_its_candidates() -> None:
+    """Of 100 candidates scored in 5 s, one takes 0.05 s: there is time for another step."""
+    now_s = 0.0
+    deadline = DeadlineController(lambda at: at + 16, 64, 10.0, lambda: now_s)
+    for _ in range(2):
+        deadline.note_stride(100, 1, 0, 0.1)
+    deadline.note_scoring(100, 5.0)
+    now_s = 8.0
+    assert not deadline.is_over
+
+
+def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
+    limit = 2 * conversation.MAX_TOKEN_CHARACTERS
+    turns: Any = SimpleNamespace(_conversation=SimpleNamespace(max_tokens=2))
+    read = conversation.Turns.last_part(turns, "beginning" * limit + "end" * limit)
+    assert len(read) >= limit and "beginning" not in read
+
+
+def test_greedy_candidates_of_open_number_are_refused() -> None:
+    """n = 0 means as many as fit, which would all be equal."""
+    for n, num_violations in ((0, 1), (1, 0), (2, 1)):
+        found = [*check_sampling(Sampling(temperature=0.0, max_tokens=8), n, 100, 100)]
+        assert len(found) == num_violations, (n, found)
+
+
+def test_a_revocation_keeps_the_mode_of_a_tokens_file(tmp_path: Path) -> None:
+    """Guards against a file of mode 600, which a service of another user cannot read."""
+    path = tmp_path / "tokens.jsonl"
+    for tenant in ("one", "two"):
+        append_line(path, new_token(tenant)[1])
+    path.chmod(0o640)
+    assert revoke(path, "one") == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
+    """Of tokens of different lengths: of equal ones, the offsets of other tokens look alike."""
+    candidate = c.RankedCandidate(
+        *(0, "abcdef", 0.5, FinishReason.STOP, 3, -1.0),
+        token_ids=(1, 2, 3),
+        logprobs=(-1.0, -1.0, -1.0),
+        tokens=(b"ab", b"cde", b"f"),
+    )
+    usage = c.Usage(1, 3, 3, 0, 0, 3)
+    generation = c.Generation((candidate,), (), usage, c.Timings(), 1)
+    answer: Any = Answer("model", 1, is_chat=False, logprobs=True).whole(generation)
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
