@@ -15,7 +15,7 @@ from orchestrator.loop.scoring import RequestScorer
 from reward_service import conversation
 from specrej import contracts as c
 from specrej.contracts import Candidate, FinishReason, Prompt, Sampling, Scores
-from specrej.contracts.validation import check_sampling
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS, check_sampling
 from specrej.security import append_line, new_token, revoke
 
 
@@ -45,7 +45,7 @@ def test_the_time_of_a_batch_is_divided_among_its_candidates() -> None:
 
 
 def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
-    limit = 2 * conversation.MAX_TOKEN_CHARACTERS
+    limit = 2 * MAX_TOKEN_CHARACTERS
     turns: Any = SimpleNamespace(_conversation=SimpleNamespace(max_tokens=2))
     read = conversation.Turns.last_part(turns, "beginning" * limit + "end" * limit)
     assert len(read) >= limit and "beginning" not in read
