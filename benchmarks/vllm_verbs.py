@@ -23,6 +23,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from benchmarks.engines import WorkerProcess, generating
 from benchmarks.harness import (
     MODEL,
     SETTLE_S,
@@ -34,10 +35,8 @@ from benchmarks.harness import (
     rounded,
     run_cases,
 )
-from benchmarks.workers.engines import all_engines
-from benchmarks.workers.process import WorkerProcess
 from experiments.replay import decision_tokens
-from specrej.contracts import Schedule
+from specrej.client.options import parse_schedule
 
 # Names of results that differ from the names of their runs.
 _NAMES = {"verbs": "whole", "verbs_cut": "cut"}
@@ -113,7 +112,7 @@ def _workers(arguments: argparse.Namespace) -> Iterator[tuple[str, WorkerProcess
     most = max(arguments.n)
     # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
     slots = most * (arguments.new + 64) + 4 * arguments.words + 64
-    engines = {engine.name: engine for engine in all_engines(arguments.model, slots, 1024, most)}
+    engines = {engine.name: engine for engine in generating(arguments.model, slots, 1024, most)}
     more = json.loads(arguments.vllm_options)
     bare = engines["vllm"]
     verbs = bare.behind_verbs(arguments.model, slots, most)
@@ -137,7 +136,7 @@ def _measure(
     prompt = " ".join(words)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     bare = partial(_bare, workers["bare"], len(tokenizer.encode(prompt).ids), numbers)
-    cuts = decision_tokens(Schedule(first=16), arguments.new)
+    cuts = decision_tokens(parse_schedule("geometric:16,2"), arguments.new)
     cases = {"": Case(n, (arguments.new,)), "_cut": Case(n, (*cuts, arguments.new))}
     runs, tokens = {}, {}
     for suffix, case in cases.items():

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import json
+import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from experiments import commands
-from experiments.collect import DEFAULT_CHUNK, CollectError
-from experiments.prompts import DEFAULT_PROMPTS
-from experiments.studies.plans import DOUBLING
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table as TextTable
+
+from experiments import branching as branchings
+from experiments import collect as collecting
+from experiments.json_lines import Line
+from experiments.models import Models, in_process, remote
+from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
+from experiments.replay import Replayer, Setting
+from experiments.settings import Settings, default_grid
+from experiments.statistics import Estimate, kendall, mean, shown
+from experiments.trajectories import Store, Trajectories, load
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej import threads
 from specrej.client.options import parse_branching, parse_schedule
-from specrej.contracts import Branching
+from specrej.contracts import Branching, FinishReason
 from specrej.contracts.errors import SpecrejError
 
 _ROOT = Path("build/experiments")
-_TRAJECTORIES = _ROOT / "trajectories"
 _RESUME = "Stop it at any time: the same command continues with what is missing."
 
 
@@ -27,148 +43,93 @@ def main() -> None:
     """Run one command; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="specrej experiment", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_run, _collect, _replay, _recommend, _live, _branching):
-        add(subparsers)
+
+    def add(name: str, command: Any, text: str) -> argparse.ArgumentParser:
+        added = subparsers.add_parser(name, help=text, description=_RESUME)
+        added.set_defaults(command=command)
+        return added
+
+    whole = add("run", _run, "collect what is missing, replay all settings, branch, and report")
+    _add_collection(whole, _ROOT)
+    whole.add_argument(
+        "--lengths",
+        type=_numbers,
+        default=(),
+        help="also study these smaller token limits, by comma: the same answers, cut off",
+    )
+    whole.add_argument("--no-branching", action="store_true", help="leave out live requests")
+    _add_systems(whole)
+    _add_collection(
+        add("collect", _collect, "generate and score all answers of every prompt"),
+        _ROOT / "trajectories",
+    )
+    replay = add("replay", _replay, "regret and correlation of one setting, without a model")
+    replay.add_argument("--trajectories", type=Path, default=_ROOT / "trajectories")
+    replay.add_argument("--reward", default=LIKELIHOOD)
+    replay.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
+    replay.add_argument("--alpha", type=float, default=0.5)
+    replay.add_argument("--schedule", type=parse_schedule, default=parse_schedule("geometric:16,2"))
+    replay.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
+    replay.add_argument(
+        "--snap",
+        action="store_true",
+        help="where full slots end a round off the grid, end it at the position before",
+    )
+    replay.add_argument(
+        "--reward-alone", action="store_true", help="do not prefer complete answers"
+    )
+    forks = add("branching", _branching, "forks of survivors against rejection, on live requests")
+    forks.add_argument("--out", type=Path, default=_ROOT)
+    _add_prompts(forks)
+    _add_systems(forks)
     arguments = parser.parse_args()
     threads.bound_spinning()
     try:
         asyncio.run(arguments.command(arguments))
-    except (CollectError, SpecrejError, OSError, ValueError) as error:
+    except (collecting.CollectError, SpecrejError, OSError, ValueError) as error:
         parser.exit(1, f"specrej experiment: {error}\n")
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
         parser.exit(130)
 
 
-def _run(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "run",
-        help="collect what is missing, replay all settings, and write the report",
-        description=_RESUME,
-    )
-    _add_collection(parser, _ROOT)
-    parser.add_argument(
-        "--lengths",
-        type=_numbers,
-        default=(),
-        help="also study these smaller token limits, by comma: the same answers, cut off",
-    )
-    parser.add_argument("--live", type=Path, help="output of live: seconds of real requests")
-    parser.set_defaults(command=commands.run_all)
-
-
-def _collect(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "collect", help="generate and score all answers of every prompt", description=_RESUME
-    )
-    _add_collection(parser, _TRAJECTORIES)
-    parser.set_defaults(command=commands.collect)
-
-
-def _replay(subparsers: Any) -> None:
-    parser = subparsers.add_parser("replay", help="one setting on all prompts, without a model")
-    _add_source(parser)
-    parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
-    parser.add_argument("--alpha", type=float, default=0.5)
-    parser.add_argument("--schedule", type=parse_schedule, default=DOUBLING, help="as of generate")
-    parser.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
-    parser.add_argument(
-        "--snap",
-        action="store_true",
-        help="where full slots end a round off the grid, end it at the position before",
-    )
-    _add_objective(parser)
-    parser.set_defaults(command=commands.replay)
-
-
-def _recommend(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "recommend",
-        help="the best settings by budget, and whether they are ahead of Best-of-N",
-        description="Settings are chosen on one half of the prompts and judged on the other.",
-    )
-    _add_source(parser)
-    _add_objective(parser)
-    parser.set_defaults(command=commands.recommend)
-
-
-def _live(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "live", help="time real requests, and compare them with replays", description=_RESUME
-    )
-    parser.add_argument("--trajectories", type=Path, default=_TRAJECTORIES)
-    parser.add_argument("--out", type=Path, default=_ROOT / "live.jsonl")
-    parser.add_argument("--limit", type=int, default=3, help="number of prompts; 0: all")
-    parser.add_argument("--n", type=_numbers, default=(8, 64), help="numbers, by comma")
-    parser.add_argument("--alpha", type=float, action="append", help="repeatable; default 0.5")
-    parser.add_argument(
-        "--schedule",
-        type=parse_schedule,
-        action="append",
-        help="repeatable; default geometric:16,2",
-    )
-    _add_objective(parser)
-    _add_models(parser)
-    parser.set_defaults(command=commands.live)
-
-
-def _branching(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "branching",
-        help="tokens, seconds and rewards of forks against rejection alone, on live requests",
-        description=_RESUME,
-    )
-    parser.add_argument("--out", type=Path, default=_ROOT / "branching.jsonl")
-    parser.add_argument("--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS])
-    parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--rewards", default="relevance,harmless", help="by comma")
-    parser.add_argument("--n", type=_numbers, default=(16, 32, 64, 128), help="of rejection alone")
-    parser.add_argument("--start", type=int, default=32, help="candidates before the first forks")
-    parser.add_argument("--branching", type=parse_branching, nargs="+", default=[Branching()])
-    parser.add_argument("--seed", type=int, default=1, help="of prompt 0; prompt i adds i")
-    _add_models(parser)
-    parser.set_defaults(command=commands.branching)
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trajectories", type=Path, default=_TRAJECTORIES, help="directory")
-    parser.add_argument("--reward", default=LIKELIHOOD)
-
-
-def _add_objective(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--reward-alone", action="store_true", help="do not prefer complete answers"
-    )
-
-
-def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
-    parser.add_argument("--out", type=Path, default=out, help="directory")
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS], help="JSON or JSON lines"
     )
     parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
-    parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens per candidate")
-    parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
     parser.add_argument(
         "--rewards", default="relevance,harmless", help="by comma; likelihood is added"
     )
+    parser.add_argument("--seed", type=int, default=1, help="of prompt 0; prompt i adds i")
+    parser.add_argument("--kv-slots", type=int, default=0, help="in-process; 0: from memory")
+    parser.add_argument("--generator-address", default="", help="HOST:PORT; default: in-process")
+    parser.add_argument("--reward-address", default="127.0.0.1:50052")
+
+
+def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
+    parser.add_argument("--out", type=Path, default=out, help="directory")
+    _add_prompts(parser)
+    parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
+    parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer")
     parser.add_argument("--min-tokens", type=int, default=0)
     parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--seed", type=int, default=1, help="of prompt 0; prompt i adds i")
-    parser.add_argument("--chunk", type=int, default=DEFAULT_CHUNK, help="candidates per session")
-    _add_models(parser)
+    parser.add_argument(
+        "--chunk", type=int, default=collecting.DEFAULT_CHUNK, help="candidates per session"
+    )
 
 
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kv-slots", type=int, default=0, help="in-process; 0: from memory")
-    parser.add_argument("--generator-address", default="", help="HOST:PORT; default: in-process")
-    parser.add_argument("--reward-address", default="127.0.0.1:50052")
+def _add_systems(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rejection", type=_numbers, default=(16, 32, 64, 128), help="N of rejection alone"
+    )
+    parser.add_argument("--start", type=int, default=32, help="candidates before the first forks")
+    parser.add_argument("--branching", type=parse_branching, nargs="+", default=[Branching()])
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -177,6 +138,217 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError("must be numbers of 1 or more, separated by commas")
     return tuple(map(int, parts))
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    """Collect what is missing, study, branch and report.
+
+    The output directory holds trajectories/, report/ and branching.jsonl.
+    """
+    # Imported here, since charts need matplotlib and the other commands do not.
+    from experiments import frames, report
+
+    root, grid = arguments.out, _collection_settings(arguments).grid
+    if off_grid := sorted({*arguments.lengths} - {*grid}):
+        raise ValueError(f"--lengths {off_grid}: not of the grid, {', '.join(map(str, grid))}")
+    arguments.out = root / "trajectories"
+    await _collect(arguments)
+    prompts, head = load(arguments.out), Store(arguments.out).head() or {}
+    sets = [
+        frames.frames_of(name, of_length, reward)
+        for name, of_length in by_length(prompts, arguments.lengths)
+        for reward in prompts[0].reward_names
+    ]
+    for study in report.write(sets, root / "report", _notes(head)):
+        _print(study.caption, study.table)
+    if not arguments.no_branching:
+        arguments.out = root
+        await _branching(arguments)
+    print(json.dumps({"report": str(root / "report/report.html")}))
+
+
+def by_length(
+    prompts: Sequence[Trajectories], lengths: Sequence[int]
+) -> list[tuple[str, tuple[Trajectories, ...]]]:
+    """The collection under every limit below its own, then under its own; rising."""
+    whole = min(prompt.max_tokens for prompt in prompts)
+    limits = sorted(length for length in lengths if length < whole)
+    sets = [(limit, tuple(prompt.shortened(limit) for prompt in prompts)) for limit in limits]
+    return [(f"{limit} tokens", group) for limit, group in [*sets, (whole, tuple(prompts))]]
+
+
+def _notes(head: Line) -> dict[str, str]:
+    """Provenance for the report, from the first line of a collection."""
+
+    def joined(key: str) -> str:
+        return ", ".join(f"{name} {value}" for name, value in head.get(key, {}).items())
+
+    return {
+        "collected": str(head.get("date", "")),
+        "machine": joined("machine"),
+        "model": str(head.get("identity", {}).get("model", "")),
+        "settings": joined("settings"),
+        "command": "specrej experiment " + " ".join(sys.argv[1:]),
+    }
+
+
+async def _collect(arguments: argparse.Namespace) -> None:
+    settings = _collection_settings(arguments)
+    if arguments.chunk < 1:
+        raise ValueError("--chunk must be at least 1")
+    items = read_prompts(arguments.prompts, arguments.limit)
+    store = Store(arguments.out)
+    if remaining := collecting.missing(store, settings, items):
+        async with _models(arguments, settings.rewards) as models:
+            with _progress(len(remaining), settings.n * settings.max_tokens) as progress:
+                await collecting.collect(store, settings, items, models, progress, arguments.chunk)
+
+
+def _collection_settings(arguments: argparse.Namespace) -> Settings:
+    """The settings that the flags set; raises ValueError as Settings does."""
+    values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    values |= {
+        "grid": arguments.grid or default_grid(arguments.max_tokens),
+        "rewards": tuple(name for name in _names(arguments.rewards) if name != LIKELIHOOD),
+        "stop": tuple(arguments.stop),
+    }
+    return Settings(**values)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in map(str.strip, text.split(",")) if name)
+
+
+def _models(
+    arguments: argparse.Namespace, rewards: Sequence[str]
+) -> AbstractAsyncContextManager[Models]:
+    if arguments.generator_address:
+        return remote(rewards, arguments.generator_address, arguments.reward_address)
+    return in_process(rewards, arguments.kv_slots)
+
+
+@contextmanager
+def _progress(num_prompts: int, tokens_per_prompt: int) -> Iterator[collecting.Progress]:
+    """A progress bar and a line per prompt, on stderr."""
+    console = Console(stderr=True)
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn()),
+        *(TextColumn("{task.percentage:5.1f} %"), TimeElapsedColumn()),
+        *(TimeRemainingColumn(), TextColumn("left")),
+    )
+    # The estimate is over a long period, since prompts differ in the lengths of their answers.
+    with Progress(*columns, console=console, speed_estimate_period=1e6) as bar:
+        task = bar.add_task(f"{num_prompts} prompts", total=num_prompts * tokens_per_prompt)
+        numbers = itertools.count(1)
+
+        def done(item: Item, trajectories: Trajectories, seconds: float) -> None:
+            console.print(
+                f"[{next(numbers)}/{num_prompts}] {item.id}: {trajectories.n} answers, "
+                f"{int(trajectories.num_tokens.sum()):,} tokens, "
+                f"{trajectories.finished.mean():.0%} complete, {seconds:.0f} s",
+                highlight=False,
+                markup=False,
+            )
+
+        yield collecting.Progress(lambda tokens: bar.advance(task, tokens), done)
+
+
+async def _replay(arguments: argparse.Namespace) -> None:
+    """One setting on all prompts: its regret, and Kendall's tau at its decision tokens."""
+    prompts = load(arguments.trajectories, arguments.reward)
+    setting = Setting(
+        arguments.n or min(prompt.n for prompt in prompts),
+        arguments.alpha,
+        arguments.schedule,
+        arguments.reward,
+        arguments.slots,
+        snap=arguments.snap,
+        prefer_complete=not arguments.reward_alone,
+    )
+    rows: list[dict[str, Any]] = []
+    rounds = []
+    taus: dict[int, list[float]] = {}
+    for prompt in prompts:
+        replayer = Replayer(prompt, setting.reward)
+        run = replayer.run(setting)
+        row = {
+            "prompt": prompt.prompt_id,
+            "answer": run.answer,
+            "score": run.score,
+            "complete": "yes" if run.finish is FinishReason.STOP else "no",
+            "highest score": run.highest,
+            "regret": run.regret,
+            "tokens": run.generated_tokens,
+            "Best-of-N's": run.best_of_n_tokens,
+        }
+        rows.append(row)
+        rounds.append([(trace.decision_token, len(trace.survivors)) for trace in run.rounds])
+        for trace in run.rounds[:-1]:
+            growing = prompt.num_tokens > trace.decision_token
+            partial = replayer.partial(trace.decision_token)[growing]
+            tau = kendall(partial, replayer.final[growing])
+            taus.setdefault(trace.decision_token, []).append(tau)
+    _print(setting.name, pd.DataFrame(rows))
+    correlations = {at: mean(values) for at, values in sorted(taus.items())}
+    tau_rows = [
+        {"decision token": at, "Kendall tau (95 %)": tau} for at, tau in correlations.items()
+    ]
+    _print("Kendall's tau of partial and final scores", pd.DataFrame(tau_rows))
+    result = {
+        "setting": setting.name,
+        "regret": mean([row["regret"] for row in rows]),
+        "correlation": correlations,
+        "prompts": [row | {"rounds": of} for row, of in zip(rows, rounds, strict=True)],
+    }
+    print(json.dumps(_plain(result)))
+
+
+async def _branching(arguments: argparse.Namespace) -> None:
+    """Branching against Speculative Rejection, on live requests."""
+    names = _names(arguments.rewards)
+    if not names:
+        raise ValueError("--rewards must name a reward")
+    settings = Settings(
+        max_tokens=arguments.max_tokens,
+        grid=default_grid(arguments.max_tokens),
+        rewards=names,
+        seed=arguments.seed,
+    )
+    systems = [branchings.System(n) for n in sorted(arguments.rejection)]
+    systems += [branchings.System(arguments.start, forks) for forks in arguments.branching]
+    items = read_prompts(arguments.prompts, arguments.limit)
+    served = tuple(dict.fromkeys(name for name in names if name != LIKELIHOOD))
+    async with _models(arguments, served) as models:
+        path = arguments.out / "branching.jsonl"
+        runs = await branchings.measure(path, items, settings, systems, models)
+    for reward in names:
+        for study in branchings.compare(runs, reward):
+            _print(study.caption, study.table)
+            table = study.table.to_dict("records")
+            print(json.dumps(_plain({"reward": reward, "name": study.name, "rows": table})))
+
+
+def _print(caption: str, table: pd.DataFrame) -> None:
+    text = TextTable(*map(str, table), title=caption)
+    for row in table.to_numpy():
+        text.add_row(*map(shown, row))
+    Console(width=140).print(text)
+
+
+def _plain(value: Any) -> Any:
+    """A result as JSON values: NaN is null, infinity the text "beyond"."""
+    if isinstance(value, Estimate):
+        return {end: _plain(getattr(value, end)) for end in ("value", "low", "high")}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else shown(value)
+    return value
 
 
 if __name__ == "__main__":

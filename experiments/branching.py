@@ -16,25 +16,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
 from deploy.local.machine import describe_machine
 from experiments.json_lines import Line, add_line, read_lines
 from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
-from experiments.studies.matched import matched_cost
-from experiments.studies.statistics import Estimate, bootstrap, interval, mean, resamples
-from experiments.studies.tables import Cell, Table, shown
+from experiments.statistics import bootstrap, matched_cost, mean, resampled, shown
+from experiments.studies import Study
 from experiments.trajectories import FloatArray, IntArray, prompt_line
 from orchestrator.loop.scoring import RequestScorer
 from specrej.contracts import (
@@ -47,10 +47,8 @@ from specrej.contracts import (
 
 _BRANCHING = "branching"
 _KEYS = ("prompt_id", "reward", "max_tokens", "system")  # that identify a run
-_FIGURES = ("tokens", "score", "answer_tokens")
-_UNKNOWN = (Estimate(float("nan")), float("nan"), float("nan"))
-
-Columns = Mapping[str, NDArray[Any]]  # [prompts] figures of a system's runs, by name
+_FIGURES = {"tokens": "tokens", "reward": "score", "answer tokens": "answer_tokens"}
+_RATIO = ("times fewer", "draws below the least N", "draws beyond the largest N")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ async def _judged(
     return judges
 
 
-def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
+def compare(runs: Sequence[Line], reward: str) -> tuple[Study, Study]:
     """How each branching differs from each N on the same prompts; then each system, with the tokens
     that rejection needs for branching's mean reward.
 
@@ -156,33 +154,39 @@ def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
     Raises:
         ValueError: no prompt has a run of every system.
     """
-    columns, judges = _columns([run for run in runs if run["reward"] == reward])
+    frame, judges = _frame([run for run in runs if run["reward"] == reward])
+    by_system = {
+        name: of.set_index("prompt_id") for name, of in frame.groupby("system", sort=False)
+    }
     # In the order of N: values of a file that was continued later may come first.
-    sizes = sorted((n for n in columns if not n.startswith(_BRANCHING)), key=_candidates)
-    rejection = {name: columns[name] for name in sizes}
-    rows: list[tuple[Cell, ...]] = []
-    differences: list[tuple[Cell, ...]] = []
-    for name, of in columns.items():
+    sizes = sorted((name for name in by_system if not name.startswith(_BRANCHING)), key=_candidates)
+    rejection = {name: by_system[name] for name in sizes}
+    deviations = frame[judges].std(ddof=0).replace(0, 1.0)
+    rows, differences = [], []
+    for name, of in by_system.items():
+        figures = {heading: mean(of[column]) for heading, column in _FIGURES.items()}
+        ratio = dict.fromkeys(_RATIO, math.nan)
+        if name not in rejection:
+            ratio = dict(zip(_RATIO, times_fewer(of, [*rejection.values()]), strict=True))
         judged = "; ".join(f"{judge} {of[judge].mean():.3f}" for judge in judges)
-        ratio = _UNKNOWN if name in rejection else times_fewer(of, [*rejection.values()])
-        rows.append((name, *(mean(of[key]) for key in _FIGURES), *ratio, judged))
+        rows.append({"system": name, **figures, **ratio, "judges": judged})
         for n, against in rejection.items() if name not in rejection else ():
-            changes = [mean(of[key] - against[key]) for key in ("score", "answer_tokens")]
-            moves = [mean((of[judge] - against[judge]) / sd) for judge, sd in judges.items()]
-            differences.append((f"{name}, {n}", *changes, *_seconds(of, against), *moves))
-    num_prompts = len(next(iter(columns.values()))["tokens"])
+            change = of[["score", "answer_tokens"]] - against[["score", "answer_tokens"]]
+            moved = (of[judges] - against[judges]) / deviations
+            differences.append(
+                {
+                    "systems": f"{name}, {n}",
+                    "reward": mean(change.score),
+                    "answer tokens": mean(change.answer_tokens),
+                    **_seconds(of, against),
+                    **{f"{judge}, sd": mean(moved[judge]) for judge in judges},
+                }
+            )
+    num_prompts = frame.prompt_id.nunique()
     caption = f"{reward}, {num_prompts} prompts, by reward alone"
-    headings = (
-        *("system", "tokens", "reward", "answer tokens", "times fewer"),
-        *("draws below the least N", "draws beyond the largest N", "judges"),
-    )
-    headings_of_differences = (
-        *("systems", "reward", "answer tokens", "seconds, median of ratios"),
-        *("prompts timed together", *(f"{judge}, sd" for judge in judges)),
-    )
     return (
-        Table("differences", caption, headings_of_differences, tuple(differences)),
-        Table("branching", caption, headings, tuple(rows)),
+        Study("differences", caption, pd.DataFrame(differences)),
+        Study("branching", caption, pd.DataFrame(rows)),
     )
 
 
@@ -191,65 +195,67 @@ def _candidates(system: str) -> int:
     return int(system.rpartition(" ")[2])
 
 
-def _columns(runs: Sequence[Line]) -> tuple[dict[str, Columns], dict[str, float]]:
-    """Figures by system, one value per prompt that every system has answered, in the order of their
-    ids; and the standard deviation over all answers of each judge that all runs have."""
-    by_system: dict[str, dict[str, Line]] = {}
-    for one in runs:
-        flat = {"run_id": ""} | one | one["judges"] | {"logprob": one["mean_logprob"]}
-        by_system.setdefault(one["system"], {})[one["prompt_id"]] = flat
-    prompt_ids = sorted({one["prompt_id"] for one in runs})
-    complete = [p for p in prompt_ids if all(p in of for of in by_system.values())]
-    if not complete:
+def _frame(runs: Sequence[Line]) -> tuple[pd.DataFrame, list[str]]:
+    """The runs of the prompts that every system has answered, and the judges that all runs have.
+
+    The mean log-probability of the answer is a judge, too.
+    """
+    judges = sorted(set.intersection(*({*run["judges"]} for run in runs))) if runs else []
+    flat = [{"run_id": ""} | run | run["judges"] | {"logprob": run["mean_logprob"]} for run in runs]
+    if not flat:
         raise ValueError("no prompt has a run of every system")
-    judges = sorted({*set.intersection(*(set(one["judges"]) for one in runs)), "logprob"})
-    names = ("run_id", "seconds", *_FIGURES, *judges)
-    columns: dict[str, Columns] = {
-        system: {name: np.array([of[p][name] for p in complete]) for name in names}
-        for system, of in by_system.items()
-    }
-    deviations = {
-        judge: float(np.std([column[judge] for column in columns.values()])) or 1.0
-        for judge in judges
-    }
-    return columns, deviations
+    frame = pd.DataFrame(flat).drop_duplicates(["prompt_id", "system"], keep="last")
+    num_systems = frame.groupby("prompt_id").system.transform("size")
+    frame = frame[num_systems == frame.system.nunique()]
+    if frame.empty:
+        raise ValueError("no prompt has a run of every system")
+    # A system's place is that of its first run in the file.
+    first = {system: at for at, system in enumerate(dict.fromkeys(run["system"] for run in runs))}
+    order = frame.assign(place=frame.system.map(first)).sort_values(["place", "prompt_id"])
+    return order, [*judges, "logprob"]
 
 
-def _seconds(own: Columns, other: Columns) -> tuple[Cell, int]:
+def _seconds(own: pd.DataFrame, other: pd.DataFrame) -> dict[str, Any]:
     """The median of ratios over the prompts that both answered in one run, and their number."""
-    together = (own["run_id"] == other["run_id"]) & (own["run_id"] != "")
-    ratios = own["seconds"][together] / other["seconds"][together]
-    if not len(ratios):
-        return "not measured together", 0
-    median = bootstrap(len(ratios), lambda prompts: np.median(ratios[prompts], axis=-1))
-    return median, len(ratios)
+    together = (own.run_id == other.run_id) & (own.run_id != "")
+    ratios = (own.seconds / other.seconds)[together].to_numpy()
+    median: Any = "not measured together"
+    if len(ratios):
+        median = bootstrap(len(ratios), lambda prompts: np.median(ratios[prompts], axis=-1))
+    return {"seconds, median of ratios": median, "prompts timed together": len(ratios)}
 
 
-def times_fewer(own: Columns, others: Sequence[Columns]) -> tuple[Cell, float, float]:
+def times_fewer(own: Any, others: Sequence[Any]) -> tuple[Any, float, float]:
     """The tokens that the others need for the mean reward of `own`, divided by the tokens of `own`.
 
-    `others` are in the order of N; their tokens are those of `matched_cost`: infinite ("beyond") if
-    none has the reward. If the first one has it, the ratio of its tokens is an upper bound: "below"
-    it. Then the shares of resampled prompts in which the first one has it, and in which none has.
-    NaN without others.
+    Each has columns "tokens" and "score", by prompt. `others` are in the order of N; their tokens
+    are those of `matched_cost`: infinite ("beyond") if none has the reward. If the first one has
+    it, the ratio of its tokens is an upper bound: "below" it. Then the shares of resampled prompts
+    in which the first one has it, and in which none has. NaN without others.
     """
     if not others:
-        return _UNKNOWN
-    num_prompts = len(own["score"])
+        return math.nan, math.nan, math.nan
+    columns = {key: np.stack([other[key] for other in others]) for key in ("tokens", "score")}
+    score, spent = np.asarray(own["score"]), np.asarray(own["tokens"])
 
-    def figures(prompts: IntArray) -> FloatArray:
-        """[3, draws] the ratio, whether it is below, and whether it is beyond."""
-        tokens, rewards = (
-            np.stack([other[name][prompts].mean(axis=-1) for other in others], axis=-1)
-            for name in ("tokens", "score")
-        )
+    def cost(prompts: IntArray) -> tuple[FloatArray, FloatArray]:
+        """[draws] the tokens needed, and those of the least N."""
+        drawn = np.atleast_2d(prompts)
+        tokens, rewards = (columns[key][:, drawn].mean(axis=-1).T for key in ("tokens", "score"))
         rising = np.maximum.accumulate(rewards, axis=-1)
-        cost = matched_cost(tokens, rising, own["score"][prompts].mean(axis=-1))
-        ratio = cost / own["tokens"][prompts].mean(axis=-1)
-        return np.stack([ratio, cost <= tokens[:, 0], np.isinf(cost)])
+        return matched_cost(tokens, rising, score[drawn].mean(axis=-1)), tokens[:, 0]
 
-    value, is_below, _ = figures(np.arange(num_prompts)[None])[:, 0]
-    ratios, below, beyond = figures(resamples(num_prompts))
-    ratio = interval(float(value), ratios, num_prompts)
-    shares = float(below.mean()), float(beyond.mean())
-    return (f"below {shown(float(value))}" if is_below else ratio), *shares
+    def ratio(prompts: IntArray) -> Any:
+        needed = cost(prompts)[0] / spent[np.atleast_2d(prompts)].mean(axis=-1)
+        return needed if prompts.ndim > 1 else needed[0]
+
+    estimate = bootstrap(len(score), ratio)
+    is_below = bool(np.less_equal(*cost(np.arange(len(score))))[0])
+    below, beyond = (
+        float(np.mean(resampled(len(score), outside))) if len(score) > 1 else float(is_below)
+        for outside in (
+            lambda prompts: np.less_equal(*cost(prompts)).reshape(prompts.shape[:-1]),
+            lambda prompts: np.isinf(cost(prompts)[0]).reshape(prompts.shape[:-1]),
+        )
+    )
+    return (f"below {shown(estimate.value)}" if is_below else estimate), below, beyond

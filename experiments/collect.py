@@ -171,7 +171,6 @@ def _head(settings: Settings, models: Models) -> Line:
         "machine": describe_machine(),
         "device": models.description.device,
         "slot_bytes": models.description.slot_bytes,
-        "sizes": {name: asdict(sizes) for name, sizes in models.sizes.items()},
         "rewards": {reward.name: reward.description for reward in models.rewards},
     }
 

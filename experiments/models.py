@@ -11,11 +11,9 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from experiments.flops import Sizes, read_sizes
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
@@ -33,24 +31,17 @@ from specrej.contracts import (
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.security import credentials_from
 
-if TYPE_CHECKING:
-    from reward_service.specs import RewardSpec
-
 _TOY_SLOTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A generator and rewards by name, with their descriptions.
-
-    sizes: of the models for which FLOPs can be counted; keys are "generator" and "reward NAME".
-    """
+    """A generator and rewards by name, with their descriptions."""
 
     generator: Generator
     description: GeneratorDescription
     scorers: Mapping[str, Scorer]
     rewards: tuple[RewardDescription, ...]
-    sizes: Mapping[str, Sizes] = field(default_factory=dict)
 
     def identity(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Names and fingerprints of the generator and of these rewards, by default of all. They
@@ -104,13 +95,11 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     _check_available(rewards, specs)
     flags = ["--kv-slots", str(kv_slots)] if kv_slots else []
     generator_settings = load(GeneratorSettings, flags)
-    sizes = {f"reward {name}": _encoder_sizes(specs[name]) for name in rewards}
     generator: Generator
     if is_toy(generator_settings.model):
         generator = load_toy(generator_settings.model, kv_slots or _TOY_SLOTS)
     else:
         generator = await asyncio.to_thread(load_generator, generator_settings)
-        sizes["generator"] = read_sizes(generator_settings.model_directory, with_head=True)
     workers: dict[str, Worker] = {}
     try:
         for name in rewards:
@@ -120,24 +109,12 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
             await generator.describe(),
             {name: worker.open for name, worker in workers.items()},
             tuple(worker.description for worker in workers.values()),
-            {name: size for name, size in sizes.items() if size},
         )
     finally:
         for worker in workers.values():
             worker.close()
         for worker in workers.values():  # torch must not be computing when the interpreter exits
             await worker.join(60.0)
-
-
-def _encoder_sizes(spec: RewardSpec) -> Sizes | None:
-    """Sizes of a reward that reads every text from its beginning; None for other kinds."""
-    from reward_service.specs import RelevanceSpec
-
-    if not isinstance(spec, RelevanceSpec):
-        return None
-    from reward_service.kinds.encoder import MAX_TOKENS
-
-    return read_sizes(spec.directory, with_head=False, max_tokens=MAX_TOKENS)
 
 
 @asynccontextmanager

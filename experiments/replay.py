@@ -80,9 +80,6 @@ class ReplayedRound:
 class Replayed:
     """The result of one request.
 
-    attended_tokens: over all generated tokens, the number of the candidate's own tokens before it.
-    scored_lengths: tokens of each prefix and answer that was scored; a reward that caches nothing
-        between rounds reads all of them.
     best_of_n_*: the result of Best-of-N with the same candidates.
     value: of the answer, as of `Trajectories.values`. highest: the highest score of an answer that
         ended by itself or at the limit, which is the answer's by the reward alone.
@@ -92,8 +89,6 @@ class Replayed:
     score: float
     finish: FinishReason
     generated_tokens: int
-    attended_tokens: int
-    scored_lengths: tuple[int, ...]
     rounds: tuple[ReplayedRound, ...]
     best_of_n_answer: int
     best_of_n_tokens: int
@@ -173,8 +168,6 @@ class _Request:
         self._ranked: dict[int, float] = {}  # scores of finished candidates still in the ranking
         self._ended = np.zeros(len(rows), dtype=np.bool_)
         self._position = 0
-        self._scored_lengths: list[int] = []
-        self._attended_tokens = 0
         self._rounds: list[ReplayedRound] = []
 
     def run(self) -> Replayed:
@@ -189,8 +182,6 @@ class _Request:
             score=float(self._final[answer]),
             finish=FinishReason.STOP if complete else FinishReason.LENGTH,
             generated_tokens=sum(round_.generated_tokens for round_ in self._rounds),
-            attended_tokens=self._attended_tokens,
-            scored_lengths=tuple(self._scored_lengths),
             rounds=tuple(self._rounds),
             best_of_n_answer=int(self._ids[best]),
             best_of_n_tokens=int(self._num_tokens.sum()),
@@ -209,9 +200,6 @@ class _Request:
         finished, grown = started[has_ended], started[~has_ended]
         self._ended[finished] = True
         self._ranked.update(zip(finished.tolist(), self._final[finished].tolist(), strict=True))
-        self._scored_lengths += lengths.tolist()
-        # 0 + 1 + ... + (length - 1), less the sum for the tokens of earlier rounds.
-        self._attended_tokens += int((lengths * (lengths - 1) - start * (start - 1)).sum()) // 2
         self._live = self._survivors(grown, is_full=is_full)
         return ReplayedRound(
             decision_token=self._position,

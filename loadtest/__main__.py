@@ -10,65 +10,38 @@ import argparse
 import asyncio
 import os
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.local.processes import ProcessError, Processes, Program
-from deploy.local.stack import HOST, Stack, check_free
-from specrej.client.cli import note, run_to_end
+from deploy.local.processes import ProcessError, run_python
+from deploy.local.stack import HOST, Stack
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-_LOGS = Path("build/loadtest-ui")
 
 
 def main() -> None:
-    """Serve the page until Ctrl-C.
-
-    Raises:
-        SystemExit: it failed.
-    """
+    """Serve the page until Ctrl-C; the exit code is Locust's."""
     parser = argparse.ArgumentParser(prog="make loadtest-ui", description=__doc__)
     address = os.environ.get("SPECREJ_ADDRESS", "")
     parser.add_argument("--host", default=address, help="host:port of a service [SPECREJ_ADDRESS]")
     parser.add_argument("--web-port", type=int, default=8089, help="of the page; default 8089")
     given, more = parser.parse_known_args()
-    _LOGS.mkdir(parents=True, exist_ok=True)
+    page = ("--class-picker", "--web-host", HOST, "--web-port", str(given.web_port))
     try:
-        run_to_end(_serve(given.host, given.web_port, more))
+        sys.exit(asyncio.run(run_locust(given.host, (*page, *more))))
     except ProcessError as error:
         parser.exit(1, f"loadtest-ui: {error}\n")
 
 
-async def _serve(address: str, port: int, more: list[str]) -> None:
-    check_free(port, "page")
-    async with AsyncExitStack() as running:
-        if not address:
-            note("starting the services")
-            address = (await running.enter_async_context(Stack())).orchestrator_address
-        locust = Program(
-            "locust",
-            (
-                *(str(Path(sys.executable).with_name("locust")), "-f", str(_LOCUSTFILE)),
-                *("--class-picker", "--web-host", HOST, "--web-port", str(port)),
-                *("--host", address, "--stop-timeout", "120", *more),
-            ),
-            is_ready=lambda: _answers(port),
-        )
-        page = await running.enter_async_context(Processes([locust], _LOGS))
-        note(f"page  http://{HOST}:{port}\nlogs  {_LOGS}\nCtrl-C stops everything")
-        try:
-            await page.keep_alive(note)
-        except asyncio.CancelledError:
-            note("stopping")  # Ctrl-C and SIGTERM are the normal end of this command
-
-
-async def _answers(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection(HOST, port)
-    except OSError:
-        return False
-    writer.close()
-    return True
+async def run_locust(address: str, arguments: Sequence[str]) -> int:
+    """Run Locust to its end, on services of its own without an address; its exit code."""
+    command = ("-m", "locust", "-f", str(_LOCUSTFILE), "--stop-timeout", "120", *arguments)
+    if address:
+        return await run_python((*command, "--host", address), address)
+    print("starting the services", file=sys.stderr, flush=True)
+    async with Stack() as stack:
+        address = stack.orchestrator_address
+        return await run_python((*command, "--host", address), address)
 
 
 if __name__ == "__main__":

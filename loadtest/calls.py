@@ -14,8 +14,6 @@ import grpc
 
 from specrej.client.channel import open_blocking_channel
 from specrej.client.client import build_request
-from specrej.contracts import ServiceDescription, wire
-from specrej.contracts.status import from_rpc_error
 from specrej.security import TENANT_METADATA, Credentials, watch_token
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -41,7 +39,6 @@ class Outcome:
     cached: bool = False
     admitted_s: float = 0.0
     rounds: tuple[RoundEvent, ...] = ()
-    reward: float = 0.0  # of the answer
 
 
 class Caller:
@@ -92,16 +89,6 @@ class Caller:
             events.cancel()
         return answer or Outcome("NO_ANSWER", time.perf_counter() - started)
 
-    def describe(self) -> ServiceDescription:
-        """The service; raises SpecrejError."""
-        message = orchestrator_pb2.OrchestratorServiceDescribeRequest()
-        try:
-            answer = self._stub.Describe(message, **self._arguments(""))
-        except grpc.RpcError as error:
-            failure: Any = error
-            raise from_rpc_error(failure) from None
-        return wire.from_message(answer, ServiceDescription)
-
     def _arguments(self, tenant: str) -> dict[str, Any]:
         metadata = [(TENANT_METADATA, tenant)] if tenant else []
         if self._token:
@@ -114,9 +101,7 @@ def _answered(
 ) -> Outcome:
     tokens = 0 if answer.cached else answer.usage.generated_tokens
     seconds = time.perf_counter() - started
-    return Outcome(
-        "OK", seconds, tokens, answer.cached, admitted_s, tuple(rounds), reward=answer.score
-    )
+    return Outcome("OK", seconds, tokens, answer.cached, admitted_s, tuple(rounds))
 
 
 def _failed(

@@ -8,12 +8,26 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from loadtest.prompts import OWN_PROMPTS, read_prompts
 from specrej.contracts import Algorithm
 
 BOTH = "both"
+OWN_PROMPTS = Path(__file__).with_name("prompts.txt")
 
 N = TypeVar("N", int, float)
+
+
+def read_prompts(path: Path = OWN_PROMPTS) -> tuple[str, ...]:
+    """The file's lines without blank lines and lines that begin with "#".
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file holds no prompt.
+    """
+    lines = (line.strip() for line in path.read_text("utf-8").splitlines())
+    prompts = tuple(line for line in lines if line and not line.startswith("#"))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts
 
 
 def counts(text: str) -> tuple[int, ...]:

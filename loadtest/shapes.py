@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import math
+from typing import Any
 
 from locust import LoadTestShape
 
 from loadtest.options import counts
-from loadtest.workload import constant, ramp, spike
 
 # Users start and stop per second: effectively at once.
 _SPAWN_RATE = 100.0
@@ -19,42 +18,50 @@ class Shape(LoadTestShape):
 
     abstract = True
     use_common_options = True
-    curve: ClassVar[Callable[[float, float, int], int]]
 
     def tick(self) -> tuple[int, float] | None:
         """The number of users and the spawn rate; None ends the test."""
         assert self.runner
         parsed: Any = self.runner.environment.parsed_options
         elapsed_s = self.get_run_time()  # type: ignore[no-untyped-call]
-        length_s = self.length_s(parsed)
-        if elapsed_s >= length_s:
-            return None
-        return type(self).curve(elapsed_s, length_s, parsed.num_users or 1), _SPAWN_RATE
+        share = elapsed_s / self.length_s(parsed)
+        return None if share >= 1 else (self.users(share, parsed.num_users or 1), _SPAWN_RATE)
 
     def length_s(self, parsed: Any) -> float:
         """Seconds until the test ends."""
         return float(parsed.run_time or 60)
 
+    @staticmethod
+    def users(share: float, most: int) -> int:
+        """The number of users after a share of the time, from 0 to 1."""
+        raise NotImplementedError
+
 
 class Ramp(Shape):
-    """From one user to all."""
+    """From one user to all, evenly."""
 
-    curve = ramp
+    @staticmethod
+    def users(share: float, most: int) -> int:
+        return min(most, 1 + math.floor(most * share))
 
 
 class Spike(Shape):
-    """A tenth of the users, all, a tenth."""
+    """A tenth of the users, all in the middle third, a tenth again."""
 
-    curve = spike
+    @staticmethod
+    def users(share: float, most: int) -> int:
+        return most if 1 / 3 <= share < 2 / 3 else max(1, most // 10)
 
 
 class Steps(Shape):
     """All users until every --n was used."""
 
-    curve = constant
-
     def length_s(self, parsed: Any) -> float:
         return len(counts(parsed.n)) * float(parsed.step_seconds)
+
+    @staticmethod
+    def users(share: float, most: int) -> int:
+        return most
 
 
 def use_shape(environment: Any, **_: Any) -> None:

@@ -35,37 +35,24 @@ CALLS = (Kind.ANSWER, Kind.CACHED, Kind.FAILED)
 class Summary:
     """A whole run; times in milliseconds, NaN if nothing was measured.
 
-    Times above 1 s are rounded to four digits. `goodput`: answers within the SLO per second.
+    goodput: answers within the SLO per second. failure_ratio: failed calls of all calls, 1 without
+    calls. late_ratio: late and missed requests of all that were due.
     """
 
-    num_answers: int
-    num_failed: int
-    num_late: int
-    num_missed: int
     p95_ms: float
     first_round_p95_ms: float
     goodput: float
+    failure_ratio: float
+    late_ratio: float
+    num_answers: int
     failures: Mapping[str, int]  # by status name
-
-    @property
-    def failure_ratio(self) -> float:
-        """Failed calls of all calls; 1 if there was no call."""
-        called = self.num_answers + self.num_failed
-        return self.num_failed / called if called else 1.0
-
-    @property
-    def late_ratio(self) -> float:
-        """Late and missed requests of all that were due."""
-        due = self.num_answers + self.num_failed + self.num_missed
-        return (self.num_late + self.num_missed) / due if due else 0.0
 
     def __str__(self) -> str:
         failures = "".join(f", {count} {code}" for code, count in sorted(self.failures.items()))
         return (
-            f"{self.num_answers} answers (p95 {_ms(self.p95_ms)}, "
-            f"first round p95 {_ms(self.first_round_p95_ms)}){failures}; "
-            f"goodput {self.goodput:.2f}/s; late {self.num_late}, missed {self.num_missed} "
-            f"({self.late_ratio:.1%} of those due)"
+            f"{self.num_answers} answers (p95 {self.p95_ms:.0f} ms, first round p95 "
+            f"{self.first_round_p95_ms:.0f} ms){failures}; goodput {self.goodput:.2f}/s; "
+            f"{self.late_ratio:.1%} of those due were late or missed"
         )
 
 
@@ -104,20 +91,22 @@ def broken_limits(summary: Summary, limits: Any) -> list[str]:
 
 def summarise(stats: Any, slo_ms: float) -> Summary:
     """The summary of Locust's `RequestStats`."""
-    answers = _times_ms(stats, Kind.ANSWER) + _times_ms(stats, Kind.CACHED)
-    good = sum(count for ms, count in answers.items() if ms <= slo_ms)
+    times = {kind: _times_ms(stats, kind) for kind in Kind}
+    answers = times[Kind.ANSWER] + times[Kind.CACHED]
     seconds = (stats.last_request_timestamp or 0) - stats.start_time
+    good = sum(count for ms, count in answers.items() if ms <= slo_ms)
+    failed, missed = times[Kind.FAILED].total(), times[Kind.MISSED].total()
+    called = answers.total() + failed
     failures: Counter[str] = Counter()
     for error in stats.errors.values():
         failures[error.parse_error(error.error)] += error.occurrences
     return Summary(
-        num_answers=answers.total(),
-        num_failed=_times_ms(stats, Kind.FAILED).total(),
-        num_late=_times_ms(stats, Kind.LATE).total(),
-        num_missed=_times_ms(stats, Kind.MISSED).total(),
         p95_ms=percentile(answers, 0.95),
-        first_round_p95_ms=percentile(_times_ms(stats, Kind.FIRST_ROUND), 0.95),
+        first_round_p95_ms=percentile(times[Kind.FIRST_ROUND], 0.95),
         goodput=good / seconds if seconds > 0 else 0.0,
+        failure_ratio=failed / called if called else 1.0,
+        late_ratio=(times[Kind.LATE].total() + missed) / max(1, called + missed),
+        num_answers=answers.total(),
         failures=failures,
     )
 
@@ -135,10 +124,6 @@ def percentile(counts: Mapping[float, int], share: float) -> float:
         if left <= 0:
             return value
     return math.nan
-
-
-def _ms(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.0f} ms"
 
 
 def _times_ms(stats: Any, kind: Kind) -> Counter[float]:

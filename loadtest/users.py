@@ -21,10 +21,9 @@ from gevent.pool import Pool  # type: ignore[import-untyped]
 from locust import User, events, stats, task
 from locust.env import Environment
 
-from loadtest.arrivals import LATE_S, poisson
 from loadtest.calls import Caller, Outcome
 from loadtest.thresholds import CALLS, Kind, rounded_ms
-from loadtest.workload import LoadRequest, requests
+from loadtest.workload import LoadRequest, poisson, requests
 from specrej.security import credentials_from
 
 # Must run before the first channel is created: otherwise one call blocks all users.
@@ -34,6 +33,7 @@ grpc_gevent.init_gevent()
 stats.bucket_response_time = rounded_ms
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
+LATE_S = 0.05  # a request that is sent later than this after it was due counts as late
 _MAX_PAUSE_S = 0.1  # of the closed loop, between an answer and the next request
 
 

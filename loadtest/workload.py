@@ -1,8 +1,7 @@
-"""The sequence of requests that a load test sends, and its number of users over time."""
+"""The sequence of requests that a load test sends."""
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.options import BOTH, counts, tenants
-from loadtest.prompts import read_prompts
+from loadtest.options import BOTH, counts, read_prompts, tenants
 from specrej.contracts import Algorithm, CacheControl, Options
 
 # Worker k uses seeds from k times this number, so that no two workers send equal requests.
@@ -61,6 +59,18 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
             yield LoadRequest(f"{series}{_N}{n}", prompt, tenant, options)
 
 
+def poisson(per_second: float, seed: int | str) -> Iterator[float]:
+    """Seconds from the start to each arrival, endless; gaps are exponential.
+
+    The arrivals of several sources together are those of one source with the sum of their rates.
+    """
+    rng = random.Random(seed)
+    at_s = 0.0
+    while True:
+        at_s += rng.expovariate(per_second)
+        yield at_s
+
+
 def split_label(label: str) -> tuple[str, int]:
     """Algorithm and tenant, and N, of a request's label."""
     series, _, n = label.rpartition(_N)
@@ -70,19 +80,3 @@ def split_label(label: str) -> tuple[str, int]:
 def n_of_step(ns: tuple[int, ...], elapsed_s: float, step_s: float) -> int:
     """The N of the current step; the last N after all steps."""
     return ns[min(int(elapsed_s / step_s), len(ns) - 1)]
-
-
-def ramp(elapsed_s: float, length_s: float, users: int) -> int:
-    """From one user to all, evenly."""
-    return min(users, 1 + math.floor(users * elapsed_s / length_s))
-
-
-def spike(elapsed_s: float, length_s: float, users: int) -> int:
-    """A tenth of the users, all in the middle third, a tenth again."""
-    in_the_middle = length_s / 3 <= elapsed_s < 2 * length_s / 3
-    return users if in_the_middle else max(1, users // 10)
-
-
-def constant(elapsed_s: float, length_s: float, users: int) -> int:
-    """All users."""
-    return users

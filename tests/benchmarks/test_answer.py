@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
+import pandas as pd
 import pytest
 
 from benchmarks import answer
-from benchmarks.answer_record import Record
-from benchmarks.workers.engines import EngineSpec, answering_engines
-from benchmarks.workers.process import WorkerError, WorkerProcess
+from benchmarks.answer import Record, common, differences, points, write_picture
+from benchmarks.engines import Engine, WorkerError, WorkerProcess, answering
 from experiments.prompts import DEFAULT_PROMPTS, Item
 from specrej import Prompt, Unavailable
 from specrej.contracts import Scores
@@ -34,21 +32,6 @@ def test_invalid_numbers_of_candidates_are_refused(text: str) -> None:
     assert own == {"specrej": [16, 64], "vllm": [64]}
     with pytest.raises(ValueError, match="vllm occurs twice"):
         answer.parse_systems("vllm=16,vllm=64", "4")
-
-
-@pytest.mark.parametrize(("systems", "most"), [("specrej", 4), ("specrej=4+16,vllm", 16)])
-async def test_slots_hold_the_most_candidates(
-    systems: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards a run with one number of candidates, too."""
-
-    def stack(environment: dict[str, str]) -> None:
-        raise InterruptedError(environment["SPECREJ_GENERATOR_KV_SLOTS"])
-
-    monkeypatch.setattr(answer, "Stack", stack)
-    given = argparse.Namespace(systems=systems, n="4", max_tokens=32)
-    with pytest.raises(InterruptedError, match=str(32 * most + 8 * answer._CONTEXT_TOKENS)):
-        await answer._run(given, [], Record(Path()))
 
 
 def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
@@ -77,61 +60,38 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
             raise WorkerError("no answer within 1 s")
         return "text", 1
 
-    systems: dict[str, answer.System] = {"fails": fails, "works": works, "slow": works}
-    ns = {"fails": [2, 4], "works": [2, 4, 8], "slow": [2, 4]}
-    bench = answer.Bench(systems, ns, judge_of(Rewards()), {"slow": 2}, settle_s=0.0)
+    systems: dict[str, answer.System] = {"fails": fails, "works": works}
+    ns = {"fails": [2, 4], "works": [2, 4, 8]}
+    record = Record(Path())
+    bench = answer.Bench(systems, ns, judge_of(Rewards()), record, settle_s=0.0)
     for number, name in enumerate(("first", "second")):
         await bench.answer(replace(ITEM, id=name, number=number), max_tokens=8)
-    assert bench.unavailable == {("fails", 4): "no answer within 1 s"}
+    assert record.unavailable == {("fails", 4): "no answer within 1 s"}
     works_at = [("works", n) for n in (2, 4, 8)]
-    first = [("fails", 2), ("fails", 4), *works_at, ("works", 2), ("works", 4)]
-    assert calls[:7] == [(*case, "first") for case in first]
-    # The second prompt: without the failed case, and without the system that answers one in two.
-    assert calls[7:] == [(*case, "second") for case in (("fails", 2), *works_at)]
-    assert [a.tokens for a in bench.answers if (a.system, a.n) == ("works", 4)] == [32, 32]
-
-
-def test_settings_are_what_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the answers of two settings in one file."""
-    monkeypatch.delenv("SPECREJ_GENERATOR_DTYPE", raising=False)
-    arguments = argparse.Namespace(max_tokens=8, reward="r")
-    model: Any = SimpleNamespace(model="m", fingerprint="1")
-    judges: Any = [SimpleNamespace(name=name, fingerprint="1") for name in ("r", "second", "third")]
-
-    def settings() -> dict[str, Any]:
-        return answer._settings(arguments, [ITEM], model, judges)
-
-    first = settings()
-    assert json.loads(json.dumps(first)) == settings()
-    monkeypatch.setenv("SPECREJ_PROMPT", "")  # set by make
-    judges.pop()
-    assert settings() == first
-    monkeypatch.setenv("SPECREJ_GENERATOR_DTYPE", "float32")
-    monkeypatch.setitem(cast("dict[str, Any]", answer.OURS), "specrej", lambda n, _: {"alpha": n})
-    model.fingerprint = judges[1].fingerprint = "2"
-    arguments.max_tokens = 16
-    other = settings()
-    assert [name for name in first if first[name] != other[name]] == [
-        *("model", "max_tokens", "judges", "systems", "environment"),
-    ]
+    first = [("fails", 2), ("fails", 4), *works_at]
+    assert calls[:5] == [(*case, "first") for case in first]
+    # The second prompt: without the failed case.
+    assert calls[5:] == [(*case, "second") for case in (("fails", 2), *works_at)]
+    assert [a["tokens"] for a in record.answers if a["system"] == "works"] == [16, 32, 64] * 2
 
 
 async def test_a_peer_of_another_version_adds_no_answers() -> None:
     """Guards against two versions of a peer in one curve."""
-    spec = Spec("vllm", "", {"clock": [0.0]})
+    spec = Spec("vllm", "", "", {"clock": [0.0]})
     rewards: Any = Rewards()
     earlier = answer.Peer(spec, None, 60.0, {"vllm": "0"})
     with pytest.raises(WorkerError, match=r"{'vllm': '1'} now, {'vllm': '0'} in earlier"):
         await earlier.answer(rewards, "r", ITEM, 4, 8)
     for versions in ({}, {"vllm": "1"}):
-        await answer.Peer(spec, None, 60.0, versions).answer(rewards, "r", ITEM, 4, 8)
-        assert versions == {"vllm": "1"}
+        peer = answer.Peer(spec, None, 60.0, versions)
+        await peer.answer(rewards, "r", ITEM, 4, 8)
+        assert peer.versions == {"vllm": "1"}
 
 
 async def test_peer_without_its_server_has_the_servers_reason(tmp_path: Path) -> None:
     """A missing server is started once, not once per N."""
-    server = answer.Peer(EngineSpec("vllm", "", {}, home=tmp_path / "none"), None, 1.0)
-    client = answer.Peer(EngineSpec("its_hub", "", {}), server, 1.0)
+    server = answer.Peer(Engine("vllm", "", "", {}, home=tmp_path / "none"), None, 1.0)
+    client = answer.Peer(Engine("its_hub", "", "", {}), server, 1.0)
     for _ in range(2):
         with pytest.raises(WorkerError, match=r"^vllm does not start: .*bin/python does not exist"):
             await client.prepare(None, "", ITEM)  # type: ignore[arg-type]
@@ -161,7 +121,7 @@ class Worker:
         pass
 
 
-class Spec(EngineSpec):
+class Spec(Engine):
     """A double of a peer's engine."""
 
     def start(self, threads: int) -> WorkerProcess:
@@ -185,21 +145,22 @@ async def test_starts_are_outside_of_the_seconds(monkeypatch: pytest.MonkeyPatch
     """Guards peers against the seconds of a restart, their own and that of the server they call."""
     clock = [0.0]
     monkeypatch.setattr("benchmarks.answer.time.perf_counter", lambda: clock[0])
-    server = answer.Peer(Spec("vllm", "", {"clock": clock}), None, 60.0)
-    client = answer.Peer(Spec("its_hub", "", {"clock": clock}), server, 60.0)
+    server = answer.Peer(Spec("vllm", "", "", {"clock": clock}), None, 60.0)
+    client = answer.Peer(Spec("its_hub", "", "", {"clock": clock}), server, 60.0)
     rewards: Any = Rewards()
     peers = {"vllm": server, "its_hub": client}
     bench = answer.Bench(
         {name: partial(peer.answer, rewards, "r") for name, peer in peers.items()},
         {"vllm": [4, 64], "its_hub": [4]},
         judge_of(rewards),
+        record := Record(Path()),
         prepare={name: partial(peer.prepare, rewards, "r") for name, peer in peers.items()},
         settle_s=0.0,
     )
     for number in range(2):
         await bench.answer(replace(ITEM, id=str(number)), max_tokens=8)
-    assert bench.unavailable == {("vllm", 64): "no answer in time"}
-    assert [(given.system, given.seconds) for given in bench.answers] == [
+    assert record.unavailable == {("vllm", 64): "no answer in time"}
+    assert [(given["system"], given["seconds"]) for given in record.answers] == [
         ("vllm", 1),
         ("its_hub", 1),
     ] * 2
@@ -208,14 +169,13 @@ async def test_starts_are_outside_of_the_seconds(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("away", ["peer", "judge"])
 async def test_a_failed_score_ends_one_case_only(away: str) -> None:
     """Guards hours of answers against one error of the reward service."""
-    peer = answer.Peer(Spec("vllm", "", {"clock": [0.0]}), None, 60.0)
+    peer = answer.Peer(Spec("vllm", "", "", {"clock": [0.0]}), None, 60.0)
     rewards: Any = Rewards(is_away=away == "peer")
     judges: Any = Rewards(is_away=away == "judge")
-    bench = answer.Bench(
-        {"vllm": partial(peer.answer, rewards, "r")}, {"vllm": [4]}, judge_of(judges), settle_s=0.0
-    )
+    record, systems = Record(Path()), {"vllm": partial(peer.answer, rewards, "r")}
+    bench = answer.Bench(systems, {"vllm": [4]}, judge_of(judges), record, settle_s=0.0)
     await bench.answer(ITEM, max_tokens=8)
-    assert bench.unavailable == {("vllm", 4): "the reward service is away"}
+    assert record.unavailable == {("vllm", 4): "the reward service is away"}
 
 
 def judge_of(rewards: Any) -> answer.Judge:
@@ -226,10 +186,61 @@ def judge_of(rewards: Any) -> answer.Judge:
     return judge
 
 
+def answers(system: str, n: int, rewards: list[float], seconds: float = 2.0) -> list[Any]:
+    of = {"system": system, "n": n, "seconds": seconds, "tokens": 100, "second_judge": -1.0}
+    return [
+        of | {"prompt_id": str(i), "reward": reward, "text": "three short words"}
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_points_are_means_over_prompts_with_their_intervals(tmp_path: Path) -> None:
+    (point,) = points(pd.DataFrame(answers("vllm", 4, [0.1, 0.2, 0.3, 0.4, 0.5]))).to_dict(
+        "records"
+    )
+    assert (point["prompts"], point["seconds"], point["tokens"], point["words"]) == (5, 2, 100, 3)
+    assert (point["reward"], point["second_judge"]) == (0.3, -1.0)
+    assert 0.1 <= point["reward_low"] < 0.3 < point["reward_high"] <= 0.5
+    few = points(pd.DataFrame(answers("vllm", 4, [0.1, 0.2])))
+    assert few.reward_low.isna().all()
+    write_picture(tmp_path / "picture.svg", few, "two prompts")
+    assert (tmp_path / "picture.svg").stat().st_size
+
+
+def test_only_prompts_that_all_available_systems_answered_are_compared(tmp_path: Path) -> None:
+    """Guards against a mean over the prompts before a failure beside one over all."""
+    rows = [*answers("vllm", 4, [0.1, 0.2]), *answers("vllm", 8, [0.3]), *answers("own", 4, [1, 2])]
+    record = Record(tmp_path / "answer.json", {"max_tokens": 8, "reward": "r"}, rows)
+    assert {*record.compared().prompt_id} == {"0"}
+    record.unavailable["vllm", 8] = "out of memory"
+    assert {*record.compared().prompt_id} == {"0", "1"}
+    assert common([False] * 5, pd.DataFrame(rows)).empty
+    record.store()
+    again = Record(tmp_path / "answer.json")
+    again.resume({"max_tokens": 8, "reward": "r"})
+    assert (again.answers, again.unavailable) == (rows, {})
+    with pytest.raises(ValueError, match="another max_tokens: move it away"):
+        Record(tmp_path / "answer.json").resume({"max_tokens": 16, "reward": "r"})
+
+
+def test_differences_are_paired_by_prompt_with_the_largest_n_of_the_base() -> None:
+    rows = [
+        *answers("vllm", 4, [0.0] * 4),
+        *answers("vllm", 64, [1.0, 2.0, 3.0, 4.0], seconds=8.0),
+        *answers("specrej", 64, [1.5, 2.5, 3.5, 4.5][::-1])[::-1],
+    ]
+    less, own = differences(pd.DataFrame(rows)).to_dict("records")
+    assert (less["system"], less["n"], less["base"]) == ("vllm", 4, "vllm n=64")
+    assert (less["reward"], less["seconds_ratio"]) == (-2.5, 0.25)
+    assert (own["reward"], own["prompts"]) == (0.5, 4)
+    assert own["reward_low"] < 0.5 < own["reward_high"]
+    assert differences(pd.DataFrame(answers("specrej", 4, [1.0]))).empty
+
+
 def test_all_peers_have_an_engine() -> None:
-    specs = answering_engines(Path("model"), 1, 1, most=512)
+    specs = answering(Path("model"), 1, 1, most=512)
     assert tuple(spec.name for spec in specs) == answer.PEERS
-    assert [spec.name for spec in specs if "url" in spec.options] == ["its_hub", "optillm"]
+    assert [spec.name for spec in specs if "url" in spec.options] == ["its_hub"]
     assert specs[0].options["max_num_seqs"] == 512
 
 
@@ -239,8 +250,8 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
     toys = [{"name": name, "kind": "toy"} for name in ("toy", "second")]
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
-    monkeypatch.setattr("benchmarks.workers.engines.PEERS", tmp_path)
-    monkeypatch.setattr("benchmarks.workers.engines.VLLM", tmp_path)
+    monkeypatch.setattr("benchmarks.engines._PEERS", tmp_path)
+    monkeypatch.setattr("benchmarks.engines._VLLM", tmp_path)
     monkeypatch.setattr(answer, "MODEL", Path("toy"))
 
 
@@ -267,7 +278,7 @@ def test_run_on_toys_ends_with_the_json_line(
     fewer, full = (result["points"][number] for number in (1, 5))
     assert 0 < fewer["tokens"] <= full["tokens"]
     assert fewer["reward"] == fewer["second_judge"] > 0  # two judges of one kind
-    assert "not available: vllm does not" in " ".join(printed.replace("│", " ").split())
+    assert "its_hub n=2: vllm does not start" in printed
     assert list(result["unavailable"]) == ["its_hub n=2", "its_hub n=4"]
     stored = json.loads((tmp_path / "answer_0.5.json").read_text())
     assert len(stored["answers"]) == 6

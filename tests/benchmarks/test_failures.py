@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine, scoring, vllm_verbs
-from benchmarks.workers.process import WorkerError
+from benchmarks import engine, vllm_verbs
+from benchmarks.engines import WorkerError
 
 
-@pytest.fixture(params=["engine", "scoring", "vllm_verbs"])
+@pytest.fixture(params=["engine", "vllm_verbs"])
 def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """A benchmark whose last case fails: its module, options, failed case and exit code."""
-    prepare = {"engine": _engine, "scoring": _scoring, "vllm_verbs": _vllm_verbs}
+    prepare = {"engine": _engine, "vllm_verbs": _vllm_verbs}
     return prepare[request.param](monkeypatch)
 
 
@@ -30,17 +30,6 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
         monkeypatch.setattr(engine, f"_{name}", lambda *_: figures)
     monkeypatch.setattr(engine, "_memory_in_own_process", _fails)
     return engine, "", "memory", 1
-
-
-def _scoring(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    model = SimpleNamespace(conversation=SimpleNamespace(tokenizer=None))
-    monkeypatch.setattr(scoring, "make_classifier", lambda *_: None)
-    monkeypatch.setattr(scoring, "load_classifier", lambda *_: model)
-    monkeypatch.setattr(scoring, "make_rounds", lambda *_: [{0: "text"}])
-    for name in ("_growing", "_pipeline"):
-        monkeypatch.setattr(scoring, name, lambda *_: {"seconds_ratio": 0.5})
-    monkeypatch.setattr(scoring, "_pooling", _fails)
-    return scoring, "", "64 texts: vLLM pooling", 0  # a machine may have no vLLM
 
 
 def _vllm_verbs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
@@ -69,8 +58,7 @@ def test_the_report_has_the_failure_and_the_other_cases(
     result = json.loads(lines[-1])
     assert result["failed"] == {case: reason}
     finished = {
-        "engine": len(result.get("results", [])) == 4,
-        "scoring": len(result.get("results", [])) == 3,
+        "engine": len(result.get("results", [])) == 5,
         "vllm_verbs": [one["n"] for one in result.get("cases", [])] == [16],
     }
     assert finished[module.__name__.rpartition(".")[2]]

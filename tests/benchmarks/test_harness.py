@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import (
-    alternate,
     interleave,
     parse_arguments,
     prompt_ids,
@@ -64,23 +62,6 @@ def test_runs_take_turns_and_the_first_round_is_dropped() -> None:
     results = interleave({"a": lambda: run("a"), "b": lambda: run("b")}, rounds=2)
     assert order == ["a", "b"] * 3
     assert results == {"a": [2, 4], "b": [3, 5]}
-
-
-async def test_every_second_round_has_the_opposite_order() -> None:
-    """Guards a side that always runs on what the other one left in the caches."""
-    order: list[str] = []
-
-    async def call(name: str, number: int) -> int:
-        order.append(f"{name}{number}")
-        return number
-
-    measured = await alternate({"b": partial(call, "b"), "a": partial(call, "a")}, rounds=2)
-    assert order == ["a0", "b0", "b1", "a1", "a2", "b2"]
-    assert {name: [result for _, result in of] for name, of in measured.items()} == {
-        "a": [1, 2],
-        "b": [1, 2],
-    }
-    assert all(seconds >= 0 for of in measured.values() for seconds, _ in of)
 
 
 @pytest.mark.parametrize(

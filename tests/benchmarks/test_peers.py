@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engines import Engine, WorkerError
 from benchmarks.peers import Bench, Case, as_json, notes, parse_cases, table_rows
-from benchmarks.workers.engines import EngineSpec
-from benchmarks.workers.process import WorkerError
 
 CASE, OTHER = Case(4, 40, 64), Case(1, 40, 64)
 
@@ -164,7 +163,7 @@ def test_report_holds_measured_missing_and_failed_engines() -> None:
         FakeSpec("llamacpp", _fails),
     )
     names = ("specrej", "transformers", "vllm")
-    specs = [EngineSpec(name, f"settings of {name}", {}) for name in names]
+    specs = [Engine(name, "", f"settings of {name}", {}) for name in names]
     result = json.loads(json.dumps(as_json(bench.measurements, specs)))
     case = {"n": 4, "prompt_tokens": 40, "new_tokens": 64}
     assert result["results"] == [

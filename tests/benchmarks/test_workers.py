@@ -10,53 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workers.engines import EngineSpec
-from benchmarks.workers.process import WorkerError, WorkerProcess
-
-TOY = """
-import os, sys, time
-
-class Worker:
-    def __init__(self, mode):
-        print("printed while loading")
-        os.system("echo printed by a child")
-        if mode == "slow":
-            time.sleep(600)
-        if mode == "raises":
-            raise OSError("no weights")
-        if mode == "exits":
-            sys.exit("killed\\n")
-        self.mode = mode
-        self.versions = {"toy": "1.0"}
-
-    def measure(self, n):
-        print("printed while working")
-        if n == 0:
-            raise ValueError("nothing\\nto do")
-        if n < 0:
-            print("last line", file=sys.stderr, flush=True)
-            os._exit(3)
-        return float(n)
-
-    def answer(self, score, turns, n):
-        if self.mode == "slow answer":
-            time.sleep(600)
-        texts = ["a" * (number + 1) for number in range(n)]
-        return max(zip(score(texts), texts))[1], n
-"""
+from benchmarks import engines
+from benchmarks.engines import Engine, WorkerError, WorkerProcess
+from tests.benchmarks import fake_worker
 
 Start = Callable[..., WorkerProcess]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    worker = tmp_path / "toy_worker.py"
-    worker.write_text(TOY)
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(engines, "worker", fake_worker)
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
     started: list[WorkerProcess] = []
 
     def start(mode: str = "works") -> WorkerProcess:
         started.append(
-            WorkerProcess(Path(sys.executable), worker, {"mode": mode}, {}, tmp_path / "log")
+            WorkerProcess(Path(sys.executable), "Toy", {"mode": mode}, root, tmp_path / "log")
         )
         return started[-1]
 
@@ -90,7 +59,7 @@ def test_worker_that_cannot_load_is_an_error(
     with pytest.raises(WorkerError, match=reason):
         start(mode).ready()
     with pytest.raises(WorkerError, match="bin/python does not exist"):
-        EngineSpec("toy", "", {}, home=tmp_path / "none").start(threads=1)
+        Engine("toy", "Toy", "", {}, home=tmp_path / "none").start(threads=1)
 
 
 def test_busy_worker_is_stopped(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""The command on toys, and reports without charts, for tests of their text."""
+"""The command on toys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from experiments.__main__ import main
-from experiments.figures import plotting
 
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy",
@@ -47,13 +46,3 @@ def refusal(run: Run, capsys: pytest.CaptureFixture[str]) -> Refusal:
         return capsys.readouterr().err.strip()
 
     return refusal
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chart is an empty picture: drawing takes nearly all the time of a report."""
-
-    def picture(name: str, heading: str, title: str, *_: Any, **__: Any) -> plotting.Picture:
-        return plotting.Picture(name, heading, title, "<svg></svg>")
-
-    monkeypatch.setattr(plotting, "picture", picture)

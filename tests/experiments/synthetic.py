@@ -12,17 +12,11 @@ import math
 
 import numpy as np
 
-from experiments.flops import ComputeModel, Sizes
 from experiments.trajectories import FloatArray, IntArray, PrefixScores, Trajectories
 from specrej.contracts import Prompt
 
 GRID = (4, 8, 12, 16, 24, 32, 48, 64)
 WALK = "walk"
-COMPUTE = ComputeModel(
-    "a model of 2 layers",
-    Sizes(2, 64, heads=4, kv_heads=2, head_size=16, intermediate=128, vocabulary=1000),
-    Sizes(2, 32, heads=4, kv_heads=4, head_size=8, intermediate=64, num_mlp_matrices=2),
-)
 
 
 def collection(

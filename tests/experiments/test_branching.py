@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +17,15 @@ from experiments.json_lines import Line, add_line, read_lines
 from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
-from experiments.studies.statistics import Estimate
+from experiments.statistics import Estimate
+from experiments.studies import Study
 from generator_service.toy import ToyGenerator
 from specrej.contracts import Branching, Prompt, RewardDescription
 from tests.experiments.conftest import Refusal, Run
 from tests.experiments.doubles import models
 from tests.orchestrator.runs import LetterScorer
 
-FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels,", "--n", "8,16,32")
+FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels,", "--rejection", "8,16,32")
 SETTINGS = Settings(max_tokens=24, grid=(24,), rewards=("letters",), seed=5)
 ITEMS = tuple(
     Item(name, number, Prompt.from_user(f"say {name}")) for number, name in enumerate("ab")
@@ -31,34 +33,29 @@ ITEMS = tuple(
 FEW, MANY, FORKS = System(2), System(4), System(4, Branching(4, 2))
 
 
-def test_missing_runs_are_added(run: Run, tmp_path: Path) -> None:
-    """Guards against runs that are measured twice, and without machine or run id."""
-    out = tmp_path / "branching.jsonl"
-    run("branching", *FLAGS[:1], "2", *FLAGS[2:], "--branching", "8,2", "--out", out)
-    first = read_lines(out)
-    with out.open("a") as file:
+def test_missing_runs_are_added(run: Run, refusal: Refusal, tmp_path: Path) -> None:
+    """Guards against runs that are measured twice, without machine or run id, or of other seeds."""
+    command = ("branching", "--out", tmp_path, *FLAGS)
+    run(*command, "--limit", 2, "--branching", "8,2")
+    path = tmp_path / "branching.jsonl"
+    first = read_lines(path)
+    with path.open("a") as file:
         file.write(json.dumps(first[0])[:-9])  # it was stopped within a line
-    result = run("branching", *FLAGS, "--branching", "8,2", "16,4", "--out", out)
-    runs = read_lines(out)
+    result = run(*command, "--branching", "8,2", "16,4")
+    runs = read_lines(path)
     assert len(first) == 2 * 4
     assert runs[: len(first)] == first
     assert len(runs) == 5 * 5
     assert len({line["run_id"] for line in first}) == 1
     assert len({line["run_id"] for line in runs}) == 2
     assert all(line["machine"]["cores"] for line in runs)
-    names = [row[0] for row in result["rows"]]
-    assert names == ["N = 8", "N = 16", "N = 32", "branching 32/8,2", "branching 32/16,4"]
-    rewards = [row[2]["value"] for row in result["rows"][:3]]
+    rows = result["rows"]
+    names = ["N = 8", "N = 16", "N = 32", "branching 32/8,2", "branching 32/16,4"]
+    assert [row["system"] for row in rows] == names
+    rewards = [row["reward"]["value"] for row in rows[:3]]
     assert rewards == sorted(rewards)
-    beyond = result["headings"].index("draws beyond the largest N")
-    assert all(0 <= row[beyond] <= 1 for row in result["rows"][3:])
-
-
-def test_runs_of_other_seeds_are_not_taken(refusal: Refusal, run: Run, tmp_path: Path) -> None:
-    """Guards against an old table under a new seed."""
-    few = ("branching", "--limit", "1", *FLAGS[2:], "--out", tmp_path / "branching.jsonl")
-    run(*few)
-    assert "another prompt, sampling or model" in refusal(*few, "--seed", "9")
+    assert all(0 <= row["draws beyond the largest N"] <= 1 for row in rows[3:])
+    assert "another prompt, sampling or model" in refusal(*command, "--seed", "9")
 
 
 async def runs_of(
@@ -109,7 +106,7 @@ async def test_a_reward_can_be_added(tmp_path: Path) -> None:
     runs = await runs_of(out, [FEW, FORKS], made=both)
     assert [list(line["judges"]) for line in runs] == [[], ["others"]] * 2
     _, table = compare(runs, "letters")
-    assert all(str(row[-1]).startswith("logprob") for row in table.rows)
+    assert all(judges.startswith("logprob") for judges in table.table.judges)
 
 
 async def test_runs_of_earlier_versions_are_reported_but_not_added_to(tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ async def test_runs_of_earlier_versions_are_reported_but_not_added_to(tmp_path: 
     runs = await runs_of(old, [FEW, FORKS])
     assert len(runs) == 4
     differences, _ = compare(runs, "letters")
-    assert differences.rows[0][3:5] == ("not measured together", 0)
+    assert seconds_of(differences) == ("not measured together", 0)
     with pytest.raises(ValueError, match="of an unknown one"):
         await runs_of(old, [MANY])
 
@@ -172,7 +169,7 @@ def test_only_prompts_that_every_system_has_answered_count() -> None:
     lines = [line("a", "N = 8", 0.0), line("b", "N = 8", 9.0), line("a", "branching 8/4,2", 1.0)]
     _, table = compare(lines, "r")
     assert "1 prompts" in table.caption
-    assert [row[-1] for row in table.rows] == ["j 0.000; logprob -1.000", "j 1.000; logprob -1.000"]
+    assert table.table.judges.tolist() == ["j 0.000; logprob -1.000", "j 1.000; logprob -1.000"]
 
 
 @pytest.mark.parametrize("reward", ["r", "another"])
@@ -191,8 +188,8 @@ def test_the_order_of_the_file_does_not_count() -> None:
         for system, (tokens, score) in made.items()
     ]
     ratios = [
-        {str(row[0]): str(row[4]) for row in compare(of, "r")[1].rows}
-        for of in (lines, lines[::-1])
+        dict(zip(table.system, map(str, table["times fewer"]), strict=True))
+        for table in (compare(of, "r")[1].table for of in (lines, lines[::-1]))
     ]
     assert ratios[0] == ratios[1]
 
@@ -204,13 +201,20 @@ def test_differences_are_of_equal_prompts() -> None:
         for system, shift, seconds in (("N = 8", 0.0, 4.0), ("branching 8/4,2", 1.0, 1.0 + number))
     ]
     differences, _ = compare(lines, "r")
-    ((systems, reward, tokens, seconds, together, judged, logprob),) = differences.rows
-    assert systems == "branching 8/4,2, N = 8"
-    assert isinstance(judged, Estimate) and isinstance(seconds, Estimate)
+    (row,) = differences.table.to_dict("records")
+    assert row["systems"] == "branching 8/4,2, N = 8"
+    judged = row["j, sd"]
     deviation = np.std([0, 1, 2, 3, 1, 2, 3, 4])
     assert (judged.value, judged.low, judged.high) == pytest.approx((1 / deviation,) * 3)
+    seconds, together = seconds_of(differences)
     assert (seconds.value, together) == (2.5 / 4, 4)
-    assert reward == tokens == logprob == Estimate(0.0, 0.0, 0.0)
+    nothing = Estimate(0.0, 0.0, 0.0)
+    assert row["reward"] == row["answer tokens"] == row["logprob, sd"] == nothing
+
+
+def seconds_of(differences: Study) -> tuple[Any, int]:
+    row = differences.table.iloc[0]
+    return row["seconds, median of ratios"], row["prompts timed together"]
 
 
 def test_seconds_of_different_runs_are_not_compared() -> None:
@@ -224,8 +228,7 @@ def test_seconds_of_different_runs_are_not_compared() -> None:
         )
     ]
     differences, _ = compare(lines, "r")
-    seconds, together = differences.rows[0][3:5]
-    assert isinstance(seconds, Estimate)
+    seconds, together = seconds_of(differences)
     assert (seconds.value, together) == (0.5, 2)
     differences, _ = compare(lines[4:], "r")
-    assert differences.rows[0][3:5] == ("not measured together", 0)
+    assert seconds_of(differences) == ("not measured together", 0)

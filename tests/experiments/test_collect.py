@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.collect import CollectError, Progress, collect, collect_prompt, missing
-from experiments.flops import Sizes
-from experiments.models import in_process, remote
+from experiments.models import remote
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.settings import Settings, default_grid
 from experiments.trajectories import Store, Trajectories, load
@@ -197,23 +196,6 @@ async def test_collection_resumes_with_missing_prompts(tmp_path: Path) -> None:
     assert head is not None
     assert Settings.from_json(head["settings"]) == SETTINGS
     assert head["machine"]["cores"]
-
-
-async def test_known_model_sizes_are_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`relevance` reads 256 tokens; a toy has no sizes."""
-    monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
-    store, settings = Store(tmp_path), replace(SETTINGS, n=2, rewards=("relevance",))
-    async with in_process(settings.rewards) as known:
-        await collect(store, settings, ITEMS[:1], known, silent())
-    head = store.head()
-    assert head is not None
-    sizes = {name: Sizes(**size) for name, size in head["sizes"].items()}
-    assert sizes == known.sizes
-    assert [(name, size.layers, size.max_tokens) for name, size in sizes.items()] == [
-        ("reward relevance", 6, 256)
-    ]
 
 
 async def test_other_settings_prompts_or_models_are_refused(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
-"""Locust's page in a real browser, with our users, shapes, options, tables and tab, on toys."""
+"""`make loadtest-ui`: the forms of Locust's page, on toys."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from urllib.error import HTTPError
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
@@ -16,161 +20,69 @@ import pytest_asyncio
 from deploy.local.stack import Ports, Stack
 from specrej import Client
 from specrej.security import TENANT_METADATA
-from tests.browser import CHROMIUM, DRIVER, Page, browser
-from tests.gateway.page.conftest import need
 from tests.serving import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ALGORITHMS = ("best-of-n", "speculative-rejection")
-STOPPED = "document.body.innerText.includes('STOPPED')"
-POINTS = "document.querySelectorAll('#latency-vs-n circle')"
-
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def server(toys: Stack) -> AsyncIterator[tuple[str, Process]]:
-    """The address of the page, and the process of `make loadtest-ui`."""
+async def url(toys: Stack) -> AsyncIterator[str]:
+    """The address of the page; Ctrl-C is its normal end."""
+    port = Ports.free().gateway
     command = (sys.executable, "-m", "loadtest", "--host", toys.orchestrator_address)
-    port = ("--web-port", str(Ports.free().gateway))
-    process = await asyncio.create_subprocess_exec(*command, *port, stderr=PIPE)
-    assert process.stderr
+    process = await asyncio.create_subprocess_exec(
+        *command, "--web-port", str(port), stderr=PIPE, stdout=PIPE, start_new_session=True
+    )
+    url = f"http://127.0.0.1:{port}"
     try:
-        async with asyncio.timeout(60):
-            line = (await process.stderr.readline()).decode()
-        assert line.startswith("page  http://"), line
-        yield line.split()[1], process
+        await until(lambda: answers(url), every_s=0.1)
+        yield url
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-        await process.communicate()
+        os.killpg(process.pid, signal.SIGINT)
+        async with asyncio.timeout(60):
+            await process.communicate()
+    assert process.returncode == 0
 
 
-async def start(page: Page, **fields: object) -> None:
-    """Fill in the form and send it."""
-    await page.evaluate(
-        """
-        for (const [name, value] of Object.entries(arguments[0])) {
-          const field = document.querySelector(`form [name=${name}]`);
-          const set = Object.getOwnPropertyDescriptor(Object.getPrototypeOf(field), 'value').set;
-          set.call(field, value);
-          field.dispatchEvent(new Event('input', { bubbles: true }));
-          field.dispatchEvent(new Event('change', { bubbles: true }));
-        }
-        [...document.querySelectorAll('form button')].at(-1).click();""",
-        fields,
-    )
-
-
-async def shown(page: Page, condition: str) -> None:
-    """Wait until the expression is true in the page."""
-    script = f"return Boolean({condition})"
+async def answers(url: str) -> bool:
     try:
-        await until(lambda: page.evaluate(script), every_s=0.05)
-    except TimeoutError:
-        text = await page.evaluate("return document.body.innerText")
-        raise AssertionError(f"never: {condition}\n{text}") from None
+        await send(f"{url}/stats/requests")
+    except URLError:
+        return False
+    return True
 
 
-async def table(page: Page, tab: str) -> list[dict[str, str]]:
-    """The rows of the table in a tab, once it has one, by the titles of their columns."""
-    found = f"[...document.querySelectorAll('[role=tab]')].find((t) => t.textContent === '{tab}')"
-    await shown(page, found)
-    await page.evaluate(f"{found}.click();")
-    await shown(page, "document.querySelector('tbody tr')")
-    rows: list[list[str]] = await page.evaluate(
-        """
-        return [...document.querySelectorAll('tr')].map(
-          (row) => [...row.children].map((cell) => cell.textContent));"""
-    )
-    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+async def send(url: str, headers: dict[str, str] | None = None, **form: object) -> Any:
+    """The JSON object of a page; a form is posted."""
+    data = urlencode(form).encode() if form else None
+    opener = build_opener(ProxyHandler({}))
+    request = Request(url, data, headers or {})
+    with await asyncio.to_thread(opener.open, request, timeout=60) as response:
+        return json.load(response)
 
 
-async def watch_pictures(page: Page) -> None:
-    """Collect the pictures that the tab shows while the test runs, as `window.drawn`.
-
-    In the page, because a busy machine may not look often enough.
-    """
-    await page.evaluate(
-        f"""
-        window.drawn = new Set();
-        const look = () => {{
-          if ({POINTS}.length && !{STOPPED})
-            drawn.add(document.querySelector('#latency-vs-n svg').innerHTML);
-        }};
-        const changes = {{ childList: true, subtree: true }};
-        new MutationObserver(look).observe(document.body, changes);"""
-    )
-
-
-async def check_tables(page: Page) -> None:
-    """Answers alone count in the totals; rounds and missed requests have tables of their own."""
-    *rows, total = await table(page, "Statistics")
-    assert {row["Type"] for row in rows} == {"answer"}
-    names = {f"{algorithm} acme n={n}" for algorithm in ALGORITHMS for n in (1, 4)}
-    assert {row["Name"] for row in rows} == names
-    assert int(total["# Requests"]) == sum(int(row["# Requests"]) for row in rows) > 0
-    rounds = await table(page, "Rounds")
-    assert {row["Type"] for row in rounds} == {"admitted", "first round", "between rounds"}
-    # Only the open loop misses requests.
-    assert "missed" in {row["Type"] for row in await table(page, "Late arrivals")}
-
-
-async def check_forms_of_other_sites(url: str) -> None:
-    """A page of another site cannot send the token and a file to its own host."""
+async def test_forms_of_other_sites_and_bad_values_are_refused(toys: Stack, url: str) -> None:
+    """Guards against a page of another site that sends the token and a file to its own host, and
+    options that have no effect or no error."""
     origin = {"Origin": "http://other.example"}
     for headers in (origin, origin | {"Host": "other.example"}):  # a name of 127.0.0.1
-        request = Request(f"{url}/swarm", b"user_count=1", headers)
         with pytest.raises(HTTPError, match="403"):
-            await asyncio.to_thread(build_opener(ProxyHandler({})).open, request, timeout=60)
+            await send(f"{url}/swarm", headers, user_count=1)
+    bad = await send(f"{url}/swarm", alpha="2", max_tokens="x")
+    assert not bad["success"]
+    assert "alpha: must be a number, 0 to 0.999" in bad["message"]
+    assert "max_tokens: must be a number" in bad["message"]
+    where: dict[str, Any] = {"user_count": 2, "spawn_rate": 2, "host": toys.orchestrator_address}
+    options: dict[str, Any] = {"alpha": "0.25", "max_tokens": 24, "n": "4", "tenants": "acme=1"}
+    started = await send(f"{url}/swarm", **where, **options)
+    assert started["success"], started
 
+    async def has_answers() -> bool:
+        return bool((await send(f"{url}/stats/requests"))["total_rps"])
 
-async def test_short_test_in_the_page(
-    toys: Stack, server: tuple[str, Process], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Guards against totals that count rounds, options that have no effect or no error, a tab
-    that is drawn once the test has stopped, or never, and forms of other sites that start a test.
-    """
-    url, process = server
-    await check_forms_of_other_sites(url)
-    need(CHROMIUM, "chromium")
-    need(DRIVER, "chromedriver")
-    async with browser(tmp_path_factory.mktemp("profile")) as page:
-        await page.open(url, 1600)
-        await shown(page, "document.querySelector('form [name=alpha]')")
-        await start(page, alpha="2", maxTokens="x")
-        await shown(page, "document.body.innerText.includes('alpha: must be a number, 0 to 0.999')")
-        await shown(page, "document.body.innerText.includes('max_tokens: must be a number')")
-        await start(
-            page,
-            shapeClass="Steps",
-            userCount="2",
-            alpha="0.25",
-            maxTokens="24",
-            n="1,4",
-            stepSeconds="5",
-            algorithm="both",
-            rate="40",
-            maxInFlight="1",
-            tenants="acme=1",
-        )
-        await watch_pictures(page)
-        await table(page, "Latency vs N")
-        await shown(page, STOPPED)
-        assert await page.evaluate("return window.drawn.size") > 1
-        await check_tables(page)
-        await table(page, "Latency vs N")
-        await shown(page, f"{POINTS}.length == 8")
-        drawn = await page.evaluate(
-            f"return [...{POINTS}].map((e) => [e.dataset.n, e.dataset.field])"
-        )
-        expected = [[n, field] for n in "14" for field in ("median", "p95")] * len(ALGORITHMS)
-        assert sorted(drawn) == sorted(expected)
-        assert await page.log() == []
+    await until(has_answers, every_s=0.2)
+    await send(f"{url}/stop", now=1)
     async with Client(toys.orchestrator_address) as client:
         records = await client.records(metadata=[(TENANT_METADATA, "acme")])
     assert {record.max_tokens for record in records} == {24}
-    assert {record.selection.alpha for record in records} <= {0.25, 0.0}  # 0: Best-of-N
-    process.send_signal(signal.SIGINT)
-    async with asyncio.timeout(60):
-        _, text = await process.communicate()
-    assert (process.returncode, text.decode().splitlines()[-1]) == (0, "stopping")
+    assert {record.selection.alpha for record in records} == {0.25}

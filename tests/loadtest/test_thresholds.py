@@ -7,20 +7,20 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from loadtest.options import add_options
-from loadtest.thresholds import Summary, broken_limits, percentile
+from loadtest.thresholds import Kind, Summary, broken_limits, percentile, summarise
 
 GOOD = Summary(
-    num_answers=99,
-    num_failed=1,
-    num_late=3,
-    num_missed=0,
     p95_ms=900,
     first_round_p95_ms=200,
     goodput=2.0,
+    failure_ratio=0.01,
+    late_ratio=0.03,
+    num_answers=99,
     failures={"UNAVAILABLE": 1},
 )
 
@@ -50,9 +50,30 @@ def test_limit_is_broken_only_beyond_its_value(argument: str, kept: str, broken:
 def test_run_without_answers_breaks_every_limit() -> None:
     """Guards against a limit that holds because nothing was measured."""
     assert broken_limits(GOOD, limits()) == ["failure ratio 0.01, at most 0"]  # the default
-    nothing = replace(GOOD, num_answers=0, num_failed=0, p95_ms=math.nan, goodput=0.0)
+    nothing = replace(GOOD, failure_ratio=1.0, p95_ms=math.nan, goodput=0.0)
     given = limits("--max-p95-ms", "1000", "--max-failure-ratio", "0.5", "--min-goodput", "0.1")
     assert len(broken_limits(nothing, given)) == 3
+
+
+def test_summary_of_locusts_statistics() -> None:
+    """Missed requests were due, too; failures are not among the answers."""
+    times = {
+        Kind.ANSWER: {100: 2, 900: 1},
+        Kind.CACHED: {2: 1},
+        Kind.FAILED: {1: 1},
+        Kind.FIRST_ROUND: {50: 3},
+        Kind.LATE: {60: 1},
+        Kind.MISSED: {70: 5},
+    }
+    stats = SimpleNamespace(
+        entries={("name", kind): SimpleNamespace(response_times=of) for kind, of in times.items()},
+        errors={},
+        start_time=10.0,
+        last_request_timestamp=12.0,
+    )
+    summary = summarise(stats, slo_ms=500)
+    assert (summary.num_answers, summary.p95_ms, summary.first_round_p95_ms) == (4, 900, 50)
+    assert (summary.failure_ratio, summary.late_ratio, summary.goodput) == (0.2, 0.6, 1.5)
 
 
 @pytest.mark.parametrize(

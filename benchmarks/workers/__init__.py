@@ -1,1 +1,0 @@
-"""One process per engine under comparison, each in its own environment."""

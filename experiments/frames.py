@@ -1,0 +1,245 @@
+"""Data frames of a collection under one reward: what the studies read.
+
+Settings are replayed on every prompt. Where a prompt has more answers than N, up to four disjoint
+groups of N are replayed and averaged. One replay yields both objectives, since a cut has no answers
+at the limit: complete answers preferred, as in the service, and the reward alone, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.replay import Replayer, Setting, decision_tokens
+from experiments.statistics import expected_first
+from experiments.trajectories import IntArray, Trajectories
+from orchestrator.loop.composition import LIKELIHOOD
+from specrej.client.options import parse_schedule
+from specrej.contracts import FinishReason, Schedule
+
+DEFAULT = parse_schedule("geometric:16,2")  # the service's default
+DEFAULT_ALPHA = 0.5
+ALPHAS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
+SETTING = ["n", "alpha", "schedule"]  # columns that name a setting
+_SCHEDULES = ("geometric:8,2", "geometric:16,2", "geometric:32,2", "geometric:64,2", "memory:16")
+_MEMORY_TOKENS = 16  # with the memory schedule, slots for so many tokens of each candidate
+_MIN_N = 16  # with fewer answers there is little to reject
+_MAX_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """One collection under one reward.
+
+    runs: a row per replayed setting (n, alpha, schedule) and prompt. tokens: generated;
+        full_tokens: by Best-of-N with the same candidates; regret, value_regret: reward and value
+        (`Trajectories.values`) that Best-of-N's answer has more; reward, value: Best-of-N's mean
+        over all draws less the regret, so that luck cancels at equal N; score, complete,
+        full_complete: of the answers chosen with complete ones preferred.
+    full: a row per prompt and n, 1 to N, with the means of Best-of-N over all draws of n answers:
+        reward and value; score and complete, of the answer chosen with complete ones preferred;
+        worst, the lowest reward; tokens.
+    prefixes: a row per prompt, decision token ("position") and answer: score, by which a cut there
+        ranks (of the prefix; of the whole answer if it has ended); final score; live; best, whether
+        it is the prompt's best answer in the end.
+    """
+
+    collection: str
+    reward: str
+    prompts: tuple[Trajectories, ...]
+    runs: pd.DataFrame
+    full: pd.DataFrame
+    prefixes: pd.DataFrame
+
+    @property
+    def max_tokens(self) -> int:
+        return max(prompt.max_tokens for prompt in self.prompts)
+
+    @property
+    def n(self) -> int:
+        """Answers per prompt."""
+        return min(prompt.n for prompt in self.prompts)
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of all answers."""
+        return np.concatenate([prompt.num_tokens for prompt in self.prompts])
+
+    @property
+    def default(self) -> pd.DataFrame:
+        """The runs of the service's default with the largest N, or of the nearest setting."""
+        usual = self.runs[(self.runs.n == self.runs.n.max()) & (self.runs.schedule == str(DEFAULT))]
+        usual = self.runs if usual.empty else usual
+        distance = (usual.alpha - DEFAULT_ALPHA).abs()
+        first = usual[distance == distance.min()].iloc[0]
+        return self.of(first)
+
+    def of(self, setting: Any) -> pd.DataFrame:
+        """The runs of the setting that a row names."""
+        same = np.logical_and.reduce([self.runs[name] == setting[name] for name in SETTING])
+        return self.runs[same]
+
+    def moved(self, schedule: Schedule) -> pd.DataFrame:
+        """The default with another schedule; empty if it cuts where no prefix was scored."""
+        n, alpha, _ = self.default.iloc[0][SETTING]
+        if not _is_scored(self.prompts, self.reward, schedule):
+            return self.runs.iloc[:0]
+        setting = Setting(int(n), float(alpha), schedule, self.reward, snap=True)
+        return _with_rewards(replayed(self.prompts, [setting]), self.full)
+
+
+def frames_of(
+    collection: str,
+    prompts: Sequence[Trajectories],
+    reward: str,
+    alphas: Sequence[float] = ALPHAS,
+) -> Frames:
+    """All frames of a collection; takes some milliseconds per setting and prompt.
+
+    Raises:
+        ValueError: there are no prompts, or none of the settings can be replayed.
+        KeyError: the reward was not collected.
+    """
+    if not prompts:
+        raise ValueError(f"{collection} has no prompts")
+    settings = tuple(_settings(prompts, reward, alphas))
+    if not settings:
+        raise ValueError("no prefix was scored where a schedule would cut")
+    full = best_of_n(prompts, reward)
+    runs = _with_rewards(replayed(prompts, settings), full)
+    return Frames(collection, reward, tuple(prompts), runs, full, prefixes(prompts, reward))
+
+
+def _settings(
+    prompts: Sequence[Trajectories], reward: str, alphas: Sequence[float]
+) -> Iterator[Setting]:
+    """All settings with every cut on the grid; the largest N first.
+
+    Those with too little memory for one whole answer are left out.
+    """
+    limits = [prompt.max_tokens for prompt in prompts]
+    most = min(prompt.n for prompt in prompts)
+    halvings = [most // 2**i for i in range(4)]
+    for n in [n for n in halvings if n >= _MIN_N] or [most]:
+        for schedule in map(parse_schedule, _SCHEDULES):
+            is_memory = schedule.kind == "memory"
+            fits = not is_memory or (min(limits) > _MEMORY_TOKENS <= max(limits) <= n * 16)
+            cuts = is_memory or decision_tokens(schedule, min(limits))
+            if fits and cuts and _is_scored(prompts, reward, schedule):
+                for alpha in alphas:
+                    yield Setting(n, alpha, schedule, reward, snap=True)
+
+
+def _is_scored(prompts: Sequence[Trajectories], reward: str, schedule: Schedule) -> bool:
+    """Whether prefixes were scored wherever the schedule cuts.
+
+    Full slots end a round at the grid position before, so the first position matters too.
+    """
+    if reward == LIKELIHOOD:
+        return True
+    if schedule.kind == "memory":
+        return all(prompt.positions[0] <= _MEMORY_TOKENS for prompt in prompts)
+    return all(
+        {*decision_tokens(schedule, prompt.max_tokens)} <= {*prompt.positions.tolist()}
+        for prompt in prompts
+    )
+
+
+def replayed(prompts: Sequence[Trajectories], settings: Sequence[Setting]) -> pd.DataFrame:
+    """A row per setting and prompt; see `Frames.runs`, without reward and value.
+
+    Raises:
+        OffGrid: a round ends where no prefix was scored.
+        ValueError: a prompt has fewer answers than N.
+    """
+    rows = []
+    for number, prompt in enumerate(prompts):
+        replayer = Replayer(prompt, settings[0].reward)
+        for setting in settings:
+            slots = 0
+            if setting.schedule.kind == "memory":
+                slots = prompt.prompt_tokens + setting.n * _MEMORY_TOKENS
+            means = _means(replayer, replace(setting, slots=slots))
+            name = {"n": setting.n, "alpha": setting.alpha, "schedule": str(setting.schedule)}
+            rows.append({**name, "prompt": number, **means})
+    return pd.DataFrame(rows)
+
+
+def _means(replayer: Replayer, setting: Setting) -> dict[str, float]:
+    """Means over the groups of a prompt."""
+    prompt, n = replayer.trajectories, setting.n
+    if n > prompt.n:
+        raise ValueError(f"{n} candidates of {prompt.n} that were generated")
+    rows = []
+    for start in range(0, prompt.n - n + 1, n)[:_MAX_GROUPS]:
+        run = replayer.run(setting, np.arange(start, start + n))
+        rows.append(
+            {
+                "tokens": run.generated_tokens,
+                "full_tokens": run.best_of_n_tokens,
+                "regret": run.regret_alone,
+                "value_regret": run.regret,
+                "score": run.score,
+                "complete": run.finish is FinishReason.STOP,
+                "full_complete": bool(prompt.finished[run.best_of_n_answer]),
+            }
+        )
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def _with_rewards(runs: pd.DataFrame, full: pd.DataFrame) -> pd.DataFrame:
+    same = full[["prompt", "n", "reward", "value"]]
+    merged = runs.merge(same, on=["prompt", "n"], how="left", validate="many_to_one")
+    merged["reward"] -= merged.regret
+    merged["value"] -= merged.value_regret
+    return merged
+
+
+def best_of_n(prompts: Sequence[Trajectories], reward: str) -> pd.DataFrame:
+    """A row per prompt and n; see `Frames.full`."""
+    parts = []
+    for number, prompt in enumerate(prompts):
+        final = prompt.final(reward)
+        falling = np.sort(final)[::-1]
+        preferred = expected_first(ranked(prompt, reward))[1:]
+        ns = np.arange(1, prompt.n + 1)
+        part = {
+            "prompt": number,
+            "n": ns,
+            "reward": expected_first(falling)[1:],
+            "worst": expected_first(falling[::-1])[1:],
+            "tokens": ns * prompt.num_tokens.mean(),
+        }
+        names = ("value", "score", "complete")
+        parts.append(pd.DataFrame(part | dict(zip(names, preferred.T, strict=True))))
+    return pd.concat(parts, ignore_index=True)
+
+
+def ranked(prompt: Trajectories, reward: str) -> Any:
+    """[N, 3] value, score and completeness of all answers, complete ones preferred, best first."""
+    values, final = prompt.values(reward, prefer_complete=True), prompt.final(reward)
+    # Not by value: the best truncated answer and the worst complete one may have equal values.
+    order = np.lexsort((-final, ~prompt.finished))
+    return np.stack([values, final, prompt.finished], axis=1)[order]
+
+
+def prefixes(prompts: Sequence[Trajectories], reward: str) -> pd.DataFrame:
+    """At 4, 8, 16, ... tokens as far as prefixes were scored there; see `Frames.prefixes`."""
+    scored = set.intersection(*({*prompt.positions.tolist()} for prompt in prompts))
+    limit = min(prompt.max_tokens for prompt in prompts)
+    positions = [2**i for i in range(2, 20) if 2**i < limit and 2**i in scored]
+    parts = [pd.DataFrame({name: [] for name in ("prompt", "position", "score", "final", "live")})]
+    for number, prompt in enumerate(prompts):
+        final = prompt.final(reward)
+        best = np.arange(prompt.n) == prompt.best(reward)
+        for position in positions:
+            live = prompt.num_tokens > position
+            score = np.where(live, prompt.partial(reward, position), final)
+            of = {"prompt": number, "position": position}
+            columns = {"score": score, "final": final, "live": live, "best": best}
+            parts.append(pd.DataFrame(of | columns))
+    return pd.concat(parts[1:] or parts, ignore_index=True)

@@ -1,0 +1,340 @@
+"""The studies of the paper: functions from data frames to a table and charts, without a model.
+
+`frontier` has the study of whether rejection pays at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from experiments import charts
+from experiments.frames import DEFAULT, SETTING, Frames
+from experiments.replay import decision_tokens
+from experiments.statistics import (
+    Estimate,
+    bootstrap,
+    bounded_mean,
+    expected_saving,
+    kendall,
+    matched_cost,
+    mean,
+    pearson,
+    resampled,
+    share,
+)
+from experiments.trajectories import FloatArray, IntArray
+from orchestrator.loop.rejection import num_kept
+from specrej.client.options import parse_schedule
+
+EXPECTED = "expected if rejection ignores length"
+BOUND = "bound, all answers as long as the limit"
+RATIO = "tokens, ratio (95 %)"
+_SURVIVAL_ALPHAS = (0.5, 0.75)
+_LEAST_SCORES = 10.0  # span of the improvement score's axis, a tenth of the base's range
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`name` is part of a file's name; `title` describes the chart for screen readers."""
+
+    name: str
+    title: str
+    draw: Callable[[Axes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A table whose cells are numbers, texts and `Estimate`s, and charts of it."""
+
+    name: str
+    caption: str
+    table: pd.DataFrame
+    charts: tuple[Chart, ...] = ()
+
+
+def doublings(n: int) -> list[int]:
+    """1, 2, 4, ... and `n`."""
+    return sorted({*(2**i for i in range(n.bit_length())), n})
+
+
+def pivot(full: pd.DataFrame, column: str, ns: Any = slice(None)) -> FloatArray:
+    """[prompts, n] of a column of `Frames.full`."""
+    table = full.pivot(index="prompt", columns="n", values=column).dropna(axis=1)
+    values: FloatArray = table.loc[:, ns].to_numpy()
+    return values
+
+
+def best_of_n(frames: Frames) -> Study:
+    """Reward and tokens of Best-of-N by N, averaged exactly over all draws of N answers."""
+    single = pivot(frames.full, "reward", [1])[:, 0]
+    rows = []
+    for n in doublings(frames.n):
+        of_n = frames.full[frames.full.n == n]
+        rows.append(
+            {
+                "N": n,
+                "mean reward of the best (95 %)": mean(of_n.reward),
+                "gain over one answer (95 %)": mean(of_n.reward.to_numpy() - single),
+                "tokens": of_n.tokens.mean(),
+                "mean reward, complete answers preferred (95 %)": mean(of_n.score),
+                "complete then, share (95 %)": bounded_mean(of_n.complete, 1.0),
+            }
+        )
+    table = pd.DataFrame(rows)
+
+    def draw(axes: Axes) -> None:
+        charts.band(axes, table["N"], table.iloc[:, 1], "Best-of-N (shaded: 95 %)", charts.ORANGE)
+        charts.log2_axis(axes, "N, answers per prompt", table["N"])
+        axes.set_ylabel(frames.reward)
+
+    title = f"Mean {frames.reward} of the best of N answers, by N"
+    caption = f"Best-of-N by {frames.reward}"
+    return Study("best_of_n", caption, table, (Chart("best-of-n", title, draw),))
+
+
+def equal_reward(frames: Frames) -> Study:
+    """The N that Best-of-N needs for the reward of each setting, and the ratio of the costs.
+
+    By the reward alone. The ratio of tokens has two factors: "tokens saved at equal N", which
+    follows from lengths and schedule if rejection ignores length, and "part of N kept", which is 1
+    if no best answer was rejected. "outside what was measured": "beyond" where the largest N is not
+    as good, "below 1" where one answer is, or the share of resampled prompts with either.
+    """
+    ns = doublings(frames.n)
+    known = pivot(frames.full, "reward", ns), pivot(frames.full, "tokens", [1])[:, 0]
+    rows = []
+    for setting, runs in frames.runs.groupby(SETTING, sort=False):
+        rows.append(_matched(dict(zip(SETTING, setting, strict=True)), runs, known, ns, frames))
+    table = pd.DataFrame(rows)
+    largest = table[table["N"] == table["N"].max()]
+
+    def draw(axes: Axes) -> None:
+        colors = zip(largest.groupby("schedule", sort=False), charts.PALETTE, strict=False)
+        for (schedule, part), color in colors:
+            finite = part[[math.isfinite(ratio.value) for ratio in part[RATIO]]]
+            charts.band(axes, finite["alpha"], finite[RATIO], str(schedule), color)
+            axes.plot(part["alpha"], part[EXPECTED], ":", color=color, linewidth=1)
+        axes.axhline(1, color=charts.GREY, linewidth=0.8)
+        axes.set_xlabel(f"alpha (dotted: {EXPECTED})")
+        charts.log_axis_up(axes, "times fewer tokens")
+
+    title = f"Tokens of Best-of-N for equal {frames.reward} over those of rejection, by alpha"
+    caption = f"Compute for equal {frames.reward}: Best-of-N over Speculative Rejection"
+    return Study("matched", caption, table, (Chart("matched", title, draw),))
+
+
+def _matched(
+    setting: dict[str, Any],
+    runs: pd.DataFrame,
+    known: tuple[FloatArray, FloatArray],
+    ns: list[int],
+    frames: Frames,
+) -> dict[str, Any]:
+    rewards, single = known
+    own = {name: runs[name].to_numpy() for name in ("reward", "tokens")}
+
+    def matched_n(prompts: IntArray) -> FloatArray:
+        """[draws] for prompts [draws, any]; [] for [any]."""
+        drawn = np.atleast_2d(prompts)
+        n = matched_cost(ns, rewards[drawn].mean(axis=1), own["reward"][drawn].mean(axis=1))
+        return n if prompts.ndim > 1 else n[0]
+
+    def ratio(prompts: IntArray) -> Any:
+        tokens = matched_n(prompts) * single[prompts].mean(axis=-1)
+        return tokens / own["tokens"][prompts].mean(axis=-1)
+
+    num_prompts = len(runs)
+    n = bootstrap(num_prompts, matched_n)
+    draws = resampled(num_prompts, matched_n) if num_prompts > 1 else np.array([n.value])
+    outside = float(((draws <= 1) | np.isinf(draws)).mean())
+    notes = {math.isinf(n.value): "beyond", n.value <= 1: "below 1"}
+    schedule = parse_schedule(setting["schedule"])
+    is_planned = schedule.kind != "memory"
+    expected, bound = (
+        expected_saving(lengths, setting["alpha"], decision_tokens(schedule, frames.max_tokens))
+        if is_planned
+        else math.nan
+        for lengths in (frames.lengths, np.full(1, frames.max_tokens))
+    )
+    return {
+        "N": int(setting["n"]),
+        "alpha": setting["alpha"],
+        "schedule": setting["schedule"],
+        "as good as Best-of-N with N = (95 %)": n,
+        "tokens saved at equal N": runs.full_tokens.sum() / runs.tokens.sum(),
+        "part of N kept": n.value / setting["n"] if math.isfinite(n.value) else math.nan,
+        RATIO: bootstrap(num_prompts, ratio),
+        EXPECTED: expected,
+        BOUND: bound,
+        "outside what was measured": notes.get(True, f"{outside:.0%} of draws" if outside else ""),
+        "complete answers (95 %)": bounded_mean(runs.complete, 1.0),
+        "Best-of-N's, same N (95 %)": bounded_mean(runs.full_complete, 1.0),
+    }
+
+
+def correlation(frames: Frames) -> Study:
+    """How well the score of a beginning predicts that of the answer, by decision token.
+
+    Correlations are within each prompt, over the answers that continue, averaged over prompts. The
+    survival is of the prompt's best answer, at one cut; an answer that has ended cannot be lost.
+    """
+    rows = [
+        {"decision token": int(position), **_predicts(part)}
+        for position, part in frames.prefixes.groupby("position")
+    ]
+    table = pd.DataFrame(rows)
+
+    def correlations(axes: Axes) -> None:
+        lines = (("Pearson (95 %)", charts.BLUE), ("Kendall tau (95 %)", charts.ORANGE))
+        for column, color in lines:
+            charts.band(axes, table["decision token"], table[column], column[:-7], color)
+        charts.log2_axis(axes, "decision token", table["decision token"])
+        axes.set_ylabel("correlation with the final reward")
+        axes.set_ylim(top=1)
+
+    def survival(axes: Axes) -> None:
+        for alpha, color in zip(_SURVIVAL_ALPHAS, (charts.GREEN, charts.PURPLE), strict=True):
+            column = f"best survives alpha {alpha:g} (95 %)"
+            charts.band(axes, table["decision token"], table[column], f"alpha {alpha:g}", color)
+            chance = 1 - alpha * table["share still growing"]
+            axes.plot(table["decision token"], chance, ":", color=color)
+        charts.log2_axis(axes, "decision token (dotted: by chance)", table["decision token"])
+        axes.set_ylabel("share of prompts")
+        axes.set_ylim(0, 1.03)
+
+    reward = frames.reward
+    drawn = (
+        Chart("scatter", f"Partial against final {reward}", partial(_scatter, frames.prefixes)),
+        Chart("correlation", f"Correlation of partial with final {reward}", correlations),
+        Chart("survival", f"Prompts whose best answer by {reward} survives one cut", survival),
+    )
+    return Study("correlation", f"Partial against final {reward}", table, drawn if rows else ())
+
+
+def _predicts(part: pd.DataFrame) -> dict[str, Any]:
+    """Columns of `correlation` at one decision token."""
+    prompts = [prompt for _, prompt in part.groupby("prompt")]
+    growing = [prompt[prompt.live.astype(bool)] for prompt in prompts]
+    pairs = [(live.score.to_numpy(), live.final.to_numpy()) for live in growing]
+    ranks = [_rank_of_best(prompt) for prompt in prompts]
+    ended = [not prompt.live[prompt.best].any() for prompt in prompts]
+    lost = [
+        [not over and rank >= num_kept(len(prompt), alpha) for alpha in _SURVIVAL_ALPHAS]
+        for prompt, rank, over in zip(prompts, ranks, ended, strict=True)
+    ]
+    low = [
+        not over and rank > (len(prompt) - 1) / 2
+        for prompt, rank, over in zip(prompts, ranks, ended, strict=True)
+    ]
+    return {
+        "share still growing": np.mean([prompt.live.mean() for prompt in prompts]),
+        "Pearson (95 %)": mean([pearson(*pair) for pair in pairs]),
+        "Kendall tau (95 %)": mean([kendall(*pair) for pair in pairs]),
+        **{
+            f"best survives alpha {alpha:g} (95 %)": share(not row[at] for row in lost)
+            for at, alpha in enumerate(_SURVIVAL_ALPHAS)
+        },
+        "best one over by then (95 %)": share(ended),
+        "best one in the lower half (95 %)": share(low),
+    }
+
+
+def _rank_of_best(prompt: pd.DataFrame) -> int:
+    """The rank of the best answer among the prompt's scores; of equal ones the first is ahead."""
+    order = np.argsort(-prompt.score.to_numpy(), kind="stable")
+    return int(np.flatnonzero(prompt.best.to_numpy()[order])[0])
+
+
+def _scatter(prefixes: pd.DataFrame, axes: Axes) -> None:
+    """Partial and final scores less their prompt's means: prompts differ more than answers."""
+    live = prefixes[prefixes.live.astype(bool)]
+    centred = live[["score", "final"]] - live.groupby(["prompt", "position"])[
+        ["score", "final"]
+    ].transform("mean")
+    positions = sorted(live.position.unique())
+    for position, color in zip(
+        positions[:: max(1, len(positions) // 3)], charts.PALETTE, strict=False
+    ):
+        points = centred[live.position == position]
+        points = points.sample(min(len(points), 250), random_state=0)
+        label = f"token {int(position)}"
+        # As pixels: vector points would make up most of the file.
+        style: dict[str, Any] = {"s": 5, "color": color, "alpha": 0.5, "rasterized": True}
+        axes.scatter(points.score, points.final, label=label, **style)
+    axes.set(xlabel="partial, less the prompt's mean", ylabel="final, less the prompt's mean")
+
+
+def improvement(frames: Frames) -> Study:
+    """The paper's score against relative compute, by the reward alone.
+
+    The score is 100 x (1 + mean over prompts of (reward - best of base) / (best of base - worst of
+    base)), Sun et al., arXiv 2410.20290, section 5: 100 is as good as Best-of-N of a base N, here
+    an eighth of the answers, 200 better by the base's whole range. Compute is in tokens, relative
+    to the base's.
+    """
+    base_n = min(frames.n, max(2, frames.n // 8))
+    base = frames.full[frames.full.n == base_n]
+
+    def row(method: str, of: pd.DataFrame, n: int, alpha: float, schedule: str) -> dict[str, Any]:
+        return {
+            **{"method": method, "N": n, "alpha": alpha, "schedule": schedule},
+            "improvement score (95 %)": _improvement_score(of.reward.to_numpy(), base),
+            "relative tokens": of.tokens.mean() / base.tokens.mean(),
+        }
+
+    ns = [n for n in doublings(frames.n) if n * 4 >= base_n]
+    full = [("Best-of-N", frames.full[frames.full.n == n], n, 0.0, "no cuts") for n in ns]
+    fast = [
+        ("Speculative Rejection", runs, int(n), alpha, schedule)
+        for (n, alpha, schedule), runs in frames.runs.groupby(SETTING, sort=False)
+    ]
+    table = pd.DataFrame([row(*each) for each in (*full, *fast)])
+    of = f"{frames.reward}, against Best-of-{base_n}"
+    chart = Chart("improvement-tokens", f"Improvement score: {of}", partial(_scores, table))
+    return Study("improvement", f"Improvement score and relative compute: {of}", table, (chart,))
+
+
+def _improvement_score(rewards: FloatArray, base: pd.DataFrame) -> Estimate:
+    """Prompts with equal rewards of all base answers are left out."""
+    best, worst = base.reward.to_numpy(), base.worst.to_numpy()
+    varies = best - worst > 1e-9 * np.abs(best)  # equal ones may differ by rounding
+    return mean(100 * (1 + (rewards - best)[varies] / (best - worst)[varies]))
+
+
+def _scores(table: pd.DataFrame, axes: Axes) -> None:
+    fast = table[table.method != "Best-of-N"]
+    colors = (charts.BLUE, charts.GREEN, charts.PURPLE)
+    for (n, part), color in zip(fast.groupby("N"), colors, strict=False):
+        scores = [score.value for score in part["improvement score (95 %)"]]
+        axes.plot(
+            part["relative tokens"],
+            scores,
+            "o",
+            color=color,
+            markersize=3,
+            label=f"Rejection, N = {n}",
+        )
+    full = table[table.method == "Best-of-N"]
+    scores = [score.value for score in full["improvement score (95 %)"]]
+    axes.plot(full["relative tokens"], scores, "o-", color=charts.ORANGE, label="Best-of-N")
+    charts.log2_axis(axes, "relative tokens")
+    low, high = axes.get_ylim()
+    missing = max(0.0, _LEAST_SCORES - (high - low)) / 2
+    axes.set(ylabel="improvement score", ylim=(low - missing, high + missing))
+
+
+def all_at_default(study: Study, frames: Frames) -> pd.DataFrame:
+    """The rows of the default's N and schedule at every alpha, and of Best-of-N."""
+    table = study.table
+    if "schedule" not in table:
+        return table
+    is_default = (table["N"] == frames.runs.n.max()) & (table["schedule"] == str(DEFAULT))
+    return table[is_default | (table["schedule"] == "no cuts")]

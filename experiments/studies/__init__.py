@@ -1,1 +1,0 @@
-"""The studies of the paper: pure functions from trajectories to results, without a model."""

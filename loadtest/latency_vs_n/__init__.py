@@ -1,1 +1,0 @@
-"""Latency against N: `make latency-vs-n`."""
