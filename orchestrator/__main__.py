@@ -15,13 +15,12 @@ from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
 from orchestrator.background import BackgroundTasks
-from orchestrator.cache import Cache, RedisClient, SharedSingleFlight
+from orchestrator.cache import Cache, RedisClient
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.observe import instruments
 from orchestrator.observe.request_records import RequestRecords
-from orchestrator.observe.shadows import Shadows
 from orchestrator.settings import OrchestratorSettings
 from specrej import telemetry
 from specrej.client.channel import open_channel
@@ -87,11 +86,10 @@ def _orchestrator(
         redis,
         ttl_s=settings.cache_ttl_s,
         stale_s=settings.cache_stale_s,
-        tenant_bytes=settings.tenant_cache_bytes,
         secret=settings.cache_secret,
     )
     limits = settings.max_running, settings.max_queued, settings.max_queued_tokens
-    admission = Admission(Limits(*limits, settings.tenant_tokens, settings.spare_running))
+    admission = Admission(Limits(*limits, settings.tenant_tokens))
     instruments.observe_admission(admission)
     return Orchestrator(
         FleetGenerator(generators),
@@ -102,17 +100,10 @@ def _orchestrator(
         composites=settings.composites,
         default_reward=settings.default_reward,
         lead_s=settings.lead_s,
-        shared_flights=SharedSingleFlight(cache) if settings.shared_flights else None,
         refreshes=BackgroundTasks(
             "refreshing a stale answer",
             deadline_s=settings.deadline_s,
             rest_s=min(_REFRESH_REST_S, settings.cache_ttl_s / 10),
-        ),
-        shadows=Shadows(
-            settings.shadow_share,
-            max_slots=settings.shadow_slots,
-            target_regret=settings.shadow_regret,
-            deadline_s=settings.deadline_s,
         ),
         records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),

@@ -114,32 +114,22 @@ class BackgroundTasks:
         """Tasks that have not ended."""
         return len(self._tasks)
 
-    def start(
-        self,
-        key: str,
-        work: Callable[[], Awaitable[None]],
-        context: contextvars.Context | None = None,
-    ) -> None:
+    def start(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work`; do nothing if a task of `key` runs or rests, at the limit, or after close.
 
-        `context`: by default empty, so that the task inherits neither the span nor the deadline of
-        a request.
+        Its context is empty: it inherits neither the span nor the deadline of a request.
         """
         is_known = key in self._tasks or key in self._resting
         if self._closed or is_known or len(self._tasks) >= self._limit:
             return
-        task = asyncio.create_task(self._run(work), context=context or contextvars.Context())
+        task = asyncio.create_task(self._run(work), context=contextvars.Context())
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._end(key))
 
-    async def aclose(self, patience_s: float = 0.0) -> None:
-        """Wait `patience_s` seconds for all tasks, cancel the rest, and wait for their end."""
+    async def aclose(self) -> None:
+        """Cancel all tasks, and wait for their end."""
         self._closed = True
-        if tasks := list(self._tasks.values()):
-            await asyncio.wait(tasks, timeout=patience_s)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await asyncio.gather(*map(ended, self._tasks.values()))
 
     def _end(self, key: str) -> None:
         del self._tasks[key]

@@ -144,18 +144,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         description="more seconds that an answer may be served, while a new one is generated in "
         "the background; 0: never",
     )
-    tenant_cache_bytes: Annotated[int, Field(ge=0, le=2**40)] = Field(
-        0,
-        description="bytes of answers that a tenant may have stored, its oldest are dropped first;"
-        " 0: no limit",
-    )
-    shared_flights: bool = Field(
-        True, description="equal requests at all orchestrators of a Redis are one generation"
-    )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
-    spare_running: Annotated[int, Field(ge=0)] = Field(
-        4, description="requests that run beyond max_running, each of a tenant that ran none"
-    )
     max_queued: Annotated[int, Field(ge=0)] = Field(
         64, description="requests that may wait, in equal parts for the tenants that do"
     )
@@ -208,19 +197,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     backend_token_file: str = Field("", description="file with the token to send to the backends")
     backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
         False, description="send the token to backends on other machines without TLS"
-    )
-    shadow_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0,
-        description="share of requests of which one rejected candidate per round is run to its end "
-        "after the answer, to learn what rejecting costs; 0: none",
-    )
-    shadow_slots: Annotated[int, Field(ge=1)] = Field(
-        8192, description="KV slots that shadows, those of one request at a time, may hold"
-    )
-    shadow_regret: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.05,
-        description="share of requests that may lose their best candidate: a bound for the "
-        "recommended alpha",
     )
     default_schedule: Schedule = Field(
         Schedule(),

@@ -58,12 +58,12 @@ def _send_again(self: ProgressReporter, winner: Any) -> None:
 
 
 _reversed = SimpleNamespace(**{**vars(asyncio), "Queue": asyncio.LifoQueue})
-_enter, _keys = Admission.enter, vars(planning)["cache_keys"]
+_enter, _keys = Admission.enter, vars(planning)["answer_key"]
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "a cancelled request keeps its permit": (Admission, "_release", _release_unless_cancelled),
     "keys ignore the tenant": (
         planning,
-        "cache_keys",
+        "answer_key",
         lambda request, **rest: _keys(request, **{**rest, "tenant": ""}),
     ),
     "events are sent in reverse": (servicer, "asyncio", _reversed),

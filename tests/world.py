@@ -32,7 +32,7 @@ from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
-from orchestrator.cache import Cache, SharedSingleFlight
+from orchestrator.cache import Cache
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
@@ -401,7 +401,7 @@ class World:
     def is_idle(self) -> bool:
         """The invariant after every test: nothing runs, waits, is scored or owns a slot."""
         orchestrator = self.orchestrator
-        num_tasks = orchestrator._refreshes.num_running + orchestrator._shadows.tasks.num_running
+        num_tasks = orchestrator._refreshes.num_running
         num_requests = self.admission.running + self.admission.queued
         busy = num_requests + orchestrator._flights.num_flying + num_tasks
         return self.generator.is_idle and not busy and not self.reward_server.num_scoring
@@ -443,12 +443,11 @@ async def world(
     max_queued: int = 64,
     default_deadline_s: float | None = None,
     cache_options: Mapping[str, Any] | None = None,
-    lease_s: float = 3.0,
     unread_s: float = 30.0,
     server_settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
-    """All three services, with the rewards "toy" and "other"; waits at the end until all is idle.
+    """All services, with the rewards "toy" and "other"; waits at the end until all is idle.
 
     `options`: of `Orchestrator`.
     """
@@ -463,13 +462,11 @@ async def world(
         stack.callback(reward.gate.set)
         remote_generator = RemoteGenerator(await enter(channel_to(generator_server)))
         remote_rewards = RemoteRewards(await enter(channel_to(reward_server)))
-        shared_flights = SharedSingleFlight(cache, lease_s=lease_s)
         orchestrator = Orchestrator(
             remote_generator,
             remote_rewards,
             cache,
             admission,
-            shared_flights=shared_flights,
             **options,
         )
         stack.push_async_callback(orchestrator.aclose)

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import parse_url
+from redis.asyncio.lock import Lock
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, ResponseError
+from redis.exceptions import AuthenticationError, LockError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from specrej import telemetry
 from specrej.telemetry import names
 
 log = logging.getLogger(__name__)
 
-Command = Sequence[str | bytes | int]
-
-# What a call without a reply lacked: a free connection, the event loop's time, or Redis itself.
-_POOL, _LOOP, _CONNECTION = "pool", "loop", "connection"
-_PARTS = 4
+_CONNECTION = "connection"  # what failed if no reply arrived
+_HEALTH_CHECK_S = 30  # a connection that was idle for longer is checked by a PING first
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,10 @@ class Reply:
 class RedisClient:
     """Fail-open calls to Redis.
 
-    No method raises anything but CancelledError, or takes longer than `timeout_s` seconds of a loop
-    that is not blocked. After a connection failed, broke or timed out, no call is sent for
-    `cool_down_s` seconds; then one call probes. A call that got no connection of the pool in time,
-    or whose time passed while the event loop was blocked, has no reply but is not Redis's failure.
-    An error reply (READONLY, OOM, NOPERM, ...) fails its own command only: a server that cannot
-    store can still be read.
+    No method raises anything but CancelledError, or takes longer than `timeout_s` seconds. redis-py
+    repeats a call once whose pooled connection was closed meanwhile. After a connection failed or
+    timed out, no call is sent for `cool_down_s` seconds. An error reply (READONLY, OOM, NOPERM,
+    ...) fails its own command only: a server that cannot store can still be read.
     """
 
     def __init__(
@@ -65,17 +65,15 @@ class RedisClient:
         timeout_s: float = 0.25,
         cool_down_s: float = 1.0,
         max_connections: int = 16,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`access` must be valid, see `check_access`. `clock` returns seconds."""
-        self._redis = connect(access, max_connections) if access.url else None
+        """`access` must be valid, see `check_access`."""
+        self._redis = connect(access, timeout_s, max_connections) if access.url else None
         # redis-py's pool raises when no connection is left. Its blocking pool can lose a connection
         # when a task is cancelled while it returns one.
         self._connections = asyncio.Semaphore(max_connections)
         self.timeout_s = timeout_s
         self._cool_down_s = cool_down_s
-        self._clock = clock
-        self._cool_until = clock()
+        self._cool_until = -math.inf  # on the event loop's clock
         self._failing: set[str] = set()
 
     @property
@@ -83,56 +81,41 @@ class RedisClient:
         """Whether there is an address, reachable or not, and the client is open."""
         return self._redis is not None
 
+    def lock(self, key: str, lease_s: float) -> Lock | None:
+        """redis-py's lock, for `attempt`; None without an address."""
+        return Lock(self._redis, key, timeout=lease_s) if self._redis else None
+
     async def call(self, purpose: str, *command: str | bytes | int) -> Reply | None:
         """The reply to one command; None if it failed. `purpose` names it in spans and logs."""
-        return (await self.pipeline(purpose, command))[0]
-
-    async def pipeline(
-        self, purpose: str, *commands: Command, traced: bool = True
-    ) -> Sequence[Reply | None]:
-        """The replies to commands that are sent together; None for each that failed.
-
-        `traced`: record a span below the current one.
-        """
-        no_replies = [None] * len(commands)
         redis = self._redis
-        if redis is None or self._cools_down():
-            return no_replies
-        # The commands' names, without their arguments.
-        operation = " ".join(str(command[0]) for command in commands)
+        send = partial(redis.execute_command, *command) if redis else None
+        return await self.attempt(purpose, str(command[0]), send)
+
+    async def attempt(
+        self, purpose: str, operation: str, send: Callable[[], Awaitable[Any]] | None
+    ) -> Reply | None:
+        """The reply of `send`, which uses this client; None if it failed, or Redis is off."""
+        now = asyncio.get_running_loop().time
+        if send is None or now() < self._cool_until:
+            return None
+        # The command's name, without its arguments.
         attributes = {names.DB_SYSTEM: "redis", names.DB_OPERATION: operation}
         name = names.cache_span(purpose)
-        with (
-            telemetry.span(name, attributes, telemetry.SpanKind.CLIENT)
-            if traced
-            else telemetry.NO_SPAN
-        ) as span:
-            replies = await self._exchange(redis, commands, span)
-            if replies is None:
-                return no_replies
-            errors = [reply for reply in replies if isinstance(reply, Exception)]
-            self._report(purpose, errors[0] if errors else None, span)
-        return [None if isinstance(reply, Exception) else Reply(reply) for reply in replies]
-
-    async def _exchange(
-        self, redis: Redis, commands: Sequence[Command], span: telemetry.Span
-    ) -> list[Any] | None:
-        """For each command its reply, or Redis's error; None if no connection delivers them."""
-        step, delay = _POOL, _Delay()
-        try:
-            async with _timeout(self.timeout_s, delay), self._connections:
-                step = _CONNECTION
-                replies = await _replies(redis, commands)
-        except Exception as error:
-            if isinstance(error, TimeoutError) and delay.blocked_s > self.timeout_s / _PARTS:
-                step = _LOOP
-            if step == _CONNECTION:
-                self._cool_until = self._clock() + self._cool_down_s
-            self._report(step, error, span)
-            return None
-        for step in (_POOL, _LOOP, _CONNECTION):
-            self._report(step, None, span)
-        return replies
+        with telemetry.span(name, attributes, telemetry.SpanKind.CLIENT) as span:
+            try:
+                async with asyncio.timeout(self.timeout_s), self._connections:
+                    reply = await send()
+            except (ResponseError, LockError) as error:  # of a server that answers
+                self._note(_CONNECTION, None, span)
+                self._note(purpose, error, span)
+                return None
+            except Exception as error:
+                self._cool_until = now() + self._cool_down_s
+                self._note(_CONNECTION, error, span)
+                return None
+            self._note(_CONNECTION, None, span)
+            self._note(purpose, None, span)
+        return Reply(reply)
 
     async def available(self) -> bool:
         """Whether Redis answers; False while it cools down, or when switched off."""
@@ -146,17 +129,7 @@ class RedisClient:
                 async with asyncio.timeout(self.timeout_s):
                     await redis.aclose()
 
-    def _cools_down(self) -> bool:
-        """Whether to send no call; False once after the cool-down, for one call that probes."""
-        if _CONNECTION not in self._failing:
-            return False
-        now = self._clock()
-        if now < self._cool_until:
-            return True
-        self._cool_until = now + max(self._cool_down_s, self.timeout_s)
-        return False
-
-    def _report(self, step: str, error: Exception | None, span: telemetry.Span) -> None:
+    def _note(self, step: str, error: Exception | None, span: telemetry.Span) -> None:
         """Record how a step went, and log when that has changed."""
         if error is None:
             if step in self._failing:
@@ -172,62 +145,17 @@ class RedisClient:
             log.warning("cache %s fails, requests go on without it: %s", step, kind)
 
 
-@dataclass(slots=True)
-class _Delay:
-    """Seconds by which timers of this event loop were late."""
-
-    blocked_s: float = 0.0
-
-
-@asynccontextmanager
-async def _timeout(seconds: float, delay: _Delay) -> AsyncIterator[None]:
-    """`asyncio.timeout` in parts: a blocked event loop uses up one part, however long the block.
-
-    The last part ends one turn of the loop later, so that a reply which has arrived is read first.
-    """
-    loop, part_s = asyncio.get_running_loop(), seconds / _PARTS
-    timer: asyncio.TimerHandle
-
-    def wait(num_parts: int) -> None:
-        nonlocal timer
-        timer = loop.call_later(part_s, end_part, num_parts - 1, loop.time() + part_s)
-
-    def end_part(num_left: int, due: float) -> None:
-        delay.blocked_s += loop.time() - due
-        if num_left:
-            wait(num_left)
-        else:
-            bound.reschedule(loop.time())
-
-    async with asyncio.timeout(None) as bound:
-        wait(_PARTS)
-        try:
-            yield
-        finally:
-            timer.cancel()
+def connect(access: RedisAccess, timeout_s: float, max_connections: int) -> Redis:
+    """A client whose calls are retried once."""
+    options = connection_options(access, parse_url(access.url), timeout_s)
+    options |= {
+        "max_connections": max_connections,
+        "retry": Retry(NoBackoff(), 1, (RedisConnectionError,)),
+    }
+    return Redis.from_pool(ConnectionPool(**options))
 
 
-async def _replies(redis: Redis, commands: Sequence[Command]) -> list[Any]:
-    """For each command its reply, or the error that Redis replied with."""
-    if len(commands) == 1:
-        try:
-            return [await redis.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
-        except ResponseError as error:
-            return [error]
-    async with redis.pipeline(transaction=False) as pipe:
-        for command in commands:
-            pipe.execute_command(*command)
-        replies: list[Any] = await pipe.execute(raise_on_error=False)
-    return replies
-
-
-def connect(access: RedisAccess, max_connections: int) -> Redis:
-    """A client without retries and timeouts: the caller bounds connecting, reads and writes."""
-    options = connection_options(access, parse_url(access.url), None)
-    return Redis.from_pool(ConnectionPool(**options | {"max_connections": max_connections}))
-
-
-def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None) -> dict[str, Any]:
+def connection_options(access: RedisAccess, in_url: Any, timeout_s: float) -> dict[str, Any]:
     """Options of a connection pool; `in_url` are those that redis-py reads from the URL.
 
     `timeout_s` bounds connecting, and each read and write.
@@ -247,6 +175,7 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None
         **{name: str(path) for name, path in tls.items() if path},
         "socket_connect_timeout": timeout_s,
         "socket_timeout": timeout_s,
+        "health_check_interval": _HEALTH_CHECK_S,
         # Protocol 3 switches off the check that a pooled connection has no unread reply.
         "protocol": 2,
         "decode_responses": False,  # stored values are bytes
@@ -286,16 +215,15 @@ class _PasswordFile(CredentialProvider):
     """A password that can change: the file is read for every new connection."""
 
     def __init__(self, username: str, path: Path) -> None:
-        self._username = username
+        self._username = (username,) if username else ()
         self._path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         try:
-            password = self._path.read_text().strip()
+            return (*self._username, self._path.read_text().strip())
         except (OSError, ValueError) as error:
             # An error of this type makes the client close the connection.
             raise AuthenticationError("the password file cannot be read") from error
-        return (self._username, password) if self._username else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         return self.get_credentials()

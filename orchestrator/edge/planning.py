@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from orchestrator.cache import Keys, Secret, cache_keys
+from orchestrator.cache import Secret, answer_key
 from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
 from orchestrator.loop.run import first_round_tokens
 from orchestrator.loop.schedule import most_rounds
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
     Algorithm,
-    Generation,
     GenerationRequest,
     Generator,
     GeneratorDescription,
@@ -24,13 +24,13 @@ from specrej.contracts import (
     RewardDescription,
     Scorer,
     ScoringSession,
-    Selection,
     WeightedReward,
 )
 from specrej.contracts.errors import (
     InternalError,
     NotFound,
     Overloaded,
+    SpecrejError,
     Unavailable,
     Violation,
     raise_if_any,
@@ -43,6 +43,7 @@ T = TypeVar("T")
 # Of English text, by the tokenizers of common models; the generator alone tokenises.
 _TOKEN_CHARACTERS = 4
 _REWARDS_PATH = "selection.rewards"
+_LIKELY = WeightedReward(LIKELIHOOD)
 # Of a backend that does not describe itself, or of another program on its port.
 _AWAY = (Unavailable, Overloaded, InternalError)
 
@@ -65,10 +66,11 @@ class Plan:
 
     request: GenerationRequest
     reward_order: tuple[int, ...]
+    scorers: tuple[Scorer, ...]  # one per reward of the request
     candidate_tokens: int  # upper bound, for admission
     tenant: str
     share: Share
-    keys: Keys
+    key: str  # of the answer in the cache
     generator_fingerprint: str
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
@@ -81,12 +83,6 @@ class Plan:
         if self.time_left_s is None:
             return None
         return self.time_left_s - (time.perf_counter() - self.arrived)
-
-    def fits(self, generation: Generation) -> bool:
-        """Whether the backends named in the cache key made the answer: a rollout may change them
-        while the request waits."""
-        planned = self.generator_fingerprint, self.reward_fingerprint
-        return planned == (generation.generator_fingerprint, generation.reward_fingerprint)
 
 
 class Planner:
@@ -127,84 +123,77 @@ class Planner:
         """
         arrived = time.perf_counter()
         generator = await self._generator.get()
-        raise_if_any([*violations, *_check_against(generator, request)])
+        problems = [*violations, *_check_against(generator, request)]
+        named: Sequence[WeightedReward] = (_LIKELY,)
+        parts = [(0, _LIKELY)]
+        served: dict[str, RewardDescription] = {}
+        away: SpecrejError | None = None
+        most = 0
+        if not problems:  # the other checks need valid fields
+            most = _most_candidates(request, generator)
+            problems += check_top_logprobs(request.sampling, most)
+            try:
+                named = request.selection.rewards or (WeightedReward(await self._default()),)
+                problems += check_expansion(named, self._composites, _REWARDS_PATH)
+                parts = expanded(named, self._composites)
+                if any(part.name != LIKELIHOOD for _, part in parts):
+                    served = {reward.name: reward for reward in await self._served.get()}
+            except _AWAY as error:
+                away, named, parts = error, (_LIKELY,), [(0, _LIKELY)]
+            problems += _check_batches(request, parts, most, served)
+        raise_if_any(problems)
+        if away and not request.allow_degraded:
+            raise away
         adapter = _adapter(request, generator)
-        selection = request.selection
-        most = _most_candidates(request, generator)
-        raise_if_any(check_top_logprobs(request.sampling, most))
+        for index, part in parts:
+            self._check_served(part.name, named[index].name, served)
+        rewards = [part for _, part in parts]
+        ordered = sorted(rewards, key=attrgetter("name"))
+        selection = replace(request.selection, rewards=tuple(ordered))
         if generator.whole_answers or selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, algorithm=Algorithm.BEST_OF_N, alpha=0.0)
-        has_no_rewards = False
-        try:
-            rewards, reward_fingerprint = await self._rewards_of(selection, most)
-        except _AWAY:
-            if not request.allow_degraded:
-                raise
-            has_no_rewards = True
-            rewards, reward_fingerprint = [WeightedReward(LIKELIHOOD)], ""
-        ordered = sorted(rewards, key=lambda reward: reward.name)
-        selection = replace(selection, rewards=tuple(ordered))
+        own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
+        fingerprint = "" if away else fingerprint_of(tuple(rewards), tuple(own))
         planned = replace(request, model=adapter, selection=selection)
-        keys = cache_keys(
-            planned,
-            tenant=tenant,
-            generator_fingerprint=generator.fingerprint,
-            reward_fingerprint=reward_fingerprint,
-            secret=self._secret,
-        )
         return Plan(
             planned,
-            tuple(ordered.index(reward) for reward in rewards),
-            _candidate_tokens(request, most, generator),
-            tenant,
-            share,
-            keys,
-            generator.fingerprint,
-            reward_fingerprint,
-            arrived,
-            time_left_s,
-            has_no_rewards,
-            adapter or generator.model,
+            reward_order=tuple(ordered.index(reward) for reward in rewards),
+            scorers=tuple(map(self._scorer, ordered)),
+            candidate_tokens=_candidate_tokens(request, most, generator),
+            tenant=tenant,
+            share=share,
+            key=answer_key(
+                planned,
+                tenant=tenant,
+                generator_fingerprint=generator.fingerprint,
+                reward_fingerprint=fingerprint,
+                secret=self._secret,
+            ),
+            generator_fingerprint=generator.fingerprint,
+            reward_fingerprint=fingerprint,
+            arrived=arrived,
+            time_left_s=time_left_s,
+            has_no_rewards=away is not None,
+            model=adapter or generator.model,
         )
 
-    def scorers(self, plan: Plan) -> list[Scorer]:
-        """One scorer per reward of the plan."""
-        names = (reward.name for reward in plan.request.selection.rewards)
-        likelihood, opening = LikelihoodScorer(), self._rewards.open
-        return [likelihood if name == LIKELIHOOD else partial(opening, name) for name in names]
+    def _scorer(self, reward: WeightedReward) -> Scorer:
+        is_own = reward.name == LIKELIHOOD
+        return LikelihoodScorer() if is_own else partial(self._rewards.open, reward.name)
 
     async def reward_names(self) -> tuple[str, ...]:
         """Names that a request may use, the default first."""
         available = self._names(reward.name for reward in await self._served.get())
         return tuple(sorted(available, key=lambda name: name != self._default_reward))
 
-    async def _first_reward(self) -> str:
+    async def _default(self) -> str:
+        """The reward of requests that name none."""
+        if self._default_reward:
+            return self._default_reward
         served = await self._served.get()
         if not served:
             raise Unavailable("a reward service serves no reward")
         return served[0].name
-
-    async def _rewards_of(
-        self, selection: Selection, most: int
-    ) -> tuple[list[WeightedReward], str]:
-        """The rewards of a request of at most `most` candidates, composites expanded, and their
-        fingerprint."""
-        named = selection.rewards
-        if not named:
-            default = self._default_reward or await self._first_reward()
-            named = (WeightedReward(default),)
-        raise_if_any(check_expansion(named, self._composites, _REWARDS_PATH))
-        parts = expanded(named, self._composites)
-        served: dict[str, RewardDescription] = {}
-        if any(part.name != LIKELIHOOD for _, part in parts):
-            served = {reward.name: reward for reward in await self._served.get()}
-        for index, part in parts:
-            self._check_served(part.name, named[index].name, served)
-        path = f"{_REWARDS_PATH}[{{}}]" if selection.rewards else "selection.n"
-        raise_if_any(_check_batches(parts, most, served, path))
-        rewards = [part for _, part in parts]
-        own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
-        return rewards, fingerprint_of(tuple(rewards), tuple(own))
 
     def _check_served(
         self, name: str, requested: str, served: Mapping[str, RewardDescription]
@@ -212,10 +201,11 @@ class Planner:
         """Raises NotFound: reward `name`, perhaps of composite `requested`, does not exist."""
         if name == LIKELIHOOD or name in served:
             return
-        of_composite = f"reward {name} of composite {requested}"
-        what = of_composite if requested in self._composites else "such reward"
+        what = f'unknown reward "{name}"'
+        if requested in self._composites:
+            what += f' of composite "{requested}"'
         available = ", ".join(self._names(served))
-        raise NotFound(f"no {what}, there are: {available}", metadata={"field": _REWARDS_PATH})
+        raise NotFound(f"{what}; available: {available}", metadata={"field": _REWARDS_PATH})
 
     def _names(self, served: Iterable[str]) -> list[str]:
         return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
@@ -269,9 +259,10 @@ def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str
     Raises:
         NotFound: there is no such model.
     """
-    if request.model not in ("", generator.model, *generator.adapters):
-        models = ", ".join((generator.model, *generator.adapters))
-        raise NotFound(f"no such model, there is: {models}", metadata={"field": "model"})
+    models = (generator.model, *generator.adapters)
+    if request.model not in ("", *models):
+        text = f'unknown model "{request.model}"; available: {", ".join(models)}'
+        raise NotFound(text, metadata={"field": "model"})
     return request.model if request.model in generator.adapters else ""
 
 
@@ -291,15 +282,16 @@ def _capacity(generator: GeneratorDescription) -> int:
 
 
 def _check_batches(
+    request: GenerationRequest,
     parts: Sequence[tuple[int, WeightedReward]],
     n: int,
     served: Mapping[str, RewardDescription],
-    path: str,
 ) -> Iterator[Violation]:
-    """Every reward must accept all candidates in one batch; `n` is the most there may be, `path`
-    the field that is to be changed, with the reward's index."""
+    """Every reward must accept all candidates in one batch; `n` is the most there may be."""
     for index, reward in parts:
         limit = served[reward.name].max_batch if reward.name in served else n
         if n > limit:
-            description = f"{reward.name} takes at most {limit} candidates, there may be {n}"
-            yield Violation(path.format(index), description)
+            path = f"{_REWARDS_PATH}[{index}]" if request.selection.rewards else "selection.n"
+            yield Violation(
+                path, f"{reward.name} takes at most {limit} candidates, there may be {n}"
+            )

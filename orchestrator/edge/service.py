@@ -1,4 +1,4 @@
-"""The orchestrator: plan, read the cache, join a flight, wait for admission, run, store.
+"""The orchestrator: plan a request, find its answer or wait for admission and run, record it.
 
 It holds no model and does not depend on the wire: the servicer converts messages.
 """
@@ -8,23 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 
 from orchestrator.background import BackgroundTasks
-from orchestrator.cache import (
-    Cache,
-    Flight,
-    Lease,
-    SharedRecords,
-    SharedSingleFlight,
-    SingleFlight,
-    tenant_digest,
-)
-from orchestrator.cache.records import MAX_LISTED
+from orchestrator.cache import Cache, Flight, SingleFlight, locked, tenant_digest
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
@@ -32,7 +22,6 @@ from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.observe import instruments
 from orchestrator.observe.request_records import OpenRecord, RequestRecords
-from orchestrator.observe.shadows import Shadows
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -55,25 +44,7 @@ from specrej.contracts.errors import InvalidRequest, NotFound, Overloaded, Viola
 from specrej.security import Share
 from specrej.telemetry import names
 
-
-@dataclass(frozen=True, slots=True)
-class _Lead:
-    """A run that this request must make; its answer goes to the cache if `stores`, and to requests
-    that wait for `flight` or `lease`."""
-
-    stores: bool
-    flight: Flight[Generation] | None = None
-    lease: Lease | None = None
-
-    def pause_timer(self) -> None:
-        """Keep the lead while the run waits for its turn."""
-        if self.flight:
-            self.flight.pause_timer()
-
-    def note_progress(self) -> None:
-        """Keep the lead: the run has advanced."""
-        if self.flight:
-            self.flight.note_progress()
+_MAX_LISTED = 64  # records of one reply
 
 
 class Orchestrator:
@@ -90,40 +61,26 @@ class Orchestrator:
         composites: Sequence[Composite] = (),
         default_reward: str = "",
         lead_s: float = 120.0,
-        shared_flights: SharedSingleFlight | None = None,
         refreshes: BackgroundTasks | None = None,
-        shadows: Shadows | None = None,
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
     ) -> None:
-        """Without `shared_flights`, equal requests are one generation in this process only.
-        `lead_s`: see `SingleFlight`.
-
-        `default_schedule` is for requests that name none; the servicer fills it in. `composites`
-        must be valid. `default_reward`: see `Planner`. `log_texts`: a request's
-        log line has its prompt and its answer.
+        """`lead_s`: see `SingleFlight`. `default_schedule` is for requests that name none; the
+        servicer fills it in. `composites` must be valid. `default_reward`: see `Planner`.
+        `log_texts`: a request's log line has its prompt and its answer.
         """
         self.default_schedule = default_schedule or Schedule()
-        self._planner = Planner(
-            generator,
-            rewards,
-            composites,
-            default_reward,
-            secret=cache.secret,
-        )
+        secret = cache.secret
+        self._planner = Planner(generator, rewards, composites, default_reward, secret=secret)
         self._num_answers = self._num_degraded = self._num_hurried = self._num_cached = 0
         self._num_refused = self._generated_tokens = self._saved_tokens = 0
         self._generator = generator
         self._cache = cache
         self._admission = admission
         self._flights: SingleFlight[Generation] = SingleFlight(lead_s)
-        self._shared_flights = shared_flights
         self._refreshes = refreshes or BackgroundTasks("refreshing a stale answer")
-        self._shadows = shadows or Shadows(share=0.0)
         self._records = records or RequestRecords()
-        self._shared_records = SharedRecords(cache)
-        self._records.on_ended = self._shared_records.keep
         self._backends = backends
         self._process_id = uuid.uuid4().hex
         self._log_texts = log_texts
@@ -131,8 +88,6 @@ class Orchestrator:
     async def aclose(self) -> None:
         """Cancel background tasks and wait for their end."""
         await self._refreshes.aclose()
-        await self._shadows.tasks.aclose()
-        await self._shared_records.aclose()
 
     async def describe(self, *, with_backends: bool = False) -> ServiceDescription:
         """Models, rewards and load; with addresses and states of the backends on request.
@@ -158,25 +113,20 @@ class Orchestrator:
             backends=tuple(self._backends()) if with_backends else (),
         )
 
-    async def record(self, request_id: str, *, tenant: str) -> RequestRecord:
-        """The record of one of the tenant's latest requests.
+    def record(self, request_id: str, *, tenant: str) -> RequestRecord:
+        """The record of one of the tenant's latest requests at this process.
 
         Raises:
             NotFound: there is none, or it is another tenant's; the error does not differ.
         """
-        own = self._records.find(request_id, tenant)
-        record = own or await self._shared_records.find(request_id, tenant)
+        record = self._records.find(request_id, tenant)
         if record is None:
-            raise NotFound("no record of such a request of this tenant")
+            raise NotFound("this process has no record of such a request of this tenant")
         return record
 
-    async def records(self, *, tenant: str) -> list[RequestRecord]:
-        """The tenant's latest requests, those of other orchestrators included, without rounds."""
-        shared = await self._shared_records.latest(tenant)
-        own = self._records.latest(tenant, MAX_LISTED)
-        latest = {record.request_id: record for record in (*shared, *own)}
-        ordered = sorted(latest.values(), key=attrgetter("started_unix_s"), reverse=True)
-        return ordered[:MAX_LISTED]
+    def records(self, *, tenant: str) -> list[RequestRecord]:
+        """The tenant's latest requests at this process, without rounds."""
+        return self._records.latest(tenant, _MAX_LISTED)
 
     async def generate(
         self,
@@ -199,137 +149,134 @@ class Orchestrator:
             SpecrejError: see `specrej.contracts.errors`.
         """
         request_id = uuid.uuid4().hex
-        digest = tenant_digest(tenant)
-        instruments.note_request(request, request_id, digest, with_texts=self._log_texts)
+        instruments.note_request(request, request_id, tenant, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
-        selection = plan.request.selection
-        instruments.note_plan(plan.model, selection)
+        instruments.note_plan(plan.model, plan.request.selection)
         with self._records.recording(
             request_id,
             tenant,
-            selection,
+            plan.request.selection,
             request.sampling.max_tokens,
             arrived=plan.arrived,
             time_left_s=time_left_s,
         ) as record:
-            async with aclosing(self._answer(plan, record, within=within)) as events:
-                async for event in events:
-                    record.add(event)
-                    instruments.note_event(event, with_texts=self._log_texts)
-                    emit(_for_caller(event, request_id, plan.reward_order))
+
+            def deliver(event: Event) -> None:
+                record.add(event)
+                instruments.note_event(event, with_texts=self._log_texts)
+                emit(_for_caller(event, request_id, plan.reward_order))
+
+            await self._answer(plan, deliver, record, within=within)
 
     async def _answer(
         self,
         plan: Plan,
+        deliver: Callable[[Event], None],
         record: OpenRecord | None = None,
         *,
-        is_refresh: bool = False,
         within: WithinRounds | None = None,
-    ) -> AsyncGenerator[Event, None]:
-        """Events of a plan: the answer of the cache or of an equal request, or those of a run."""
+    ) -> None:
+        """Deliver the answer of the cache or of an equal request, or the events of a run.
+
+        A refresh of a stale answer has no record, and does not look into the cache.
+        """
         async with AsyncExitStack() as stack:
-            lead = await self._find_answer(plan, stack, is_refresh=is_refresh)
-            if isinstance(lead, Finished):
-                yield lead
-                return
+            flight = None
+            if not plan.has_no_rewards and plan.request.cache is CacheControl.USE:
+                flight = await self._join(plan, stack, is_refresh=record is None)
+                if found := await self._find(plan, flight, stack, is_refresh=record is None):
+                    deliver(found)
+                    return
+                flight.pause_timer()
             if record:
                 record.queued()
-            lead.pause_timer()
-            queue_ms = await self._admitted(plan, stack)
+            permit = self._admission.enter(
+                plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
+            )
+            try:
+                queue_ms = await instruments.admitted(stack, permit)
+            except Overloaded:
+                self._num_refused += 1
+                raise
             if record:
                 record.running()
-            before_run_ms = _ms_since(plan.arrived)
-            scorers, salt = self._planner.scorers(plan), tenant_digest(plan.tenant)
-            watched = self._shadows.watch(plan.request, self._generator, scorers, salt)
-            on_round = watched.take if watched else None
-            events = run(
-                plan.request,
-                self._generator,
-                scorers,
-                salt,
-                plan.left_s(),
-                on_round=on_round,
-                within=within,
-            )
-            async with aclosing(events):
-                try:
-                    async for event in events:
-                        lead.note_progress()
-                        if isinstance(event, RoundCompleted):
-                            instruments.count_round(event.trace)
-                            self._generated_tokens += event.trace.generated_tokens
-                        if isinstance(event, Finished):
-                            answer = _completed(event.generation, plan, queue_ms, before_run_ms)
-                            if watched:
-                                is_busy = self._admission.queued > 0
-                                self._shadows.follow(watched, answer, is_busy=is_busy)
-                            event = await self._finish(plan, answer, lead)
-                        yield event
-                except InvalidRequest as error:
-                    raise _with_public_paths(error) from error
+            try:
+                await self._run(plan, deliver, flight, within, queue_ms)
+            except InvalidRequest as error:
+                raise _with_public_paths(error) from error
 
-    async def _admitted(self, plan: Plan, stack: AsyncExitStack) -> float:
-        """Wait for a permit, which the stack holds; the milliseconds that it took."""
-        permit = self._admission.enter(
-            plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
-        )
-        try:
-            return await instruments.admitted(stack, permit)
-        except Overloaded:
-            self._num_refused += 1
-            raise
+    async def _run(
+        self,
+        plan: Plan,
+        deliver: Callable[[Event], None],
+        flight: Flight[Generation] | None,
+        within: WithinRounds | None,
+        queue_ms: float,
+    ) -> None:
+        """Deliver the events of a run that was admitted after `queue_ms`."""
+        before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
+        salt, left_s = tenant_digest(plan.tenant), plan.left_s()
+        events = run(plan.request, self._generator, plan.scorers, salt, left_s, within=within)
+        async with aclosing(events):
+            async for event in events:
+                if flight:
+                    flight.note_progress()
+                if isinstance(event, RoundCompleted):
+                    instruments.count_round(event.trace)
+                    self._generated_tokens += event.trace.generated_tokens
+                if isinstance(event, Finished):
+                    answer = _completed(event.generation, plan, queue_ms, before_run_ms)
+                    await self._finish(plan, answer, flight)
+                    event = Finished(answer)
+                deliver(event)
 
-    async def _find_answer(
+    async def _join(
         self, plan: Plan, stack: AsyncExitStack, *, is_refresh: bool
-    ) -> Finished | _Lead:
-        """The answer of the cache or of an equal request, or the lead if this request must run.
-
-        The stack holds the flights that this request leads. A refresh skips the cache.
-        """
-        control, key = plan.request.cache, plan.keys.answer
-        if plan.has_no_rewards or control is CacheControl.BYPASS:
-            return _Lead(stores=False)
-        if control is CacheControl.REFRESH:
-            return _Lead(stores=True)
+    ) -> Flight[Generation]:
+        """The flight of equal requests in this process, which the stack holds."""
         # Requests share a run only if the same outcome suits them: one that allows degradation may
         # get an answer where another one gets an error.
-        is_better_wanted = control is CacheControl.USE_BETTER
-        conditions = (plan.request.allow_degraded, is_better_wanted, is_refresh)
-        joining = self._flights.join(f"{key}:{conditions}", plan.left_s)
-        flight = await instruments.entered(stack, names.SPAN_FLIGHT, joining)
+        conditions = (plan.request.allow_degraded, is_refresh)
+        joining = self._flights.join(f"{plan.key}:{conditions}", plan.left_s)
+        return await instruments.entered(stack, names.SPAN_FLIGHT, joining)
+
+    async def _find(
+        self, plan: Plan, flight: Flight[Generation], stack: AsyncExitStack, *, is_refresh: bool
+    ) -> Finished | None:
+        """The answer of an equal request or of the cache; None if this request must run.
+
+        The stack holds the lock among the processes of one Redis.
+        """
         if flight.is_published:
             return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
+        source = AnswerSource.CACHE
+        hit = None
         if not is_refresh:
             with telemetry.span(names.SPAN_LOOKUP):
-                hit = await (
-                    self._cache.get_better(plan.keys) if is_better_wanted else self._cache.get(key)
-                )
-            if hit:
-                if hit.stale:
-                    self._refreshes.start(key, partial(self._refresh, plan))
-                flight.publish(hit.generation)
-                self._num_cached += 1
-                return Finished(hit.generation, AnswerSource.CACHE)
-        if not self._shared_flights:
-            return _Lead(stores=True, flight=flight)
-        leasing = self._shared_flights.join(key, flight)
-        lease = await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, leasing)
-        if lease.answer:
-            flight.publish(lease.answer)
-            return Finished(lease.answer, AnswerSource.FLIGHT)
-        return _Lead(stores=True, flight=flight, lease=lease)
+                hit = await self._cache.get(plan.key)
+        if hit is None:
+            locking = locked(self._cache.redis, plan.key, flight)
+            if await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, locking):
+                source, hit = AnswerSource.FLIGHT, await self._cache.get(plan.key)
+        if hit is None or (is_refresh and hit.stale):
+            return None
+        if hit.stale:
+            self._refreshes.start(plan.key, partial(self._refresh, plan))
+        flight.publish(hit.generation)
+        self._num_cached += source is AnswerSource.CACHE
+        return Finished(hit.generation, source)
 
     async def _refresh(self, plan: Plan) -> None:
         """Replace a stale answer, without a deadline and without degradation."""
         strict = replace(plan.request, allow_degraded=False)
         plan = replace(plan, request=strict, arrived=time.perf_counter(), time_left_s=None)
         with telemetry.span(names.SPAN_REFRESH):
-            async with aclosing(self._answer(plan, is_refresh=True)) as events:
-                async for _ in events:
-                    pass
+            await self._answer(plan, lambda _: None)
 
-    async def _finish(self, plan: Plan, generation: Generation, lead: _Lead) -> Finished:
+    async def _finish(
+        self, plan: Plan, generation: Generation, flight: Flight[Generation] | None
+    ) -> None:
         """Count a run's answer, give it to the requests that wait for it, and store it.
 
         Storing takes at most half of the time left.
@@ -340,23 +287,20 @@ class Orchestrator:
         usage = generation.usage
         self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
         instruments.count_run(generation, plan.request.selection.algorithm)
-        if lead.flight:  # those that wait here need not wait for the cache
+        if flight:  # those that wait here need not wait for the cache
             # An answer degraded only by a reward is final: all requests of a flight allow that.
             is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
-            lead.flight.publish(generation, is_final=is_final)
-        if lead.stores:
-            left_s, lease = plan.left_s(), lead.lease
-            with telemetry.span(names.SPAN_STORE):
-                try:
-                    async with asyncio.timeout(None if left_s is None else left_s / 2):
-                        stored = plan.fits(generation)
-                        stored = stored and await self._cache.put(plan.keys, generation)
-                        if lease:
-                            await lease.release(handing_over=stored)
-                except TimeoutError:
-                    if lease:
-                        lease.abandon()
-        return Finished(generation)
+            flight.publish(generation, is_final=is_final)
+        # A rollout may have changed the backends that the key names while the request waited.
+        fits = (plan.generator_fingerprint, plan.reward_fingerprint) == (
+            generation.generator_fingerprint,
+            generation.reward_fingerprint,
+        )
+        if fits and plan.request.cache is not CacheControl.BYPASS and not plan.has_no_rewards:
+            left_s = plan.left_s()
+            with telemetry.span(names.SPAN_STORE), suppress(TimeoutError):
+                async with asyncio.timeout(None if left_s is None else left_s / 2):
+                    await self._cache.put(plan.key, generation)
 
 
 def _completed(
@@ -389,10 +333,6 @@ def _with_public_paths(error: InvalidRequest) -> InvalidRequest:
         for name, v in zip(fields, error.violations, strict=True)
     ]
     return InvalidRequest(violations, reason=error.reason, metadata=error.metadata)
-
-
-def _ms_since(then: float) -> float:
-    return (time.perf_counter() - then) * 1e3
 
 
 def _for_caller(event: Event, request_id: str, reward_order: Sequence[int]) -> Event:

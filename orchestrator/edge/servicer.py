@@ -92,13 +92,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def GetRecord(  # noqa: N802
         self, request: pb.GetRecordRequest, context: Context
     ) -> pb.GetRecordResponse:
-        record = await self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
+        record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
         return await packed(_record_reply, record)
 
     async def ListRecords(  # noqa: N802
         self, request: pb.ListRecordsRequest, context: Context
     ) -> pb.ListRecordsResponse:
-        records = await self._orchestrator.records(tenant=current_caller().tenant)
+        records = self._orchestrator.records(tenant=current_caller().tenant)
         return await in_thread(_records_reply, records)
 
     async def _run(

@@ -1,1 +1,1 @@
-"""What is observed of requests: metrics, spans and log lines, records, shadows."""
+"""What is observed of requests: metrics, spans and log lines, and records."""

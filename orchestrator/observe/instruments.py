@@ -97,7 +97,7 @@ def observe_backends(backends: Mapping[str, Callable[[], Mapping[str, int]]]) ->
 def note_request(
     request: GenerationRequest, request_id: str, tenant: str, *, with_texts: bool
 ) -> None:
-    """Note a request that has arrived and may be invalid; `tenant` is the tenant's digest."""
+    """Note a request that has arrived and may be invalid."""
     sampling, selection = request.sampling, request.selection
     telemetry.annotate(
         {
@@ -114,7 +114,11 @@ def note_request(
         }
     )
     telemetry.note(
-        id=request_id, tenant=tenant, n=selection.n, algorithm=selection.algorithm.value, rounds=0
+        id=request_id,
+        tenant=tenant_digest(tenant),
+        n=selection.n,
+        algorithm=selection.algorithm.value,
+        rounds=0,
     )
     if with_texts:
         turns = [asdict(turn) for turn in request.prompt.messages]

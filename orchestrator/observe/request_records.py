@@ -119,9 +119,6 @@ class OpenRecord:
 class RequestRecords:
     """Records of the last `max_requests` requests, running ones included; 0 keeps none."""
 
-    # Receives the record and the tenant of each request that has ended.
-    on_ended: Callable[[RequestRecord, str], None] | None = None
-
     def __init__(
         self, max_requests: int = 256, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
@@ -175,8 +172,6 @@ class RequestRecords:
             if self._running.pop(key, None):
                 self._ended[key] = opened
                 self._ended_size += opened.size
-            if self.on_ended and self._max_requests:  # also one that was dropped meanwhile
-                self.on_ended(opened.read(), tenant)
             self._trim()
 
     def _trim(self) -> None:

@@ -293,7 +293,6 @@ class CacheControl(Enum):
     USE = "use"
     BYPASS = "bypass"
     REFRESH = "refresh"
-    USE_BETTER = "use-better"
 
 
 @dataclass(frozen=True, slots=True)

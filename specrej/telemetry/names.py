@@ -182,39 +182,6 @@ REWARD_BATCH = _sizes("specrej.reward.batch", "{text}", "texts of a batch", REWA
 REWARD_TOKENS = _counter("specrej.reward.tokens", "{token}", "tokens computed", REWARD)
 REWARD_QUEUED = _up_down("specrej.reward.queued", "{call}", "batches that wait or run", REWARD)
 
-# Shadows: see docs/telemetry.md.
-_SHADOW = ("schedule", REWARD)
-SHADOW_REQUESTS = _counter(
-    "specrej.shadow.requests", "{request}", "requests whose shadows ended", *_SHADOW
-)
-SHADOW_CORRELATION = _gauge(
-    "specrej.shadow.correlation",
-    "{correlation}",
-    "rank correlation of rewards at the decision token and at the end",
-    *_SHADOW,
-    "decision_token",
-)
-SHADOW_REGRETS = _counter(
-    "specrej.shadow.regrets", "{request}", "requests in which a shadow beat the answer", *_SHADOW
-)
-SHADOW_REGRET = _gauge(
-    "specrej.shadow.regret", "{share}", "share of requests whose best was rejected", *_SHADOW
-)
-SHADOW_TOKENS = _counter("specrej.shadow.tokens", "{token}", "generated for shadows", *_SHADOW)
-SHADOW_GIVEN_UP = _counter(
-    "specrej.shadow.given_up",
-    "{request}",
-    "requests whose shadows were abandoned",
-    *_SHADOW,
-    "reason",
-)  # weaker, busy, slots, changed, failed
-SHADOW_ALPHA = _gauge(
-    "specrej.shadow.recommended_alpha",
-    "{alpha}",
-    "largest alpha within the target regret",
-    *_SHADOW,
-)
-
 # Spans below a call's span, which has the name of the method.
 SPAN_PLAN = "plan"
 SPAN_LOOKUP = "lookup"  # of a cached answer
@@ -224,7 +191,6 @@ SPAN_OPEN, SPAN_ROUND, SPAN_CLOSE = "open", "round", "close"
 SPAN_EXTEND, SPAN_SCORE, SPAN_PRUNE = "extend", "score", "prune"
 SPAN_STORE = "store"  # an answer
 SPAN_REFRESH = "refresh"  # of a stale answer; a separate trace
-SPAN_SHADOWS = "shadows"  # a separate trace, after the answer
 
 # Attributes of the conventions for generative AI and databases.
 OPERATION = "gen_ai.operation.name"

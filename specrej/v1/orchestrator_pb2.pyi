@@ -60,12 +60,6 @@ class _CacheControlEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheCon
     """Neither read nor write."""
     CACHE_CONTROL_REFRESH: _CacheControl.ValueType  # 3
     """Generate a new answer and store it."""
-    CACHE_CONTROL_USE_BETTER: _CacheControl.ValueType  # 4
-    """Like USE, but the answer may also come from a request with the same prompt, sampling (except
-    the seed) and rewards: one that ranks above the answer stored for this request or, if none is
-    stored, one of at least n candidates. Never if a reward is normalised by its batch: such scores
-    compare within one request only.
-    """
 
 class CacheControl(_CacheControl, metaclass=_CacheControlEnumTypeWrapper):
     """What the cache may do for a request."""
@@ -78,12 +72,6 @@ CACHE_CONTROL_BYPASS: CacheControl.ValueType  # 2
 """Neither read nor write."""
 CACHE_CONTROL_REFRESH: CacheControl.ValueType  # 3
 """Generate a new answer and store it."""
-CACHE_CONTROL_USE_BETTER: CacheControl.ValueType  # 4
-"""Like USE, but the answer may also come from a request with the same prompt, sampling (except
-the seed) and rewards: one that ranks above the answer stored for this request or, if none is
-stored, one of at least n candidates. Never if a reward is normalised by its batch: such scores
-compare within one request only.
-"""
 Global___CacheControl: _TypeAlias = CacheControl  # noqa: Y015
 
 class _ScheduleKind:

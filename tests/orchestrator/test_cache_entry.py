@@ -27,7 +27,7 @@ SMALL = replace(
 
 
 def packed(generation: Generation, max_bytes: int = MAX_BYTES) -> bytes:
-    return pack(CacheEntry("", 1, 0.0, generation), "k", SECRET, max_bytes)
+    return pack(CacheEntry(0.0, generation), "k", SECRET, max_bytes)
 
 
 def unpacked(value: object, max_bytes: int = MAX_BYTES) -> Generation:
@@ -92,7 +92,7 @@ def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
         file = tmp_path / f"secret-{number}"
         file.write_bytes(bytes([65 + number]) * 32)
         secrets.append(Secret(file))
-    entry = CacheEntry("", 1, 0.0, generation())
+    entry = CacheEntry(0.0, generation())
     for writer in secrets:
         value = pack(entry, "k", writer, MAX_BYTES)
         for reader in secrets:
@@ -114,7 +114,7 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda e: e.update(index=None),
+        lambda e: e.update(stored_at=None),
         lambda e: e.update(stored_at=float("nan")),
         lambda e: e.update(more=1),
         lambda e: e.pop("generation"),

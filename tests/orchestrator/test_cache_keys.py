@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cache import Keys, Secret, cache_keys, keys
-from orchestrator.cache.keys import FORMAT_VERSION, flight_key, hashed_tenant
+from orchestrator.cache import Secret, answer_key, keys
+from orchestrator.cache.keys import FORMAT_VERSION, hashed_tenant, lock_key
 from specrej.contracts import (
     Algorithm,
     Branching,
@@ -38,24 +38,20 @@ def request(text: str = "hello", **parts: Any) -> GenerationRequest:
     return GenerationRequest(Prompt.from_user(text), **parts)
 
 
-def keys_of(
+def key_of(
     request: GenerationRequest,
     tenant: str = "t",
     generator: str = "g",
     reward: str = "w",
     secret: Secret = SECRET,
-) -> Keys:
-    return cache_keys(
+) -> str:
+    return answer_key(
         request,
         tenant=tenant,
         generator_fingerprint=generator,
         reward_fingerprint=reward,
         secret=secret,
     )
-
-
-def key_of(request: GenerationRequest, **maker: Any) -> str:
-    return keys_of(request, **maker).answer
 
 
 _BASE = request()
@@ -142,8 +138,10 @@ _OTHER_PROMPTS = [
     replace(_BASE, prompt=Prompt(text="hello", allow_special_tokens=True)),
     replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
 ]
-_OTHER_INDEXES = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS, *_OTHER_ORDERS]
-_OTHERS = [*_OTHER_INDEXES, *_OTHER_SEARCHES]
+_OTHERS = [
+    *(*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS),
+    *(*_OTHER_ORDERS, *_OTHER_SEARCHES),
+]
 _OTHER_MAKERS: list[dict[str, Any]] = [
     *({"tenant": tenant} for tenant in ("u", "U", "u ", "u\0", "\ud800", "\ud801")),
     *({"generator": "h"}, {"reward": "x"}),
@@ -172,8 +170,6 @@ def test_the_examples_cover_every_field() -> None:
 
 
 _ONE, _TWO = WeightedReward("a", 0.3), WeightedReward("b", 0.7)
-_BATCH = WeightedReward("a", normalization=Normalization("batch"))
-_VETO = WeightedReward("b", veto_below=-1.0)
 _BEST_OF_N = Selection(algorithm=Algorithm.BEST_OF_N)
 
 
@@ -195,13 +191,6 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
         (_BASE, replace(_BASE, allow_degraded=True)),
         (_rewarded(_ONE, _TWO), _rewarded(_TWO, _ONE)),
         (
-            _rewarded(
-                replace(_BATCH, normalization=Normalization("batch", mean=3.0)),
-                replace(_VETO, normalization=Normalization("none", deviation=3.0), veto_below=-1),
-            ),
-            _rewarded(_VETO, _BATCH),
-        ),
-        (
             request(selection=_BEST_OF_N),
             request(
                 selection=replace(_BEST_OF_N, alpha=0.9, schedule=Schedule("tokens", tokens=(4,)))
@@ -217,16 +206,12 @@ def test_equal_requests_have_one_key(first: GenerationRequest, second: Generatio
 @given(tenant=st.text(), prompt=st.text(min_size=1), fingerprint=st.text(max_size=20))
 def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against readable prompts or tenants, and keys that a tenant's name could forge."""
-    keys = keys_of(request(prompt), tenant, generator=fingerprint)
-    shape = rf"v{FORMAT_VERSION}:[0-9a-f]{{32}}:[^:]*:w:a2:[0-9a-f]{{64}}"
-    assert re.fullmatch(f"specrej:{shape}", keys.answer)
-    assert re.fullmatch(f"specrej:flight:{shape}", flight_key(keys.answer))
-    assert re.fullmatch(f"specrej:comparable:{shape}", keys.index)
-    assert keys.answer.isascii() and " " not in keys.answer
-    assert re.fullmatch(rf"specrej:tenant:v{FORMAT_VERSION}:[0-9a-f]{{32}}", keys.tenant)
-    # `specrej cache purge` finds a tenant's keys by this part.
-    for key in (keys.answer, keys.index, keys.tenant):
-        assert f":{hashed_tenant(tenant, SECRET)}" in key
+    key = key_of(request(prompt), tenant, generator=fingerprint)
+    # `specrej cache purge` finds a tenant's keys by its hash.
+    shape = rf"v{FORMAT_VERSION}:{hashed_tenant(tenant, SECRET)}:[^:]*:w:a2:[0-9a-f]{{64}}"
+    assert re.fullmatch(f"specrej:{shape}", key)
+    assert re.fullmatch(f"specrej:flight:{shape}", lock_key(key))
+    assert key.isascii() and " " not in key
 
 
 def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +225,7 @@ def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(keys, "_encoded", counted)
     prompt = "\U0001f600" * 10_000
-    keys_of(request(prompt))
+    key_of(request(prompt))
     assert len(prompt.encode()) < sum(sizes) < len(prompt.encode()) + 5000
 
 
@@ -251,37 +236,7 @@ def test_no_part_of_a_key_can_be_computed_without_the_secret(tmp_path: Path) -> 
     """
     file = tmp_path / "secret"
     file.write_bytes(b"x" * 32)
-    hidden, plain = keys_of(_BASE, secret=Secret(file)), keys_of(_BASE)
-    assert hidden == keys_of(_BASE, secret=Secret(file))
-    for one, other in zip(
-        (hidden.answer, hidden.index, hidden.tenant),
-        (plain.answer, plain.index, plain.tenant),
-        strict=True,
-    ):
-        hashes = [{p for p in key.split(":") if len(p) >= 32} for key in (one, other)]
-        assert hashes[0] and not hashes[0] & hashes[1]
-
-
-# The index of comparable requests.
-
-
-def test_requests_that_differ_in_the_search_alone_share_an_index() -> None:
-    """Guards against a better answer that is never served, over a field of the search."""
-    seeded = request(sampling=Sampling(seed=9))
-    assert {keys_of(other).index for other in (_BASE, seeded, *_OTHER_SEARCHES)} == {
-        keys_of(_BASE).index
-    }
-
-
-def test_any_other_difference_is_another_index() -> None:
-    """Guards against an answer to another prompt, by another reward or of another tenant."""
-    others = [other for other in _OTHER_INDEXES if not other.sampling.seed]
-    indexes = [keys_of(_BASE, **maker).index for maker in _OTHER_MAKERS]
-    indexes += [index for other in (_BASE, *others) if (index := keys_of(other).index)]
-    assert len(set(indexes)) == len(indexes) > 20
-
-
-def test_batch_normalised_scores_have_no_index() -> None:
-    """Guards against comparing scores that are comparable within one request only."""
-    keys = keys_of(_rewarded(WeightedReward("b"), _BATCH))
-    assert keys.index == "" and keys.tenant == keys_of(_BASE).tenant
+    hidden, plain = key_of(_BASE, secret=Secret(file)), key_of(_BASE)
+    assert hidden == key_of(_BASE, secret=Secret(file))
+    hashes = [{part for part in key.split(":") if len(part) >= 32} for key in (hidden, plain)]
+    assert hashes[0] and not hashes[0] & hashes[1]

@@ -143,15 +143,6 @@ def test_records_of_running_requests_are_bounded_too(max_requests: int, kept: li
     assert records.ids() == kept
 
 
-def test_records_that_were_dropped_while_they_ran_are_shared_at_their_end() -> None:
-    """Guards the shared records against bursts beyond the limit of one process."""
-    records, ended = Records(1), list[str]()
-    records.on_ended = lambda record, tenant: ended.append(record.request_id)
-    with records.open("0"), records.open("1"):
-        assert records.ids() == ["1"]
-    assert ended == ["1", "0"]
-
-
 def test_the_size_is_bounded_for_any_n() -> None:
     """Guards against 256 records of as many candidates as the loop traces for each."""
     records = Records(1000)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import grpc.aio
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.edge.admission import Admission, Limits
@@ -25,7 +21,6 @@ from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
 from tests.serving import failure_of, reason_of, violations_of
-from tests.test_fuzz import messages_of
 from tests.world import BOUND_S, SERVICE, Code, HeldGenerator, World, rewards, small_request, world
 
 
@@ -122,22 +117,6 @@ async def test_unknown_fields_are_ignored(service: World) -> None:
 async def test_an_unknown_method_is_unimplemented(service: World) -> None:
     call: Any = service.channel.unary_unary(f"/{SERVICE}/Guess")
     assert (await failure_of(call(b"", timeout=BOUND_S))).code() is Code.UNIMPLEMENTED
-
-
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # one service for all examples
-)
-@given(message=messages_of(pb.GenerateRequest.DESCRIPTOR), stream=st.booleans())
-async def test_any_request_gets_an_answer_or_a_client_error(
-    service: World, message: pb.GenerateRequest, stream: bool
-) -> None:
-    """Guards against UNKNOWN and INTERNAL."""
-    try:
-        reply = await service.answer(message, stream=stream)
-        assert reply.candidates
-        assert math.isfinite(reply.score)
-    except grpc.aio.AioRpcError as error:
-        assert error.code() in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), error
 
 
 async def test_an_adapter_is_named_as_the_model(cached_service: World) -> None:

@@ -89,6 +89,7 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
 
     class Failing:
         fails = False
+        open = print
 
         async def describe(self) -> list[RewardDescription]:
             if self.fails:
@@ -189,7 +190,9 @@ async def test_an_unknown_reward_of_a_composite_is_not_found() -> None:
     async with world(composites=[broken]) as service:
         error = await service.refusal(small_request(selection=rewards(("broken", 1))))
         assert error.code() is Code.NOT_FOUND
-        text = "no reward nope of composite broken, there are: toy, other, broken, likelihood"
+        text = (
+            'unknown reward "nope" of composite "broken"; available: toy, other, broken, likelihood'
+        )
         assert error.details() == text
         assert service.generator.num_opened == 0
 

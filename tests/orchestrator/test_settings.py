@@ -60,7 +60,6 @@ INVALID_OF_ORCHESTRATOR = [
     ("--redis-ca=/nowhere/ca.pem", "a file that is there"),
     ("--cache-secret-file=/nowhere/secret", "a file that is there"),
     (f"--cache-secret-file={Path(__file__).with_name('__init__.py')}", "32 to 4096 bytes"),
-    ("--tenant-cache-bytes=-1", "greater than or equal to 0"),
     (f"--redis-ca={__file__}", "rediss://"),
     ("--default-schedule=soon", "default_schedule"),
     ('--default-schedule={"kind": "soon"}', "'geometric', 'tokens' or 'memory'"),
@@ -91,8 +90,7 @@ INVALID_OF_GENERATOR = [
 ZERO = {
     *("port", "metrics_port", "health_port", "threads", "kv_slots", "prefix_cache", "merge_ms"),
     *("cache_stale_s", "max_queued", "max_queued_tokens", "max_waiting", "tenant_tokens"),
-    *("kept_records", "shadow_share", "tenant_cache_bytes", "context_tokens"),
-    *("auto_candidates", "spare_running"),
+    *("kept_records", "context_tokens", "auto_candidates"),
 }
 
 

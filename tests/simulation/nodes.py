@@ -154,9 +154,9 @@ class SimulatedRedis:
         """One way, in whole milliseconds."""
         return int(self._rng.random() ** 3 * (500 if self.fault == "slow" else 10)) / 1e3
 
-    def run(self, command: Sequence[Any]) -> Any:  # noqa: C901  # one case per command
+    def run(self, command: Sequence[Any]) -> Any:
         """The reply, or an error of Redis."""
-        if self.fault == "full" and command[0] in ("SET", "EVAL", "HSET"):
+        if self.fault == "full" and command[0] == "SET":
             return ResponseError("OOM command not allowed")
         match command:
             case ("PING",):
@@ -167,21 +167,12 @@ class SimulatedRedis:
                 return self._put(key, value, life_ms) if is_free else None
             case ("GETRANGE", key, 0, end):
                 return self._get(key, b"")[: end + 1]
-            case ("PEXPIRE", key, life_ms):
-                return self._get(key) is not None and self._put(key, self._get(key), life_ms)
             case ("EVALSHA", _, 1, key, token):  # the release of a lock
                 is_own = self._get(key) == token
                 return int(is_own and bool(self._values.pop(key)))
-            case ("EVAL", _, 1, key, token, left, left_ms):  # the release of a lease
-                if self._get(key) != token.encode():
-                    return 0
-                return self._put(key, left, left_ms) if left else self._values.pop(key)[1]
-            case ("EVAL", _, 2, key, _, record, _, life_ms, _):  # of an ended request
-                return self._put(key, record, life_ms)
-            case ("HSET", key, name, value):
-                return self._values.setdefault(key, ({}, float("inf")))[0].update({name: value})
-            case ("HLEN", key):
-                return len(self._get(key, {}))
+            case ("EVALSHA", _, 1, key, token, life_ms):  # its renewal
+                is_own = self._get(key) == token
+                return int(is_own and self._put(key, token, int(life_ms)))
         raise Violation(f"the simulated Redis lacks {command[0]}")
 
     def _get(self, key: Any, default: Any = None) -> Any:
@@ -223,27 +214,3 @@ class Link(Redis):
         if isinstance(value, ResponseError):
             raise value
         return value
-
-    def pipeline(self, *_: Any, **__: Any) -> Any:
-        return _Pipeline(self)
-
-
-class _Pipeline:
-    def __init__(self, link: Link) -> None:
-        self._link, self._commands = link, list[Any]()
-
-    async def __aenter__(self) -> _Pipeline:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    def execute_command(self, *command: Any) -> None:
-        self._commands.append(command)
-
-    async def execute(self, *, raise_on_error: bool) -> list[Any]:
-        sent = [self._link.execute_command(*command) for command in self._commands]
-        replies: list[Any] = await asyncio.gather(*sent, return_exceptions=True)
-        if failed := [r for r in replies if isinstance(r, ConnectionError)]:
-            raise failed[0]
-        return replies

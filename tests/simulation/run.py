@@ -26,7 +26,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.rewards import FleetRewards
-from orchestrator.cache import Cache, RedisAccess, RedisClient, SharedSingleFlight, tenant_digest
+from orchestrator.cache import Cache, RedisAccess, RedisClient, tenant_digest
 from orchestrator.cache import redis_client as redis_py
 from orchestrator.edge import service
 from orchestrator.edge.admission import Admission, Limits
@@ -58,7 +58,7 @@ class WatchedAdmission(Admission):
 
     def __init__(self, limits: Limits, clock: Any) -> None:
         super().__init__(limits, clock)
-        self.__most, self.__largest = limits.max_running + limits.spare_running, 0
+        self.__most, self.__largest = limits.max_running, 0
         self.__waiting: Counter[str] = Counter()
         self.__debt: Counter[str] = Counter()  # granted to others since the tenant's last turn
 
@@ -75,8 +75,7 @@ class WatchedAdmission(Admission):
                 is_held = True
                 waiting[tenant] -= 1
                 debt[tenant] = 0
-                if not self._limits.spare_running:  # spare permits are given out of turn
-                    debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
+                debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
                 if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
                     raise Violation(f"turns are not fair: {debt}")
                 yield
@@ -85,8 +84,8 @@ class WatchedAdmission(Admission):
             note_change(self)
 
     def check(self) -> None:
-        """The limits hold, and no request waits beside a free permit that is not spare."""
-        if self.running > self.__most or (self._has_ordinary() and self.queued):
+        """The limits hold, and no request waits beside a free permit."""
+        if self.running > self.__most or (self.running < self.__most and self.queued):
             raise Violation(f"{self.running} requests run of {self.__most}, {self.queued} wait")
 
 
@@ -103,7 +102,7 @@ class Process:
         )
         self.rewards = _fleet(run.rewards, RemoteRewards, len)
         with mock.patch.object(redis_py, "connect", lambda *_: self.link):
-            redis = RedisClient(RedisAccess("redis://simulated"), clock=loop.time)
+            redis = RedisClient(RedisAccess("redis://simulated"))
         wall_clock = lambda: EPOCH_S + loop.time() + _JUMPS_S[self.fault]  # noqa: E731
         cached = Cache(redis, wall_clock=wall_clock, **cache_options)
         self.admission = WatchedAdmission(limits, loop.time)
@@ -112,7 +111,6 @@ class Process:
             FleetRewards(self.rewards, draw),
             cached,
             self.admission,
-            shared_flights=SharedSingleFlight(cached),
             records=RequestRecords(4, clock=loop.time),
         )
         servicer = OrchestratorServicer(self.orchestrator)
@@ -173,7 +171,7 @@ class Simulation:
         self.rewards = [nodes.RewardNode(rng, f"r{n}") for n in range(rng.randint(1, 2))]
         self.redis = nodes.SimulatedRedis(rng)
         most = rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64))
-        limits = Limits(*most, spare_running=rng.choice((0, 2)))
+        limits = Limits(*most)
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
         served: list[nodes.Node] = [*self.generators, *self.rewards]
