@@ -101,6 +101,13 @@ class Backend(Generic[P]):
         self._is_closed = False
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it answered once and cannot be reached now."""
+        cause = self.failure.__cause__
+        is_unreachable = isinstance(cause, grpc.aio.AioRpcError) and not is_answer(self.failure)
+        return self.description is not None and is_unreachable and not self.is_serving
+
+    @property
     def placed(self) -> int:
         """Sessions opened here since the last description."""
         return self._num_opened - self._num_described
@@ -346,13 +353,17 @@ class Fleet(Generic[P]):
         return [*self._backends.values()]
 
     async def _resolve(self) -> None:
-        """Add new backends; remove those that are gone, do not serve and have no session."""
+        """Add new backends; remove those that are gone, do not serve and have no session.
+
+        One that is lost is connected to anew, once per loss: its certificate, which a channel reads
+        once, may have been renewed.
+        """
         while True:
             try:
                 targets = await self._resolver.resolve()
-                for target in sorted(self._backends.keys() - targets):
-                    backend = self._backends[target]
-                    if not (backend.is_serving or backend.running):
+                for target, backend in sorted(self._backends.items()):
+                    is_idle = not (backend.is_serving or backend.running)
+                    if is_idle and (target not in targets or backend.is_lost):
                         await self._remove(target)
                 for target in sorted(targets - self._backends.keys()):
                     backend = Backend(target, *self._connect(target), self._version)

@@ -47,6 +47,19 @@ async def test_backends_follow_the_resolver_and_their_health() -> None:
         await until(lambda: running.counts == (1, 0, 0))
 
 
+async def test_a_lost_backend_is_connected_to_anew() -> None:
+    """Guards an orchestrator whose client certificate was renewed: a channel reads it once."""
+    async with generators(HeldGenerator()) as running:
+        (server,), (before,) = running.servers, running.fleet.members()
+        await server.kill()
+        await until(lambda: running.counts == (0, 0, 1))
+        num_lookups = running.resolver.num_lookups
+        await until(lambda: running.resolver.num_lookups > num_lookups + 1)
+        await server.start()
+        await until(lambda: running.counts == (1, 0, 0))
+        assert running.fleet.members()[0] is not before
+
+
 async def test_a_backend_with_a_session_stays_although_its_name_is_gone() -> None:
     """Guards against a request cut off because its pod was taken out of the Service."""
     settings = replace(PATIENT, poll_s=60)
