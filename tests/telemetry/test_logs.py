@@ -18,9 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from orchestrator.cache import tenant_digest
 from specrej import telemetry
 from specrej.telemetry import logs, traces
-from tests.orchestrator.services import whole
 from tests.serving import failure_of
 from tests.telemetry.observed import request
+from tests.world import world
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ Facts = Callable[[], dict[str, Any]]
 
 async def test_a_request_is_one_line(facts: Facts) -> None:
     """Guards against a request that leaves no trace in the log, or phases that do not add up."""
-    async with whole() as service:
+    async with world() as service:
         answer = await service.stub.Generate(request("Why is it so?"))
     fields = facts()
     assert fields["id"] == answer.request_id and fields["code"] == "OK"
@@ -188,7 +188,7 @@ async def test_a_failed_request_is_a_line(facts: Facts) -> None:
     """Guards against a log of successes."""
     bad = request("Why?")
     bad.selection.n = -1
-    async with whole() as service:
+    async with world() as service:
         error = await failure_of(service.stub.Generate(bad))
     assert error.code().name == "INVALID_ARGUMENT"
     fields = facts()
@@ -197,8 +197,7 @@ async def test_a_failed_request_is_a_line(facts: Facts) -> None:
 
 async def test_texts_are_logged_if_the_setting_allows(facts: Facts) -> None:
     """Guards the setting for debugging a user's report."""
-    async with whole() as service:
-        service.orchestrator._log_texts = True
+    async with world(log_texts=True) as service:
         answer = await service.stub.Generate(request("Why is it so?"))
     assert "Why is it so?" in facts()["prompt"]
     assert facts()["answer"] == answer.candidates[0].text
