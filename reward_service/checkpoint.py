@@ -76,7 +76,7 @@ def load_head(source: Path, prefix: str) -> dict[str, Tensor]:
     `source` is a checkpoint's directory or one file.
 
     Raises:
-        ValueError: there are none, or the file is no safetensors file.
+        ValueError: there are none, or it is not a safetensors file.
     """
     paths = {source if source.is_file() else source / _WEIGHTS}
     if (index := source / _INDEX).exists():

@@ -83,7 +83,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """The worker of that reward, or the default for "".
 
         Raises:
-            NotFound: there is none.
+            NotFound: no reward has this name.
         """
         worker = self._workers.get(name) if name else next(iter(self._workers.values()))
         if worker is None:

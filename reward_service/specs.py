@@ -98,7 +98,7 @@ class Spec(_Options):
 
         Raises:
             FileNotFoundError: a file or directory that it names does not exist.
-            OSError, ValueError, RuntimeError: it is no such reward, or cannot be reached.
+            OSError, ValueError, RuntimeError: the files cannot be used for this kind.
         """
         paths: dict[str, Path] = {}
         for option in _PATHS:
@@ -227,7 +227,8 @@ class GatedSpec(CausalSpec):
 class LikelihoodSpec(CausalSpec):
     """A language model's log-likelihood of the response, less a reference model's if there is one.
 
-    beta: a factor; mean: per token, so that length is no disadvantage, else the sum.
+    beta: a factor; mean: the mean over tokens, which does not favour short responses,
+    else the sum.
     """
 
     loader = "likelihood:load_likelihood"

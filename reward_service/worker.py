@@ -55,7 +55,7 @@ async def start_worker(
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Request(Generic[T]):
-    """What the thread receives; `abandoned` once its caller is gone."""
+    """What the thread receives; `abandoned` once its caller has left."""
 
     future: Future[T] = field(default_factory=Future)
     abandoned: bool = False
@@ -437,9 +437,9 @@ def _carry_out(call: _Call[T]) -> None:
 
 
 def _fail(request: _Request[Any], error: BaseException) -> None:
-    # Asyncio's futures refuse a StopIteration, so its caller would wait for ever; a TimeoutError
-    # or CancelledError would be taken for the call's own; what is no `Exception`, such as a
-    # SystemExit in a user's function, would end the event loop.
+    # Asyncio's futures refuse a StopIteration, so its caller would wait for ever. A TimeoutError or
+    # CancelledError would be taken for the call's own. Anything that is not an `Exception`, such as
+    # a SystemExit in a user's function, would end the event loop.
     misread = (StopIteration, TimeoutError, CancelledError)
     if isinstance(error, misread) or not isinstance(error, Exception):
         wrapped = RuntimeError(f"a reward raised {type(error).__name__}")

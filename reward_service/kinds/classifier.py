@@ -1,7 +1,7 @@
 """Sequence classifiers: Bradley-Terry models, and regression heads with several labels.
 
-The score is the head's output at the conversation's last token that is no padding: one label's
-logit, or a weighted sum of several, then transformed as declared.
+The score is the head's output at the conversation's last token that is not padding: one
+label's logit, or a weighted sum of several, then transformed as declared.
 
 An unfinished text is closed by default: these models were trained on whole conversations, and their
 reward is read at the tokens that close the last turn.
@@ -24,7 +24,7 @@ from specrej import fingerprint
 
 
 def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
-    """How many tokens there are up to the last one that is no padding, at least one.
+    """How many tokens there are up to the last one that is not padding, at least 1.
 
     Heads are trained on this token (`GenericForSequenceClassification` of transformers). If the end
     token is the padding token, it is not counted either.
@@ -46,7 +46,7 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     a head's file, or a directory that `training` wrote.
 
     Raises:
-        ValueError: the directory holds no such model; the text has the reason.
+        ValueError: the directory does not hold such a model; the message says why.
     """
     if (manifest := spec.directory / MANIFEST).is_file():
         if spec.head:
@@ -99,7 +99,7 @@ def _head(spec: ClassifierSpec) -> tuple[Tensor, Tensor]:
     """Weight [labels, hidden] and bias [labels].
 
     Raises:
-        ValueError: there is none, or it has another number of labels.
+        ValueError: there is no head, or it has another number of labels.
     """
     if spec.head:
         try:

@@ -155,7 +155,7 @@ class CrossEncoderReward(_EncoderReward):
     Of a pair that is too long, the longer text is cut at its end.
 
     Raises:
-        ValueError: the directory holds no such model; the text has the reason.
+        ValueError: the directory does not hold such a model; the message says why.
     """
 
     description = "A cross-encoder's logit for prompt and response."

@@ -44,7 +44,7 @@ class FunctionReward(Reward):
                 raise TypeError
             return Scores(tuple(float(value) for value in values))
         except (TypeError, ValueError, OverflowError) as error:
-            text = f"reward {self.name} returned no numbers"
+            text = f"reward {self.name} did not return numbers"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
 
 

@@ -43,7 +43,7 @@ class _Gate:
 
 
 def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
-    """The reward of a gated model. Raises ValueError: the directory holds no such model."""
+    """The reward of a gated model. Raises ValueError: the directory does not hold such a model."""
     regression = load_head(spec.directory, "regression_layer.weight")[""]
     model: Any = load_backbone(spec, resources)
     weights = load_head(spec.directory, "gating.")

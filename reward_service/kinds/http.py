@@ -104,7 +104,7 @@ class HTTPReward:
                 raise TypeError("must be a list of numbers")
             return Scores(tuple(map(float, scores)))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            text = f"reward {self.name} answers no scores: {type(error).__name__}"
+            text = f"reward {self.name} did not return scores: {type(error).__name__}"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
 
 

@@ -26,7 +26,7 @@ from specrej.contracts import Candidate, Prompt, Scores
 
 
 def load_likelihood(spec: LikelihoodSpec, resources: Resources) -> Reward:
-    """A likelihood as a reward. Raises ValueError: a directory holds no such model."""
+    """A likelihood as a reward. Raises ValueError: a directory does not hold such a model."""
     own = _load_one(spec, resources)
     if spec.reference is None:
         return own

@@ -31,7 +31,11 @@ _Pairs = Sequence[tuple[int, int]]
 
 
 class PairwiseReward(Reward):
-    """Scores by comparisons in pairs. Raises ValueError: the directory holds no such model."""
+    """Scores by comparisons in pairs.
+
+    Raises:
+        ValueError: the directory does not hold such a model.
+    """
 
     description = "How often a model prefers the response to others of its batch."
 

@@ -27,7 +27,11 @@ from specrej.contracts import Prompt
 
 
 def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
-    """The reward of a response's steps. Raises ValueError: the directory holds no such model."""
+    """The reward of a response's steps.
+
+    Raises:
+        ValueError: the directory does not hold such a model.
+    """
     model = load_backbone(spec, resources, with_lm_head=bool(spec.good))
     conversation = load_conversation(spec, model.config)
     tokenizer = conversation.tokenizer

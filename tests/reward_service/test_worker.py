@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from reward_service.reward import Reward, RewardLost, Task
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
+from specrej.telemetry import metrics, names
 from tests.reward_service.fakes import FixedReward, GatedReward, PiecewiseReward
 from tests.serving import until
 
@@ -89,6 +91,31 @@ async def test_invalid_scores_are_refused(values: tuple[float, ...]) -> None:
         with pytest.raises(RewardInvalid) as failure:
             await worker.score(PROMPT, ["a", "b"])
         assert failure.value.metadata == {"reward": "fixed"}
+
+
+async def test_time_size_and_tokens_are_measured_per_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a time per candidate: estimates for a deadline divide it by the size."""
+    measured: dict[str, list[float]] = {}
+
+    def record(name: str, value: float, **labels: str) -> None:
+        assert labels == {"reward": "toy"}
+        measured.setdefault(name, []).append(value)
+
+    class Slow(ToyReward):
+        def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+            time.sleep(0.1)
+            return super().score(prompt, candidates)
+
+    async with started(Slow()) as worker:
+        monkeypatch.setattr(metrics, "record", record)
+        monkeypatch.setattr(metrics, "add", record)
+        await worker.score(PROMPT, [f"Word {number}." for number in range(20)])
+    (seconds,), (size,) = measured[names.REWARD_DURATION], measured[names.REWARD_BATCH]
+    assert seconds >= 0.1
+    assert size == 20
+    assert measured[names.REWARD_TOKENS] == [40]
 
 
 async def test_queue_limit_refuses_exactly_the_rest() -> None:
