@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from typing import Self
 _POLL_S = 0.1
 _STUCK_POLL_S = 1.0
 _TAIL_LINES = 15
-_MAX_BACKOFF_S = 30.0
 
 
 class ProcessError(Exception):
@@ -103,26 +101,19 @@ class Processes:
         """The last lines that each child wrote."""
         return "\n".join(f"{name}:\n{self.log_tail(name)}" for name in self._running)
 
-    async def keep_alive(
-        self, report: Callable[[str], None], *, first_delay_s: float = 1.0
-    ) -> None:
-        """Restart children that end or are stuck, with a growing delay; runs until cancelled."""
+    async def keep_alive(self, report: Callable[[str], None], *, delay_s: float = 1.0) -> None:
+        """Restart children that end or are stuck, after a delay; runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             for program in self._programs.values():
-                group.create_task(self._keep_alive(program, report, first_delay_s))
+                group.create_task(self._keep_alive(program, report, delay_s))
 
     async def _keep_alive(
-        self, program: Program, report: Callable[[str], None], first_delay_s: float
+        self, program: Program, report: Callable[[str], None], delay_s: float
     ) -> None:
-        backoff_s = first_delay_s
         while True:
-            started = time.monotonic()
             code = await self._end_of(program, report)
-            if time.monotonic() - started > 2 * _MAX_BACKOFF_S:
-                backoff_s = first_delay_s  # it did not fail at its start
-            report(f"{program.name} {_how(code)}; restarting it in {backoff_s:g} s")
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            report(f"{program.name} {_how(code)}; restarting it in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
             try:
                 await self._start(program)
                 report(f"{program.name} is back")

@@ -14,7 +14,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from deploy.images.build import version
-from deploy.release import pack_chart
 from tests.deploy.manifests import (
     DEPLOY,
     OVERLAYS,
@@ -84,16 +83,6 @@ def test_the_chart_renders_the_objects_of_the_overlay(chart: Path, overlay: str)
     assert len(theirs) == len(ours)
     for item in theirs:
         assert item == ours[item["kind"], item["metadata"]["name"]]
-
-
-def test_the_archive_is_the_chart(chart: Path, tmp_path: Path) -> None:
-    """Guards against an archive that Helm cannot read, and builds that differ."""
-    archives = [tmp_path / name for name in ("first.tgz", "second.tgz")]
-    for archive in archives:
-        pack_chart(chart, archive)
-    first, second = (archive.read_bytes() for archive in archives)
-    assert first == second
-    assert _template(archives[0]).objects == _template(chart).objects
 
 
 def test_values_change_what_they_name(chart: Path) -> None:

@@ -212,16 +212,6 @@ def test_probes_use_names_that_exist(manifests: Manifests, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_services_name_the_protocol(manifests: Manifests, name: str) -> None:
-    """Guards against a gateway or mesh that sends HTTP/1 to a gRPC port, or plaintext to TLS."""
-    port = manifests.named("Service")[name]["spec"]["ports"][0]
-    plain = {"grpc": "kubernetes.io/h2c", "http": "http"}
-    secure = {"grpc": None, "http": "https"}
-    expected = secure if "TLS_CERT" in manifests.settings(name) else plain
-    assert port.get("appProtocol") == expected[port["name"]]
-
-
-@pytest.mark.parametrize("name", SERVICES)
 def test_grace_is_as_long_as_the_longest_request(manifests: Manifests, name: str) -> None:
     """Guards against SIGKILL during an answer."""
     settings = manifests.settings(name)
@@ -271,16 +261,3 @@ def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> N
             assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert not any("hostPath" in volume for volume in pod["volumes"])
-
-
-def test_model_volumes_are_filled(manifests: Manifests) -> None:
-    """Guards against pods that mount an empty directory as their models."""
-    for name in ("generator", "reward"):
-        pod = manifests.pod(name)
-        (models,) = (item for item in pod["volumes"] if item["name"] == "models")
-        filled = [
-            mount["name"]
-            for container in pod.get("initContainers", ())
-            for mount in container["volumeMounts"]
-        ]
-        assert "persistentVolumeClaim" in models or "models" in filled

@@ -82,14 +82,23 @@ async def _run(
 
 
 async def _answer(port: int) -> None:
-    """One request, as soon as the app listens."""
+    """One answer, as soon as the app listens, and the same as a stream."""
+    app = f"http://127.0.0.1:{port}"
     question = {"text": "Why is the sky blue?", "n": 2, "max_tokens": 8}
     async with httpx.AsyncClient(timeout=30) as http:
         while True:
             try:
-                response = await http.post(f"http://127.0.0.1:{port}/answer", json=question)
+                response = await http.post(f"{app}/answer", json=question)
             except httpx.ConnectError:
                 await asyncio.sleep(0.05)
             else:
                 break
     assert response.status_code == 200 and response.json()["text"], response.text
+    stream = await http_stream(app, question)
+    assert stream.endswith(f'event: done\ndata: {{"score": {response.json()["score"]}}}'), stream
+
+
+async def http_stream(app: str, question: dict[str, object]) -> str:
+    async with httpx.AsyncClient(timeout=30) as http:
+        response = await http.post(f"{app}/stream", json=question)
+    return response.text.strip().replace("\r", "")

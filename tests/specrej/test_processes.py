@@ -153,7 +153,7 @@ async def test_an_ended_or_stuck_child_is_restarted(tmp_path: Path) -> None:
         return running.pids["a"] in stuck
 
     async with children(tmp_path, replace(program(tmp_path, "a"), is_stuck=is_stuck)) as running:
-        keeping = asyncio.ensure_future(running.keep_alive(reports.put_nowait, first_delay_s=0.01))
+        keeping = asyncio.ensure_future(running.keep_alive(reports.put_nowait, delay_s=0.01))
         for expected in (
             # First, because the file of the first start makes later ones ready at once, before they
             # handle SIGTERM.
