@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from orchestrator.cache import Flight
-from specrej.contracts import Schedule
+from orchestrator.edge.servicer import OrchestratorServicer
+from specrej.contracts import Admitted, Event, Finished, RoundCompleted, Schedule, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.serving import until
+from tests.specrej import fakes
 from tests.world import PROMPT, World, generation, small_request, world
 
 
@@ -128,3 +133,27 @@ async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
                 await until(lambda: gate.held > 1)
         gate.open()
         assert sorted([(await reply).cached for reply in running]) == [False, True]
+
+
+async def test_events_of_a_stream_keep_their_order() -> None:
+    """Guards against a reversed queue: here all events are there before the first is written."""
+    events = (
+        Admitted(2, 1),
+        *(RoundCompleted(trace, (), "") for trace in fakes.GENERATION.rounds),
+        Finished(fakes.GENERATION),
+    )
+
+    async def generate(_: object, emit: Callable[[Event], None], **__: object) -> None:
+        for event in events:
+            emit(event)
+
+    written: list[Any] = []
+
+    async def write(message: object) -> None:
+        written.append(message)
+
+    orchestrator: Any = SimpleNamespace(generate=generate, default_schedule=Schedule())
+    context: Any = SimpleNamespace(write=write, send_initial_metadata=AsyncMock())
+    request = pb.GenerateStreamRequest(request=small_request())
+    await OrchestratorServicer(orchestrator).GenerateStream(request, context)
+    assert len(events) > 3 and written == [wire.event_to_message(event) for event in events]
