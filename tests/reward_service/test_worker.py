@@ -97,9 +97,9 @@ async def test_time_size_and_tokens_are_measured_per_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards against a time per candidate: estimates for a deadline divide it by the size."""
-    measured: dict[str, list[float]] = {}
+    measured: dict[names.Metric, list[float]] = {}
 
-    def record(name: str, value: float, **labels: str) -> None:
+    def record(name: names.Metric, value: float, **labels: str) -> None:
         assert labels == {"reward": "toy"}
         measured.setdefault(name, []).append(value)
 
