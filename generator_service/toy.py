@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import re
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
-from generator_service.admission import AdmissionQueue
-from generator_service.engine.commands import GrowingCandidate, OpenCommand, named_tokens
+from generator_service.admission import AdmissionQueue, Demand
+from generator_service.engine.commands import GrowingCandidate, named_tokens
 from generator_service.engine.steps import Load, OnStep, Step
 from specrej.contracts import (
     NO_FORKS,
@@ -43,17 +44,22 @@ _AUTO_CANDIDATES = 8
 class ToySession:
     """A `Session` of words."""
 
-    def __init__(self, generator: ToyGenerator, session_id: int, command: OpenCommand) -> None:
+    def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
         self.id = session_id
-        self.demand = command.demand(len(command.prompt_ids), lambda tokens: tokens)
-        self.n = 0
+        self.n = 0  # until it is admitted
         self.reduced = False
         self.fingerprint = ""  # the servicer has the generator's
-        self.prompt_tokens = len(command.prompt_ids)
-        self.command = command
+        self.prompt_tokens = _num_words(spec.prompt)
+        self.demand = Demand(
+            spec.n,
+            self.prompt_tokens,
+            spec.first_round_tokens,
+            spec.sampling.max_tokens,
+            slots_of=lambda tokens: tokens,
+        )
         self._generator = generator
         self._ledger = generator.ledger
-        self._sampling = command.sampling
+        self._sampling = spec.sampling
         self._live: list[GrowingCandidate] = []
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
@@ -61,7 +67,7 @@ class ToySession:
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
         self.n = n
-        self._live = self.command.candidates(n)
+        self._live = [GrowingCandidate(number) for number in range(n)]
         self._unreported = list(self._live)
 
     async def extend(self, until_tokens: int) -> Round:
@@ -75,17 +81,12 @@ class ToySession:
                 await asyncio.sleep(self._generator.step_s)
             rows = len(self._live)
             self._step()
-            self._generator.report(Step(self._generator.step_s, rows, generated=rows))
+            self._generator.on_step(Step(self._generator.step_s, rows, generated=rows))
         candidates = tuple(self._report(candidate) for candidate in self._unreported)
         tokens = named_tokens(candidates, _token) if self._sampling.logprobs else ()
         self._unreported = list(self._live)
-        return Round(
-            candidates,
-            ended_by if self._live else RoundEnd.ALL_FINISHED,
-            self._num_tokens,
-            self._gauge(),
-            token_texts=tokens,
-        )
+        ended_by = ended_by if self._live else RoundEnd.ALL_FINISHED
+        return Round(candidates, ended_by, self._num_tokens, self._gauge(), token_texts=tokens)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         live = {candidate.id: candidate for candidate in self._live}
@@ -138,9 +139,8 @@ class ToySession:
         return prefix.candidate(text, logprobs=self._sampling.logprobs)
 
     def _gauge(self) -> SlotGauge:
-        ledger = self._ledger
-        own = self.prompt_tokens + ledger.owned_by(self.id)
-        return SlotGauge(ledger.capacity, ledger.owned, own)
+        own = self.prompt_tokens + self._ledger.owned_by(self.id)
+        return SlotGauge(self._ledger.capacity, self._ledger.owned, own)
 
 
 class ToyGenerator:
@@ -157,13 +157,13 @@ class ToyGenerator:
         end_every: int = 40,
         step_s: float = 0.0,
         failing_seed: int | None = None,
-        on_step: OnStep | None = None,
+        on_step: OnStep = lambda _: None,
     ) -> None:
         self.ledger = SlotLedger(capacity_slots)
         self.end_every = end_every
         self.step_s = step_s
         self.failing_seed = failing_seed
-        self._on_step = on_step
+        self.on_step = on_step
         self._ids = itertools.count(1)
         self.queue: AdmissionQueue[ToySession] = AdmissionQueue(
             self.ledger, self._admit, max_waiting=0, auto_candidates=_AUTO_CANDIDATES
@@ -174,25 +174,15 @@ class ToyGenerator:
         if spec.sampling.structured_output:
             refused = "is not supported: the toy has no tokenizer"
             raise InvalidRequest([Violation("sampling.structured_output", refused)])
-        command = OpenCommand(
-            range(_num_words(spec.prompt)),
-            spec.n,
-            spec.sampling,
-            spec.first_round_tokens,
-        )
-        session = ToySession(self, next(self._ids), command)
+        session = ToySession(self, next(self._ids), spec)
         self.queue.enter(session)  # admitted or refused: none may wait
-        self.report(Step(prefilled=session.prompt_tokens))
+        self.on_step(Step(prefilled=session.prompt_tokens))
         try:
             yield session
         finally:
             self.ledger.close(session.id)
             self.ledger.retire(session.prompt_tokens)
             self.ledger.evict(session.prompt_tokens)
-
-    def report(self, step: Step) -> None:
-        if self._on_step:
-            self._on_step(step)
 
     def _admit(self, session: ToySession, n: int) -> None:
         self.ledger.hold(session.prompt_tokens)
@@ -227,24 +217,17 @@ def is_toy(model: str) -> bool:
     return model.partition(":")[0] == "toy"
 
 
-def load_toy(model: str, capacity_slots: int, on_step: OnStep | None = None) -> ToyGenerator:
+def load_toy(model: str, capacity_slots: int, on_step: OnStep = lambda _: None) -> ToyGenerator:
     """The toy of that name.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    listed = model.partition(":")[2].split(",")
-    options = dict(option.partition("=")[::2] for option in listed if option)
-    try:
-        step_ms = float(options.pop("step_ms", 0))
-        failing_seed = int(options.pop("failing_seed", -1))
-        if options:
-            raise ValueError(f"unknown: {', '.join(options)}")
-    except ValueError as error:
-        raise FileNotFoundError(f"no such toy: {model} ({error})") from None
-    return ToyGenerator(
-        capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed, on_step=on_step
-    )
+    match = re.fullmatch(r"toy(?::(?:step_ms=([0-9.]+))?,?(?:failing_seed=(\d+))?)?", model)
+    if not match:
+        raise FileNotFoundError(f"no such toy: {model}; options: step_ms=5,failing_seed=13")
+    step_s, seed = float(match[1] or 0) / 1e3, int(match[2] or -1)
+    return ToyGenerator(capacity_slots, step_s=step_s, failing_seed=seed, on_step=on_step)
 
 
 def _token(word: int) -> bytes:
