@@ -413,7 +413,7 @@ class _Run:
             return alpha, {}, 0  # a cut elsewhere than planned could give another answer
         if not selection.branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), len(live), alpha)
-        cut = self._cut(ended, alpha)
+        cut = self._cut(ended, alpha, live)
         state.keep(cut.kept)
         rejected = live & cut.rejected
         forks: Forks = {}
@@ -433,8 +433,8 @@ class _Run:
         state.fork(forks)
         return alpha, forks, pruned.freed_slots
 
-    def _cut(self, ended: Round, alpha: float) -> rejection.Cut:
-        state, selection, live = self.state, self.request.selection, self.state.live
+    def _cut(self, ended: Round, alpha: float, live: set[int]) -> rejection.Cut:
+        state, selection = self.state, self.request.selection
         branching, release = selection.branching, 0
         if ended.ended_by is RoundEnd.SLOTS_FULL:
             here = [trace for trace in state.rounds if trace.decision_token == ended.num_tokens]

@@ -105,18 +105,23 @@ class RunState:
 
     @property
     def live(self) -> set[int]:
-        return {number for number, row in self.rows.items() if row.is_live}
+        # Without properties of rows: there may be 16,384, most of them ranked out.
+        return {
+            number
+            for number, row in self.rows.items()
+            if not row.is_ranked_out and row.latest.finish is None
+        }
 
     @property
     def ranked(self) -> set[int]:
         """Those in the ranking that the next cut divides, finished or live."""
         rows = self.rows.items()
-        return {number for number, row in rows if row.verdict and not row.is_ranked_out}
+        return {number for number, row in rows if not row.is_ranked_out and row.verdict}
 
     @property
     def ended(self) -> set[int]:
         """The finished candidates, ranked out or not."""
-        return {number for number, row in self.rows.items() if row.has_ended}
+        return {number for number, row in self.rows.items() if row.latest.finish}
 
     @property
     def vetoed(self) -> set[int]:
@@ -178,7 +183,9 @@ class RunState:
         anew = {
             number: row.raw
             for number, row in self.rows.items()
-            if row.raw and (row.has_ended or row.is_live) and (judges_all or not row.verdict)
+            if (judges_all or not row.verdict)
+            and row.raw
+            and (row.latest.finish or not row.is_ranked_out)
         }
         for number, verdict in judged(anew, self.rewards).items():
             self.rows[number].verdict = verdict
@@ -314,7 +321,7 @@ class RunState:
 
     def _best(self) -> int | None:
         rows = self.rows.items()
-        scored = (n for n, row in rows if row.verdict and (row.has_ended or not row.is_ranked_out))
+        scored = (n for n, row in rows if not row.is_ranked_out or row.latest.finish)
         return next(iter(self.ranking(scored)), None)
 
     def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:

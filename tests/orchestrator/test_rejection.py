@@ -12,9 +12,9 @@ from orchestrator.loop.branching import forks_of, width_at
 from orchestrator.loop.rejection import cut, num_kept, num_released, rank
 from specrej.contracts import Branching
 
-SCORES = st.dictionaries(
-    st.integers(0, 500), st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=60
-)
+# Half of them among five values, so that ties are frequent.
+VALUES = st.sampled_from([-1.0, -0.0, 0.0, 0.5, 1.0]) | st.floats(-1e6, 1e6, allow_nan=False)
+SCORES = st.dictionaries(st.integers(0, 500), VALUES, min_size=1, max_size=60)
 ALPHAS = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.75, 0.9, 0.99])
 RELEASES = st.just(0) | st.integers(1, 70)  # 0: the slots are not full
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
@@ -23,11 +24,21 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Forks,
+    GeneratorLost,
     Schedule,
     Scores,
+    SessionSpec,
+    TextDelta,
     WeightedReward,
 )
-from specrej.contracts.errors import DeadlineExceeded, RewardInvalid, Unavailable
+from specrej.contracts.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    RewardInvalid,
+    SlotsExceeded,
+    Unavailable,
+    Violation,
+)
 from tests.orchestrator.runs import (
     NEVER,
     PROMPT,
@@ -319,3 +330,117 @@ async def test_a_round_without_scores_is_hurried(time_left_s: float) -> None:
     )
     rounds = [trace.decision_token for trace in made.rounds]
     assert made.hurried or made.degraded or rounds == [16, 32, 64, 128] == scored
+
+
+class LostOnce(FaultyGenerator):
+    """Is lost beyond `breaks_at` tokens. Its second session is opened by `again`, or as the first
+    one was."""
+
+    def __init__(self, breaks_at: int, **options: Any) -> None:
+        super().__init__(breaks_at=breaks_at, error=GeneratorLost, **options)
+        self.specs: list[SessionSpec] = []
+        self.again: Callable[[SessionSpec], AbstractAsyncContextManager[Any]] = super().open
+
+    def open(self, spec: SessionSpec) -> Any:
+        self.specs.append(spec)
+        if len(self.specs) == 1:
+            return super().open(spec)
+        self.breaks_at = NEVER
+        return self.again(spec)
+
+
+@pytest.mark.parametrize("breaks_at", [0, 8, 20])
+@pytest.mark.parametrize("n", [0, 12])
+async def test_a_request_that_loses_its_generator_starts_again(n: int, breaks_at: int) -> None:
+    """With as many candidates, also where their number was left open, and with the same answer. No
+    text is sent twice."""
+    planned = request(n, 64, schedule=Schedule(first=8), alpha=0.7)
+    undisturbed = await answer(planned, ToyGenerator(end_every=99), FixedScorer())
+    generator, sent = LostOnce(breaks_at, end_every=99), list[Any]()
+    within = WithinRounds(sent.append)
+    *_, last = await events_of(planned, generator, FixedScorer(), within=within)
+    assert isinstance(last, Finished)
+    assert last.generation.candidates == undisturbed.candidates
+    assert last.generation.usage == undisturbed.usage
+    assert [spec.n for spec in generator.specs] == [n, undisturbed.n]
+    deltas = [event for event in sent if isinstance(event, TextDelta)]
+    text = "".join(delta.text for delta in deltas)
+    assert text in ("", last.generation.best.text)
+    positions = [event.num_tokens for event in sent if not isinstance(event, TextDelta)]
+    assert positions == sorted(positions)
+    assert generator.ledger.owned == 0
+
+
+@pytest.mark.parametrize("shows_text", [False, True])
+async def test_text_that_was_sent_is_not_taken_back(shows_text: bool) -> None:
+    """Guards a reader's text against the draws of another model or another rounding."""
+    single = request(1, 64, schedule=Schedule(first=8), sampling={"min_tokens": 64})
+    generator = LostOnce(20)
+    generator.again = lambda spec: ToyGenerator.open(
+        generator, replace(spec, sampling=replace(spec.sampling, seed=99))
+    )
+    within = WithinRounds(lambda _: None) if shows_text else None
+    answering = answer(single, generator, FixedScorer(), within=within)
+    if shows_text:
+        with pytest.raises(Unavailable, match="text of the other one differs"):
+            await answering
+    else:
+        other = replace(single, sampling=replace(single.sampling, seed=99))
+        assert (await answering).best == (await answer(other, ToyGenerator(), FixedScorer())).best
+    assert generator.ledger.owned == 0
+
+
+class _Refusing:
+    """An opening that raises an error, or without one waits for ever."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    async def __aenter__(self) -> None:
+        if self._error:
+            raise self._error
+        await asyncio.Event().wait()
+
+    async def __aexit__(self, *_: object) -> None:
+        raise AssertionError("it was not entered")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("away"),
+        Overloaded("full"),
+        SlotsExceeded([Violation("n", "too many")], max_candidates=1),
+        None,
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_the_complete_answers_remain_if_no_other_generator_answers(
+    error: Exception | None,
+) -> None:
+    """Within the deadline. Guards against INVALID_ARGUMENT because a generator was lost."""
+    for allow_degraded in (True, False):
+        generator = LostOnce(32, end_every=20)
+        generator.again = lambda _: _Refusing(error)
+        planned = request(alpha=0.0, allow_degraded=allow_degraded)
+        answering = answer(planned, generator, FixedScorer(), time_left_s=None if error else 1.0)
+        if error and not allow_degraded:
+            with pytest.raises(Unavailable, match="no other one could answer"):
+                await answering
+            continue
+        generation = await asyncio.wait_for(answering, 30)
+        assert generation.hurried is (error is None)
+        assert generation.degradations == ((Degradation.GENERATOR,) if error else ())
+        assert generation.best.finish is FinishReason.STOP
+        assert generator.ledger.owned == 0
+
+
+async def test_a_request_starts_again_within_its_deadline() -> None:
+    """Guards against a second run that plans with all of the time."""
+    generator = LostOnce(32, token_s=1.0, end_every=NEVER)
+    long, began_s = lenient(64, 64), generator.clock()
+    generation = await answer(
+        long, generator, FixedScorer(), time_left_s=80.0, clock=generator.clock
+    )
+    assert generator.clock() - began_s <= 80 and len(generator.specs) == 2
+    assert generation.hurried and generation.timings.total_ms <= 80e3
