@@ -82,7 +82,8 @@ async def stop_backend(name: str, phase: Phase, world: World) -> list[str]:
 
 
 async def stop_orchestrator(world: World) -> list[str]:
-    """While the orchestrator is stopped, the generator's lease frees its session."""
+    """While the orchestrator is stopped, the generator's lease frees its session; then the request
+    starts again."""
     async with held_at(phases.SCORING, world, timeout_s=_CALL_S) as call:
         world.signal("orchestrator", signal.SIGSTOP)
         await world.until_free()
@@ -169,7 +170,7 @@ async def open_streams(world: World, number: int, *flags: str) -> asyncio.subpro
 _STOPPED: dict[str, tuple[Play, str]] = {
     "generator": (partial(stop_backend, "generator", phases.SECOND_ROUND), "DEADLINE_EXCEEDED"),
     "reward": (partial(stop_backend, "reward", phases.SCORING), "DEADLINE_EXCEEDED"),
-    "orchestrator": (stop_orchestrator, "UNAVAILABLE"),
+    "orchestrator": (stop_orchestrator, "OK"),
 }
 # Requests that allow degraded answers, and how many they are.
 _DEGRADED: dict[str, tuple[Play, int]] = {
