@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-peers bench-answer bench-vllm gpu-check faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-peers bench-answer bench-vllm gpu-check faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,7 @@ conformance-distributed: $(VLLM) models ## the same with a model divided over tw
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/python -m benchmarks.tables --check
 	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports --no-logo && \
 	$(MAKE) --no-print-directory proto-check; others=$$?; wait "$$types" && exit "$$others"
 
@@ -201,6 +202,9 @@ latency-vs-n: $(READY) models ## Locust with both algorithms at N = 1 .. 256, 20
 
 pictures: $(READY) models ## make the README's picture from runs: docs/memory.svg
 	@$(BIN)/python -m experiments.memory
+
+tables: $(READY) ## write the figures of README and docs from the result files
+	@$(BIN)/python -m benchmarks.tables $(ARGS)
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)
