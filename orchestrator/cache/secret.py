@@ -51,20 +51,11 @@ def seal(text: bytes, key: str, secret: Secret, max_bytes: int) -> bytes:
     Raises:
         ValueError: the text is too large.
     """
-    stream = _deflated(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
+    # Level 1 is the fastest that compresses: this may run on the event loop.
+    stream = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
     if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
         raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
     return mac(key, stream, secret) + stream
-
-
-def _deflated(text: bytes, level: int) -> bytes:
-    """A zlib stream. Level 1 is the fastest that compresses: this runs on the event loop.
-
-    The window is as large as the text: zlib clears its tables, by default 256 KiB, before each.
-    """
-    window_bits = min(max(len(text).bit_length(), 9), zlib.MAX_WBITS)
-    deflate = zlib.compressobj(level, zlib.DEFLATED, window_bits, max(window_bits - 7, 4))
-    return deflate.compress(text) + deflate.flush()
 
 
 def unseal(key: str, stored: object, secret: Secret, max_bytes: int) -> bytes:

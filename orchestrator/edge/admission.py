@@ -24,8 +24,7 @@ from specrej.contracts.errors import Overloaded, TooLate
 from specrej.security import Share
 
 MOST_PASSED = 12
-_MIN_RETRY_S = 0.1
-_MAX_RETRY_S = 30.0
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _UNKNOWN_SERVICE_S = 1.0
 _RECENT = 0.1  # weight of the latest request in the service time per token
 
@@ -49,9 +48,8 @@ class Limits:
 class _Tenant:
     """One tenant: candidate-tokens `held` by its requests here, and its line of waiting ones.
 
-    `start` is the virtual start of its next request. `came` numbers the tenants by arrival,
-    `waits_since` is the number when its first request in line became the first, and `passed` counts
-    the requests of later tenants that ran since.
+    `start` is the virtual start of its next request, `came` the number of its arrival. `passed`
+    requests of tenants that came later ran since its first in line became so at `waits_since`.
     """
 
     came: int
@@ -108,9 +106,8 @@ class Admission:
                 delay. Also while waiting, if a tenant with a shorter line needs the place.
             TooLate: the expected wait is longer than the time left.
         """
-        share = share or Share()
         own = self._tenants.get(tenant) or _Tenant(next(self._arrivals))
-        own.weight = share.weight
+        own.weight = (share := share or Share()).weight
         self._check(own, tokens, time_left_s, share)
         self._tenants[tenant] = own
         own.held += tokens

@@ -40,7 +40,7 @@ from tests.experiments.doubles import (
 )
 from tests.experiments.test_trajectories import assert_equal
 from tests.orchestrator.runs import PROMPT, FixedScorer
-from tests.orchestrator.services import generator_backend, reward_backend
+from tests.world import generator_backend, reward_backend
 
 SETTINGS = Settings(n=20, max_tokens=24, grid=(3, 8, 16, 24), rewards=("letters",), seed=5)
 ITEMS = tuple(

@@ -137,7 +137,7 @@ async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
 
 async def test_events_of_a_stream_keep_their_order() -> None:
     """Guards against a reversed queue: here all events are there before the first is written."""
-    events = (
+    events: tuple[Event, ...] = (
         Admitted(2, 1),
         *(RoundCompleted(trace, (), "") for trace in fakes.GENERATION.rounds),
         Finished(fakes.GENERATION),

@@ -17,7 +17,7 @@ from orchestrator.backends.resolving import Target
 from specrej.contracts import Sampling, SessionSpec
 from specrej.contracts.errors import Unavailable
 from specrej.remote import RemoteGenerator
-from tests.orchestrator import services
+from tests import world
 from tests.orchestrator.backends.fleets import (
     PATIENT,
     ListedTargets,
@@ -236,6 +236,6 @@ async def test_a_backend_that_answers_sessions_is_not_lost() -> None:
         await backend.close()
 
 
-def _backend(server: services.Backend) -> Backend[RemoteGenerator]:
+def _backend(server: world.Backend) -> Backend[RemoteGenerator]:
     target = target_of(server)
     return Backend(target, *connect_generator(target), str)
