@@ -15,7 +15,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterator,
     Mapping,
     Sequence,
@@ -70,9 +69,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Receives a round, the latest raw scores by candidate, and the candidates live after the cut.
-OnRound = Callable[[Round, Mapping[int, tuple[float, ...]], Collection[int]], None]
-
 # The part of the time left in which rewards must open a session, if likelihoods may replace them.
 _OPENING_PART = 0.25
 
@@ -91,7 +87,6 @@ async def run(
     cache_salt: str = "",
     time_left_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    on_round: OnRound | None = None,
     *,
     within: WithinRounds | None = None,
 ) -> AsyncGenerator[Event, None]:
@@ -117,7 +112,7 @@ async def run(
     began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
     progress = ProgressReporter(within, request.sampling.stop) if within else None
     backends = generator, several, cache_salt
-    answering = _Run(request, *backends, time_left_s, began, clock, on_round, progress)
+    answering = _Run(request, *backends, time_left_s, began, clock, progress)
     try:
         async with aclosing(answering.events()) as events:
             async for event in events:
@@ -129,7 +124,7 @@ async def run(
         log.warning("a generator was lost: the request starts again")
         left_s = None if time_left_s is None else time_left_s - (clock() - began)
         again = replace(request, selection=replace(request.selection, n=answering.state.n))
-        second = _Run(again, *backends, left_s, began, clock, on_round, progress)
+        second = _Run(again, *backends, left_s, began, clock, progress)
         try:
             async with aclosing(second.events()) as events:
                 async for event in events:
@@ -163,7 +158,6 @@ class _Run:
     time_left_s: float | None
     began: float  # the request, by the clock
     clock: Callable[[], float]
-    on_round: OnRound | None
     progress: ProgressReporter | None
     deadline: DeadlineController = field(init=False)
     session: Session = field(init=False)
@@ -302,9 +296,6 @@ class _Run:
             with telemetry.span(names.SPAN_PRUNE):
                 alpha, forks, freed = await self._reject(ended)
             times.append(self.clock())
-            if self.on_round:
-                raw = {number: row.raw for number, row in state.rows.items() if row.raw}
-                self.on_round(ended, raw, state.live)
             trace = state.trace(ended, freed, times, alpha, forks)
             span.set_attributes(_attributes(trace))
         texts = self.progress.texts(ended, trace) if self.progress else ()

@@ -34,7 +34,6 @@ from specrej.contracts import (
 )
 from specrej.contracts.errors import SpecrejError, Unavailable
 from tests.orchestrator.caching import Clock
-from tests.serving import turns
 
 NEVER = 10**9
 PROMPT = Prompt.from_user("four words of prompt")
@@ -90,18 +89,13 @@ class FaultyGenerator(ToyGenerator):
 
 
 class FixedScorer:
-    """Returns fixed values, or a value of each candidate, by default the length of its text.
-
-    It returns after so many turns of the event loop, in which a session may grow.
-    """
+    """Returns fixed values, or a value of each candidate, by default the length of its text."""
 
     def __init__(
         self,
         values: Sequence[float] | Callable[[Candidate], float] = lambda c: float(len(c.text)),
-        num_turns: int = 0,
     ) -> None:
         self._values = values
-        self._num_turns = num_turns
         self.seen: list[int] = []  # ids of finished candidates
 
     @asynccontextmanager
@@ -109,7 +103,6 @@ class FixedScorer:
         yield self
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        await turns(self._num_turns)
         self.seen += [c.id for c in candidates if c.finish]
         values = [*map(self._values, candidates)] if callable(self._values) else self._values
         return Scores(tuple(values), computed_tokens=len(candidates))
@@ -150,8 +143,8 @@ class FaultyScorer(FixedScorer):
 class LetterScorer(FixedScorer):
     """Returns the share of one letter, which differs between candidates and changes over rounds."""
 
-    def __init__(self, letter: str, num_turns: int = 0) -> None:
-        super().__init__(lambda c: c.text.count(letter) / max(1, len(c.text)), num_turns)
+    def __init__(self, letter: str) -> None:
+        super().__init__(lambda c: c.text.count(letter) / max(1, len(c.text)))
 
 
 async def events_of(
