@@ -45,6 +45,8 @@ async def test_a_score_is_the_weighted_sum_of_rewards(service: World) -> None:
         assert list(ranked.rewards) == [toy, ranked.mean_logprob, toy]
         assert ranked.score == math.fsum((3.0 * toy, 0.25 * ranked.mean_logprob, -toy))
     assert weighted.fingerprints.reward != plain.fingerprints.reward
+    # Two rewards have computed the texts of one.
+    assert weighted.usage.reward_tokens == 2 * plain.usage.reward_tokens > 0
 
 
 async def test_the_likelihood_needs_no_reward_service(service: World) -> None:
