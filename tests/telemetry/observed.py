@@ -41,7 +41,6 @@ _TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
     "SPECREJ_GENERATOR_LEASE_S": "2",
     # Otherwise candidates grow ahead if scores are late, and token counts depend on the load.
-    "SPECREJ_ORCHESTRATOR_OVERLAP_SCORING": "false",
     "SPECREJ_REWARD_REWARDS": json.dumps(_REWARDS),
 }
 
