@@ -40,7 +40,6 @@ _REWARDS = [
 _TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
     "SPECREJ_GENERATOR_LEASE_S": "2",
-    # Otherwise candidates grow ahead if scores are late, and token counts depend on the load.
     "SPECREJ_REWARD_REWARDS": json.dumps(_REWARDS),
 }
 
