@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
@@ -9,7 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from gateway.completions import Answer
+from orchestrator.cache.redis_client import RedisAccess, RedisClient
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.scoring import RequestScorer
 from reward_service import conversation
@@ -81,3 +85,14 @@ def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
     generation = c.Generation((candidate,), (), usage, c.Timings(), 1)
     answer: Any = Answer("model", 1, is_chat=False, logprobs=True).whole(generation)
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
+
+
+async def test_a_request_that_is_cancelled_at_redis_ends() -> None:
+    """Guards against a failure of Redis in place of the cancellation, after which it would run."""
+    redis, never = RedisClient(RedisAccess("redis://127.0.0.1:1/0"), timeout_s=60), asyncio.Event()
+    releasing = asyncio.ensure_future(redis.attempt("unlock", "EVALSHA", never.wait))
+    await asyncio.sleep(0)
+    releasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await releasing
+    await redis.close()
