@@ -19,7 +19,7 @@ from specrej.server.serving import Heartbeat, Server
 from specrej.settings import load
 
 if TYPE_CHECKING:
-    from generator_service.engine.local import LocalGenerator
+    from generator_service.engine.generator import LocalGenerator
     from generator_service.stock.vllm_generator import VLLMGenerator
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from generator_service.engine.steps import Load, Step
+from generator_service.engine.commands import Load, Step
 from specrej.telemetry import metrics, names
 from specrej.telemetry.metrics import Observed
 

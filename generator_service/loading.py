@@ -10,11 +10,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from generator_service.budget import Budget, host_memory
-from generator_service.engine.commands import OpenCommand
+from generator_service.engine.commands import OnStep, OpenCommand
 from generator_service.engine.engine import Engine
-from generator_service.engine.local import LocalGenerator
+from generator_service.engine.generator import LocalGenerator
 from generator_service.engine.model import CausalLM
-from generator_service.engine.steps import OnStep
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from generator_service.settings import GeneratorSettings

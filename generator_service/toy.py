@@ -17,8 +17,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from generator_service.admission import AdmissionQueue, Demand
-from generator_service.engine.commands import GrowingCandidate, named_tokens
-from generator_service.engine.steps import Load, OnStep, Step
+from generator_service.engine.commands import GrowingCandidate, Load, OnStep, Step, named_tokens
 from specrej.contracts import (
     NO_FORKS,
     Candidate,

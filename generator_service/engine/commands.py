@@ -1,4 +1,7 @@
-"""What commands to an engine carry and return; the own engine and vLLM share them. No torch."""
+"""What commands to an engine carry and return, and what it reports. No torch.
+
+The own engine and vLLM share them.
+"""
 
 from __future__ import annotations
 
@@ -178,3 +181,32 @@ class GrowingCandidate:
         new, self.new_logprobs = tuple(self.new_logprobs), []
         top, self.new_top = self.new_top or (), None
         return Prefix(self.id, tuple(self.token_ids), new, self.logprob, self.finish, top)
+
+
+# For telemetry, which is not imported here
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Slots and sessions at a moment; `waiting`: sessions that wait for slots."""
+
+    slots: SlotGauge
+    sessions: int
+    waiting: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass: its duration, the candidates in it and the tokens it computed.
+
+    `reused`: prompt tokens of newly admitted sessions that were stored, or being computed, already.
+    """
+
+    seconds: float = 0.0
+    rows: int = 0
+    generated: int = 0
+    prefilled: int = 0
+    reused: int = 0
+
+
+OnStep = Callable[[Step], None]

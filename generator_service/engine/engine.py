@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from generator_service.admission import AdmissionQueue
-from generator_service.engine.commands import OpenCommand, Opened, PrefixBatch
+from generator_service.engine.commands import OnStep, OpenCommand, Opened, PrefixBatch, Step
 from generator_service.engine.prompt_tree import PromptTree
 from generator_service.engine.sampling import most_probable, sample
 from generator_service.engine.session import Session, prompt_chunks
-from generator_service.engine.steps import OnStep, Step
 from specrej.contracts import NO_FORKS, Forks, Pruned, RoundEnd, SlotGauge
 from specrej.contracts.errors import InternalError, OutOfOrder, SessionExpired, SpecrejError
 from specrej_models.attention import PrefillSegment, Segment

@@ -4,6 +4,10 @@ A session's output is compiled once. Its `Matchers` have one state per candidate
 the candidate's tokens alone: cuts change no state, and a fork copies its parent's. Nothing here
 depends on logits or draws. A session's candidates share the library's table of lexer states: its
 bound, far beyond what useful grammars need, is the one thing in which they can affect each other.
+
+A few characters can describe hours of work, and a thread cannot be killed. So each output is first
+compiled in a process of its own, which runs this module, and followed there with random tokens. The
+process ends if one takes too long; the service compiles only outputs that passed.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,10 +23,10 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from math import trunc
 from random import Random
@@ -44,8 +49,13 @@ _PATH = "sampling.structured_output"
 _MOST_TRIED = 256  # outputs whose trials are remembered
 # Of a trial process: those that compute end by themselves, but one that waits for ever does not.
 _PATIENCE_S = 120.0
+# Processor seconds per output; a large schema, such as one with 500 properties, takes half.
+_TRIAL_S, _TRIAL_BYTES, _TRIAL_TOKENS = 0.5, 4 << 30, 32
+# Of stack, half of a thread's: the service compiles again, in a thread of its own, where references
+# one behind another that pass here must not overflow.
+_STACK_BYTES = 4 << 20
+_THREAD_BYTES = 2 << 20  # of glibc's threads, where the stack of the main one is unlimited
 _BITS = 32  # of a mask's words
-_MOST_STATES = 50_000  # of a session's lexers, about a kilobyte each
 
 # Processor time that a session's masks may take: an initial budget, and an increment for each token
 # of a candidate; many times what JSON takes (docs/structured.md).
@@ -124,11 +134,8 @@ class Grammars:
     def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
         """Takes a second."""
         self._trials = Trials(spec, end_ids)
-        # Of outputs that were tried, the latest used last; "": none.
-        self._errors: dict[StructuredOutput, str] = {}
-        self._remembering = threading.Lock()
         self._trying = threading.Lock()
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._errors: dict[StructuredOutput, str] = {}  # of outputs that were tried; "": none
         # Outputs that were tried do not wait for trials of others.
         self._for_trials = ThreadPoolExecutor(1, thread_name_prefix="grammar-trial")
         self._for_tried = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -139,25 +146,10 @@ class Grammars:
         except ValueError as error:
             self._problem = f"the model's tokenizer: {error}"
 
-    async def compiled(self, output: StructuredOutput, owner: str = "") -> CompiledGrammar:
-        """As `compile`, in a thread; the outputs of one owner are tried one after another."""
-        if self._is_tried(output):
-            return await self._compiled_by(self._for_tried, output)
-        async with self._turns.setdefault(owner, asyncio.Lock()):
-            executor = self._for_tried if self._is_tried(output) else self._for_trials
-            return await self._compiled_by(executor, output)
-
-    async def _compiled_by(self, executor: Executor, output: StructuredOutput) -> CompiledGrammar:
-        compiling = asyncio.get_running_loop().run_in_executor(executor, self.compile, output)
-        try:
-            return await asyncio.shield(compiling)
-        finally:
-            # After a cancellation, too: its turn is not over before.
-            await asyncio.wait({compiling})
-
-    def _is_tried(self, output: StructuredOutput) -> bool:
-        with self._remembering:
-            return output in self._errors
+    async def compiled(self, output: StructuredOutput) -> CompiledGrammar:
+        """As `compile`, in a thread."""
+        executor = self._for_tried if output in self._errors else self._for_trials
+        return await asyncio.get_running_loop().run_in_executor(executor, self.compile, output)
 
     def compile(self, output: StructuredOutput) -> CompiledGrammar:
         """Takes milliseconds, or one or two seconds if the trial process must start: at first, and
@@ -175,21 +167,18 @@ class Grammars:
             return CompiledGrammar.of(source, self._vocabulary)
         except ValueError as error:
             line = " ".join(str(error).split())
-            violation = Violation(_field(output), f"is not supported: {line[:200]}")
+            # Such as "regex.pattern": the kind, and its first field if it has one.
+            field = f"{output.kind}.{fields(output)[0].name}".removesuffix(".kind")
+            violation = Violation(f"{_PATH}.{field}", f"is not supported: {line[:200]}")
             raise InvalidRequest([violation]) from None
 
     def _error_of(self, output: StructuredOutput, source: str) -> str:
-        with self._remembering:
-            error = self._errors.pop(output, None)
-            if error is not None:
-                self._errors[output] = error
-                return error
-        with self._trying:
-            error = self._trials.run(source)
-        with self._remembering:
-            self._errors[output] = error
-            if len(self._errors) > _MOST_TRIED:
-                del self._errors[next(iter(self._errors))]
+        error = self._errors.get(output)
+        if error is None:
+            with self._trying:
+                error = self._errors[output] = self._trials.run(source)
+                if len(self._errors) > _MOST_TRIED:
+                    del self._errors[next(iter(self._errors))]
         return error
 
 
@@ -197,7 +186,7 @@ class Trials:
     """A process that compiles grammars with bounded time and memory; of one thread at a time."""
 
     def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
-        self._opening = [spec.json, spec.vocabulary, spec.eos_id, sorted(end_ids)]
+        self._opening = json.dumps([spec.json, spec.vocabulary, spec.eos_id, sorted(end_ids)])
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, source: str) -> str:
@@ -205,16 +194,16 @@ class Trials:
         if self._process and self._process.poll() is not None:  # it was killed between two trials
             self._end()
             self._process = None
-        sent = [source] if self._process else [self._opening, source]
+        lines = [json.dumps(source)] if self._process else [self._opening, json.dumps(source)]
         process = self._process = self._process or self._start()
-        assert process.stdout
+        assert process.stdin and process.stdout
         hangs = threading.Timer(_PATIENCE_S, process.kill)
         hangs.daemon = True
         hangs.start()
         try:
             with suppress(BrokenPipeError):
-                for value in sent:
-                    _send(process, value)
+                process.stdin.writelines(f"{line}\n" for line in lines)
+                process.stdin.flush()
             answer = process.stdout.readline()
         finally:
             hangs.cancel()
@@ -230,7 +219,7 @@ class Trials:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "generator_service.engine.grammar_trial"],
+            [sys.executable, "-m", "generator_service.engine.grammar"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -239,12 +228,6 @@ class Trials:
         )
         self._end = weakref.finalize(self, _end, process)
         return process
-
-
-def _send(process: subprocess.Popen[str], value: object) -> None:
-    assert process.stdin
-    process.stdin.write(json.dumps(value) + "\n")
-    process.stdin.flush()
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -264,8 +247,17 @@ class CompiledGrammar:
     def of(cls, source: str, vocabulary: Vocabulary) -> CompiledGrammar:
         """Raises ValueError if it cannot be compiled."""
         from llguidance import LLMatcher
+        from llguidance._lib import LLParserLimits
 
-        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(), log_level=0)
+        limits = LLParserLimits(  # of the work for one grammar, and for one token of a candidate
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=50_000,
+            step_max_items=20_000,
+            max_lexer_states=50_000,  # of a session's lexers, about a kilobyte each
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
+        first = LLMatcher(vocabulary.tokenizer, source, limits=limits, log_level=0)
         if first.is_error():
             raise ValueError(first.get_error())
         return cls(source, first, vocabulary)
@@ -298,12 +290,9 @@ class Matchers:
         any token but those that end it, and is cut off at max_tokens.
         """
         masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
-        # After a move from another generator, all tokens so far are read at once.
         rows = zip(ids, texts, masks, strict=True)
         followed = [row for row in rows if row[0] not in self._lost]
-        num_read = (self._states[c][1] if c in self._states else 0 for c, _, _ in followed)
-        unread = (max(1, len(text) - n) for (_, text, _), n in zip(followed, num_read, strict=True))
-        self._left_s += sum(unread) * _TOKEN_S
+        self._left_s += len(followed) * _TOKEN_S
         for candidate, text, mask in followed:
             if self._left_s <= 0:
                 self._lost.add(candidate)
@@ -422,27 +411,30 @@ def check_numbers(schema: str) -> None:
         raise ValueError("the schema is nested too deeply") from None
 
 
-def _limits() -> Any:
-    """Of the work for one grammar, and for one token of one candidate."""
-    from llguidance._lib import LLParserLimits
+def _try_outputs() -> None:
+    """Try outputs until the standard input ends, in the process of `Trials`.
 
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=50_000,
-        step_max_items=20_000,
-        max_lexer_states=_MOST_STATES,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
+    Reads the tokenizer, then one grammar per line, and writes an error or nothing for each, all as
+    JSON.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    given, most = resource.getrlimit(resource.RLIMIT_STACK)
+    of_threads = _THREAD_BYTES if given == resource.RLIM_INFINITY else given
+    resource.setrlimit(resource.RLIMIT_STACK, (min(_STACK_BYTES, of_threads // 2), most))
+    *spec, end_ids = json.loads(sys.stdin.readline())
+    vocabulary = Vocabulary(TokenizerSpec(*spec).load(), end_ids)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, _TRIAL_S)  # its signal ends the process
+        error = ""
+        try:
+            grammar = CompiledGrammar.of(json.loads(line), vocabulary)
+            grammar.matchers().walk(_TRIAL_TOKENS, Random(0))
+        except ValueError as problem:
+            error = str(problem)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(error), flush=True)
 
 
-def _field(output: StructuredOutput) -> str:
-    match output:
-        case JsonSchema():
-            return f"{_PATH}.json_schema.schema"
-        case Regex():
-            return f"{_PATH}.regex.pattern"
-        case Grammar():
-            return f"{_PATH}.grammar.lark"
-        case JsonObject():
-            return f"{_PATH}.json_object"
+if __name__ == "__main__":
+    _try_outputs()

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx2
 
-from generator_service.engine.steps import Load, OnStep, Step
+from generator_service.engine.commands import Load, OnStep, Step
 from generator_service.settings import GeneratorSettings
 from specrej import fingerprint
 from specrej.contracts import (

@@ -41,9 +41,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from generator_service.admission import SPARE_BLOCKS
 from generator_service.budget import batched_tokens
-from generator_service.engine.commands import OpenCommand, Top
+from generator_service.engine.commands import OnStep, OpenCommand, Step, Top
 from generator_service.engine.sampling import LEAST_LOGPROB
-from generator_service.engine.steps import OnStep, Step
 from generator_service.engine.text import eos_ids
 from generator_service.settings import GeneratorSettings
 from generator_service.stock import vllm_draw, vllm_prompts

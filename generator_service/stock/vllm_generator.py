@@ -21,9 +21,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from generator_service.admission import AdmissionQueue, Blocks
-from generator_service.engine.commands import GrowingCandidate, OpenCommand, PrefixBatch
-from generator_service.engine.frontend import Frontend
-from generator_service.engine.steps import Load, OnStep
+from generator_service.engine.commands import (
+    GrowingCandidate,
+    Load,
+    OnStep,
+    OpenCommand,
+    PrefixBatch,
+)
+from generator_service.engine.generator import Frontend
 from generator_service.engine.text import Text
 from generator_service.settings import GeneratorSettings
 from specrej import fingerprint

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from generator_service.engine.steps import Step
+from generator_service.engine.commands import Step
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings

@@ -299,14 +299,6 @@ async def test_a_cancelled_command_leaves_nothing(subject: Subject, command: str
     assert await other == expected
 
 
-@also_endpoint
-async def test_a_failing_caller_leaves_nothing(subject: Subject) -> None:
-    with pytest.raises(ZeroDivisionError):
-        async with subject.generator.open(SessionSpec(PROMPT, 3, ENDLESS, 8)) as session:
-            await session.extend(4)
-            raise ZeroDivisionError
-
-
 async def test_sessions_do_not_change_each_other(subject: Subject) -> None:
     """Rounds of both at the same time, cuts in between."""
     seeds = (3, 8)

@@ -32,7 +32,6 @@ from tests.conformance.sessions import (
     Tokens,
     add,
     to_the_end,
-    tokens_in_one_round,
     whole,
 )
 from tests.conformance.subjects import HAS_VLLM, IS_FLOAT32, PROMPT, Subject
@@ -207,40 +206,12 @@ def conforms(text: str, output: StructuredOutput) -> bool:
     return bool(re.fullmatch(pattern, text))
 
 
-async def test_a_structured_output_comes_before_other_limits(subject: Subject) -> None:
-    """Where it allows one token, that one is drawn. Guards against rows without a token."""
-    if subject.is_toy:
-        pytest.skip("a toy refuses structured outputs")
-    sampling = Sampling(
-        *(60, 1.0, 0, 1.0, (), 3), min_tokens=50, bad_words=("amber",), min_p=1.0,
-        structured_output=Regex("amber"),
-    )  # fmt: skip
-    made = await whole(subject.generator, 2, sampling)
-    assert {(c.text, c.finish) for c in made} == {("amber", FinishReason.STOP)}
-
-
 async def refused_fields(subject: Subject, output: StructuredOutput) -> list[str]:
     sampling = Sampling(max_tokens=9, structured_output=output)
     with pytest.raises(InvalidRequest) as refused:
         async with subject.generator.open(SessionSpec(PROMPT, 2, sampling, 8)):
             pass
     return [violation.field for violation in refused.value.violations]
-
-
-async def test_outputs_that_are_not_supported_are_refused(subject: Subject) -> None:
-    """Before slots are taken, with the path; work without end among them."""
-    if subject.is_toy:
-        pytest.skip("a toy refuses all structured outputs")
-    schemas = ('{"type": "array", "uniqueItems": true}', '{"type": "array", "maxItems": 999999999}')
-    for schema in schemas:
-        fields = await refused_fields(subject, JsonSchema(schema))
-        assert fields == ["sampling.structured_output.json_schema.schema"]
-    assert await refused_fields(subject, Regex("a(?=b)")) == [
-        "sampling.structured_output.regex.pattern"
-    ]
-    assert await refused_fields(subject, Grammar("begin: ")) == [
-        "sampling.structured_output.grammar.lark"
-    ]
 
 
 async def test_logprobs_are_reported_if_requested(subject: Subject) -> None:
@@ -293,15 +264,6 @@ async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subje
     assert all(texts.values())
     plain = await whole(subject.generator, 4, replace(ENDLESS, logprobs=True))
     assert {(c.new_top_token_ids, c.new_top_logprobs) for c in plain} == {((), ())}
-
-
-@also_remote_own
-async def test_the_likeliest_token_is_the_same_for_all(subject: Subject) -> None:
-    if subject.is_toy:
-        pytest.skip("a toy has no likeliest token")
-    greedy = await tokens_in_one_round(subject.generator, 1, replace(ENDLESS, temperature=0.0))
-    made = await tokens_in_one_round(subject.generator, 3, replace(ENDLESS, top_k=1))
-    assert set(made.values()) == {greedy[0]}
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make vllm")

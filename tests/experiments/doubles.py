@@ -13,7 +13,7 @@ from experiments.prompts import Item
 from experiments.settings import Settings
 from experiments.trajectories import Trajectories
 from generator_service.engine.engine import Engine
-from generator_service.engine.local import LocalGenerator
+from generator_service.engine.generator import LocalGenerator
 from generator_service.engine.model import CausalLM
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread

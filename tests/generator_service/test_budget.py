@@ -20,8 +20,7 @@ from generator_service.engine.model import CausalLM
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Prompt, Sampling, SessionSpec, TokenBias
-from specrej_models.cpu.attention import COLUMNS
-from specrej_models.sizes import CPU_COLUMNS, ModelSizes
+from specrej_models.sizes import ModelSizes
 from tests.generator_service import tiny
 from tests.generator_service.stepping import admitted, steps
 from tests.programs import in_process
@@ -54,17 +53,6 @@ LLAMA_3_8B = config_of("llama", 32, 32, 8, 4096, 14336, 128_256, 8192)
 _LLAMA_LAYER = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096
 _WEIGHTS_8B = 32 * _LLAMA_LAYER + 4096 + 2 * 128_256 * 4096
 LLAMA_3_70B = config_of("llama", 80, 64, 8, 8192, 28672, 128_256, 8192)
-GEMMA_3_4B = {  # as published, the text part leaves out its heads, too
-    "model_type": "gemma3",
-    "text_config": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "sliding_window": 1024,
-    },
-    "vision_config": {"model_type": "siglip_vision_model"},
-}
 
 
 def budget_of(
@@ -99,14 +87,6 @@ def test_a_public_model_by_hand() -> None:
     assert budget.max_candidates_within(1024, 16, 512) == (slots - 1024) // 15
     assert budget.max_candidates_within(1024, 512, 512) == (slots - 1024) // 511
     assert budget.max_candidates_within(1024, 16, budget.context_tokens) == 0
-
-
-def test_scores_are_computed_in_parts() -> None:
-    """Guards against 47 GB reserved for the scores of a context of 131,072 tokens: in blocks of 8
-    rows, 32 heads * 131,072 tokens are an eighth of the scores at once."""
-    budget = budget_of(LLAMA_3_8B | {"max_position_embeddings": 131_072, "vocab_size": 100})
-    layer = (1024 + 256) * (4 * 4096 + 4 * 14336) * 2
-    assert budget.workspace_bytes - layer == 12 * 8 * 32 * 131_072 == 402_653_184
 
 
 async def test_slots_and_n_of_the_own_engine(
@@ -179,15 +159,6 @@ def test_fitted_settings_take_little_workspace() -> None:
         budget_of(long, 14 * GIB).fitted(16)
 
 
-def test_most_candidates_pay_for_their_workspace() -> None:
-    """One more would not fit: neither slots nor logits are forgotten."""
-    budget = budget_of(LLAMA_3_8B)
-    most = budget.most_candidates(1024, 16, 512)
-    for number, fits in ((most, True), (most + 1, False)):
-        planned = replace(budget, max_candidates=number)
-        assert (planned.max_candidates_within(1024, 16, 512) >= number) == fits
-
-
 def run(directory: Path, config: dict[str, Any], *arguments: str) -> tuple[int, str]:
     """The exit code and the output of a plan for 80 GiB."""
     (directory / "config.json").write_text(json.dumps(config))
@@ -196,26 +167,6 @@ def run(directory: Path, config: dict[str, Any], *arguments: str) -> tuple[int, 
         options = ["--model", str(directory), "--memory", "80GiB", *arguments]
         code, output, errors = in_process(budgets.main, options)
     return code, output + errors
-
-
-def test_the_command_prints_one_table(tmp_path: Path) -> None:
-    code, output = run(tmp_path, GEMMA_3_4B)
-    assert code == 0, output
-    for part in (
-        "3.88 G weights",
-        "139,264 bytes",
-        "│ 8,192",
-        "first 16",
-        "GENERATOR_ENGINE=vllm",
-    ):
-        assert part in output
-    assert "full ones" in output
-
-
-def test_an_engine_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    """Guards against a plan for another engine than the one that was named."""
-    code, output = run(tmp_path, LLAMA_3_8B, "--engine", "own", "--tensor-parallel", "4")
-    assert code == 1 and "the own engine uses one device" in output
 
 
 def test_the_documented_plan(tmp_path: Path) -> None:
@@ -255,19 +206,6 @@ def test_the_command_refuses(tmp_path: Path, arguments: tuple[str, ...], reason:
     code, output = run(tmp_path, LLAMA_3_8B, *arguments)
     assert code in (1, 2)
     assert reason in " ".join(output.split())
-
-
-def test_a_plan_for_cpus_has_the_threads_of_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against the slots of the machine that plans, which may have other cores."""
-    slots = []
-    for threads in ("2", "1024"):
-        monkeypatch.setenv("SPECREJ_GENERATOR_THREADS", threads)
-        flags = ("--dtype", "float32", "--json")
-        long = LLAMA_3_8B | {"max_position_embeddings": 131_072}
-        slots.append(json.loads(run(tmp_path, long, *flags)[1])["slots"])
-    assert slots[0] > slots[1]
 
 
 def host(
@@ -352,7 +290,3 @@ def test_a_step_stays_within_its_workspace(
     threads = torch.get_num_threads() if compiled else 0
     limit = Budget(model.sizes, 0, 0, 154, n, chunk, "cpu", threads=threads).workspace_bytes
     assert limit / 8 < step.peak <= limit
-
-
-def test_compiled_attention_holds_the_reserved_scores() -> None:
-    assert COLUMNS <= CPU_COLUMNS

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from generator_service.__main__ import _load
-from generator_service.engine.steps import Step
+from generator_service.engine.commands import Step
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.stock import endpoint as endpoint_module
@@ -370,28 +369,6 @@ async def test_other_parts_of_a_session_are_refused(spec: c.SessionSpec, field: 
     assert not endpoint.requests
 
 
-async def test_the_best_whole_answer_wins() -> None:
-    """Guards against rejection before the end, which the label denies, and a wrong total."""
-    request = c.GenerationRequest(
-        SPEC.prompt, SPEC.sampling, c.Selection(n=4, algorithm=c.Algorithm.BEST_OF_N)
-    )
-
-    def reply(body: Body, _: int) -> Reply:
-        return answered("aeiou" if body["seed"] == 6 else "xyz")
-
-    async with generator(reply, auto_candidates=2) as (made, _):
-        described = await made.describe()
-        assert described.auto_candidates == 2
-        assert described.whole_answers and "no early rejection" in described.device
-        events = [event async for event in run(request, made, LetterScorer("a"))]
-    finished = events[-1]
-    assert isinstance(finished, c.Finished)
-    generation = finished.generation
-    assert (generation.best.text, generation.best.id) == ("aeiou", 1)
-    assert (generation.usage.prompt_tokens, generation.usage.generated_tokens) == (7, 12)
-    assert [trace.num_rejected for trace in generation.rounds] == [0]
-
-
 async def test_the_service_of_an_endpoint() -> None:
     """Guards against settings that begin another engine, and a usage without the prompt's tokens,
     which are known once the first answer is there."""
@@ -408,16 +385,3 @@ async def test_the_service_of_an_endpoint() -> None:
         events = [event async for event in run(request, client, LetterScorer("a"))]
     assert isinstance(events[-1], c.Finished)
     assert events[-1].generation.usage.prompt_tokens == 7
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"model": "m"}, "remote_url must be set"),
-        ({"remote_url": "http://x"}, "model must be set"),
-        ({"model": "m", "remote_url": "http://x", "adapters": {"a": "/a"}}, "adapters must be"),
-    ],
-)
-def test_settings_that_are_missing_are_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError, match=text):
-        GeneratorSettings(engine="remote", **options)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Self
-from unittest import mock
 
 import pytest
 import torch
 
-from generator_service.engine.commands import OpenCommand, Prefix
+from generator_service.engine.commands import OpenCommand, Prefix, Step
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
-from generator_service.engine.steps import Step
-from specrej.contracts import FinishReason, RoundEnd, Sampling
+from specrej.contracts import FinishReason, Sampling
 from specrej.contracts.errors import InternalError, OutOfOrder, SessionExpired
 from specrej_models.attention import DecodeSegment, Segment
 from specrej_models.kv import SuffixKV
@@ -65,27 +63,6 @@ def test_commands_out_of_order() -> None:
 
 
 # Failures
-
-
-def test_a_failing_step_ends_its_sessions_and_frees_their_slots() -> None:
-    """Guards against an idle engine while a session waits for the slots that are free now, and
-    against failed steps that are not reported."""
-    model = Recorder(MODEL)
-    reports: list[Step] = []
-    engine = Engine(model, 17 + 6 * 23, on_step=reports.append)
-    first = admitted(engine, n=6, first=24)
-    waiting = opened(engine, OpenCommand(PROMPT, 6, ENDLESS, 24))
-    growing = engine.extend(first, 24)
-    steps(engine, 4)
-    model.is_failing = True
-    engine.step()
-    with pytest.raises(InternalError):
-        growing.result(0)
-    assert (len(reports), reports[-1].generated) == (5, 0)
-    assert waiting.opened.result(0).n == 6
-    assert grown(engine, waiting.id).num_tokens == 24
-    engine.close(waiting.id)
-    assert engine.ledger.owned == 0
 
 
 def test_a_failure_between_two_commands_is_the_next_ones() -> None:
@@ -178,20 +155,6 @@ def test_logits_that_are_not_finite_end_their_session(sampling: Sampling) -> Non
     engine.check_integrity()
 
 
-def test_a_step_too_large_for_the_memory_ends_no_session_that_fits() -> None:
-    model = FailsFor(max_rows=7)
-    engine = Engine(model, 20_000, prefill_chunk=6)
-    growing = [engine.extend(admitted(engine, n=3), 24) for _ in range(4)]
-    too_many = engine.extend(admitted(engine, n=8), 24)
-    steps(engine)
-    assert model.num_failed
-    assert all(tokens_of(future.result(0)) == alone() for future in growing)
-    with pytest.raises(InternalError):
-        too_many.result(0)
-    assert len(engine.sessions) == 4
-    engine.check_integrity()
-
-
 class StopsAt:
     """Stop texts that the given number of tokens complete, by default the first."""
 
@@ -204,40 +167,6 @@ class StopsAt:
 
     def copy(self) -> Self:
         return type(self)(self.left)
-
-
-def test_a_failure_after_the_pass_ends_one_session() -> None:
-    """Guards against a stop text or a draw that fails the sessions of the same step."""
-    engine = Engine(MODEL, 20_000)
-
-    class Breaks(StopsAt):
-        def __call__(self, token_id: int) -> bool:
-            return super().__call__(token_id) and 1 // 0 > 0
-
-    other = engine.extend(admitted(engine), 24)
-    command = OpenCommand(PROMPT, 3, ENDLESS, 8, stop_texts=lambda: Breaks(5))
-    failed = engine.extend(opened(engine, command).id, 24)
-    last = engine.extend(admitted(engine, PROMPT[:9]), 24)
-    steps(engine)
-    with pytest.raises(InternalError):
-        failed.result(0)
-    assert tokens_of(other.result(0)) == alone()
-    assert tokens_of(last.result(0)) == alone(PROMPT[:9])
-    engine.check_integrity()
-
-
-def test_no_memory_at_admission_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(MODEL, 5000)
-    session_id = admitted(engine)
-    exhausted = mock.Mock(side_effect=MemoryError)
-    monkeypatch.setattr("generator_service.engine.engine.SuffixKV", exhausted)
-    refused = opened(engine, OpenCommand(PROMPT, 2, ENDLESS, 8))
-    with pytest.raises(InternalError):
-        refused.opened.result(0)
-    monkeypatch.undo()
-    assert engine.ledger.num_sessions == 1
-    assert grown(engine, session_id).num_tokens == 24
-    engine.check_integrity()
 
 
 def test_no_memory_for_a_suffix_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,38 +192,6 @@ def test_no_memory_for_a_suffix_ends_one_session(monkeypatch: pytest.MonkeyPatch
 
 
 # min_tokens and stop texts
-
-
-class EndLover:
-    """A model with nearly all probability on the end token."""
-
-    def __init__(self) -> None:
-        self.shape, self.eos_ids = MODEL.shape, MODEL.eos_ids
-
-    def forward(
-        self, ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
-    ) -> torch.Tensor:
-        logits = MODEL.forward(ids, positions, segments, last).clone()
-        logits[:, 2] = logits.amax(dim=-1) + 30
-        return logits
-
-
-@pytest.mark.parametrize("min_tokens", [0, 1, 5])
-@pytest.mark.parametrize(
-    "sampling", [Sampling(max_tokens=24), Sampling(24, ignore_eos=True, stop_token_ids=(7, 2))]
-)
-def test_an_end_token_is_drawn_after_min_tokens_only(min_tokens: int, sampling: Sampling) -> None:
-    """One of the model's, or of the request's. The log-probabilities of the tokens before it are
-    those of the unchanged distribution."""
-    engine = Engine(EndLover(), 5000)
-    sampling = replace(sampling, min_tokens=min_tokens)
-    batch = grown(engine, admitted(engine, n=4, sampling=sampling))
-    assert (batch.ended_by, batch.slots.session) == (RoundEnd.ALL_FINISHED, 17)
-    for prefix in batch.prefixes:
-        assert prefix.finish is FinishReason.STOP
-        assert len(prefix.token_ids) == min_tokens + 1
-        assert 2 not in prefix.token_ids[:-1]
-        assert all(logprob < -25 for logprob in prefix.new_logprobs[:-1])
 
 
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (5, 5), (24, 24)])
@@ -341,3 +238,32 @@ def test_new_sessions_do_not_starve_one_of_all_rows() -> None:
             running.remove((number, future))
     assert whole.done()
     assert len(running) < 5
+
+
+def test_a_long_prompt_does_not_delay_sessions_that_grow() -> None:
+    """Chunks bound a step's prompt tokens, and each step makes a token of all other sessions."""
+    model = Recorder(MODEL)
+    engine = Engine(model, 5000, prefill_chunk=16)
+    growing = admitted(engine)
+    grown(engine, growing, 1)
+    model.passes.clear()
+    running = engine.extend(growing, 24)
+    reading = admitted(engine, [5 + i % 80 for i in range(200)])
+    grown(engine, reading, 1)
+    assert [step.num_prompt_tokens for step in model.passes] == [16] * 12 + [7, 1]
+    assert [step.rows for step in model.passes] == [(3,)] * 14
+    assert engine.sessions[growing].num_tokens == 1 + 14
+    assert tokens_of(result(engine, running)) == alone()
+
+
+def test_sessions_on_a_stored_prompt_begin_together() -> None:
+    """Guards against sessions that begin one after the other although their prompt is stored."""
+    model = Recorder(MODEL)
+    engine = Engine(model, 5000)
+    grown(engine, admitted(engine), 1)
+    model.passes.clear()
+    for seed in range(4):
+        admitted(engine, sampling=replace(ENDLESS, seed=seed))
+    engine.step()
+    assert not any(session.is_reading for session in engine.sessions.values())
+    assert model.num_prompt_tokens == 0

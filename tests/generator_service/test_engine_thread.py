@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from generator_service.engine.commands import OpenCommand, PrefixBatch
+from generator_service.engine.commands import OpenCommand, PrefixBatch, Step
 from generator_service.engine.engine import Engine
+from generator_service.engine.generator import LocalGenerator
 from generator_service.engine.grammar import Grammars
-from generator_service.engine.local import LocalGenerator
-from generator_service.engine.steps import Step
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import GeneratorDescription, Prompt, SessionSpec, SlotGauge
@@ -69,24 +67,6 @@ def test_a_bug_between_steps_does_not_end_the_thread(
     with pytest.raises(InternalError):
         thread.extend(session_id, 24).result(BOUND_S)
     monkeypatch.undo()
-
-
-def test_a_bug_in_a_command_fails_that_command(
-    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(thread.engine, "prune", lambda *arguments: 1 // 0)
-    with pytest.raises(InternalError):
-        thread.prune(1, []).result(BOUND_S)
-
-
-def test_a_wrong_ledger_does_not_end_the_service(
-    thread: EngineThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards against a check that fails before every command: the ledger is replaced, too."""
-    caplog.set_level(logging.CRITICAL, "generator_service.engine.thread")
-    thread.close(opened(thread)).result(BOUND_S)
-    thread.engine.ledger.held += 1
-    thread.close(0).result(BOUND_S)  # after this command, the thread checks the ledger
 
 
 def test_a_cancelled_command_does_not_end_the_thread(
@@ -232,17 +212,3 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     await running
     await until(lambda: generator.heartbeat_s() == 0)
     generator.close()
-
-
-def test_a_step_that_hangs_does_not_delay_the_stop() -> None:
-    """Guards against a service that its platform has to kill."""
-    thread, hanging = EngineThread(Engine(MODEL, 5000)), threading.Event()
-
-    def hang() -> None:
-        hanging.wait()
-
-    thread.start()
-    thread._commands.put(hang)
-    thread.stop(timeout_s=0.01)
-    assert thread._thread.is_alive()
-    hanging.set()

@@ -173,10 +173,3 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     for name, reason in (("broken", "not a readable GGUF"), ("lacking", "lacks model.norm.weight")):
         with pytest.raises(ValueError, match=reason):
             CausalLM.load(tmp_path, "cpu", f"{name}.gguf")
-
-
-def test_vllm_refuses_gguf_files(tmp_path: Path) -> None:
-    (tmp_path / "small.gguf").touch()
-    settings = GeneratorSettings(model=str(tmp_path / "small.gguf"), engine="vllm")
-    with pytest.raises(ValueError, match="needs the own engine"):
-        _ = settings.model_directory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -98,40 +97,6 @@ def test_the_least_recently_used_prompt_is_evicted_first() -> None:
     assert ledger.cached == 201
     assert cached_tokens(tree, ledger, run(1, 100)) == 0
     tree.check_integrity()
-
-
-def test_a_prompt_does_not_evict_its_own_cached_front() -> None:
-    """The slots of its rest come from other prompts."""
-    tree, ledger = tree_of(capacity=300)
-    cache(tree, run(2, 100))
-    cache(tree, run(1, 100))
-    leaf = tree.acquire("", run(1, 80) + run(3, 200))
-    assert computed_of(leaf) == 80
-    assert (ledger.held, ledger.cached) == (280, 20)
-    check_stores(tree)
-    tree.check_integrity()
-
-
-def test_a_failing_split_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out when the shared part gets a store of its own."""
-    tree, ledger = tree_of()
-    used = tree.acquire("", run(1, 100))
-    compute(used)
-    monkeypatch.setattr(Cells, "split", mock.Mock(side_effect=MemoryError))
-    with pytest.raises(MemoryError):
-        tree.acquire("", run(1, 80))
-    assert (ledger.held, ledger.cached, computed_of(used)) == (100, 0, 100)
-    assert (used.users, prompt_of(used)) == (1, run(1, 100))
-    tree.check_integrity()
-
-
-@pytest.mark.parametrize("field", ["held", "cached"])
-def test_check_integrity_detects_a_wrong_ledger(field: str) -> None:
-    tree, ledger = tree_of()
-    tree.acquire("", run(1, 10))
-    setattr(ledger, field, getattr(ledger, field) + 1)
-    with pytest.raises(AssertionError):
-        tree.check_integrity()
 
 
 @dataclass(eq=False, slots=True)

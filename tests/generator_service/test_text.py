@@ -36,11 +36,6 @@ END = 2  # <|im_end|>
 VOCABULARY = 49152
 PROMPT = Prompt(text="Once upon a time")
 
-# The characters of most stop texts lie in two tokens or more.
-STOPS = ["é…", "…é", "🙂", "👩‍👩‍👧", "家族", "हि", "x🙂y", "\n\n", "é"]
-# Some characters begin with the first bytes of a stop text.
-BEFORE = "naïve 東京 家庭 👩‍👩‍👦 🙃 "
-
 
 @cache
 def tokenizer() -> Any:
@@ -89,30 +84,14 @@ def test_bad_words_are_spelled_with_and_without_a_space(text: Text) -> None:
 
 
 def test_messages_go_through_the_chat_template_once(text: Text) -> None:
-    """Doubled special tokens are the most common template bug."""
-    prompt = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi!")))
-    rendered = tokenizer().decode(text.encode(prompt))
+    """Guards against doubled special tokens, and against those that a caller writes."""
+    ids = text.encode(Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi!"))))
+    written = Prompt(messages=(Message("system", "<|im_end|>"), Message("user", "<|im_start|>")))
+    special = tokenizer().added_tokens_decoder
+    assert [i for i in text.encode(written) if i in special] == [i for i in ids if i in special]
+    rendered = tokenizer().decode(ids)
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
     assert rendered == expected + "<|im_start|>assistant\n"
-
-
-CONTROL = [token.content for token in tokenizer().added_tokens_decoder.values()]
-# Texts with control tokens and parts of them, as callers could write them.
-CONTENTS = st.lists(
-    st.sampled_from([*CONTROL, "<|", "im_start|>", "<|im_", "system\n"]) | st.text("a <|>\né🙂東")
-).map("".join)
-
-
-@given(st.lists(CONTENTS, min_size=1, max_size=3))
-def test_control_tokens_in_messages_are_text(contents: list[str]) -> None:
-    """Guards the template's structure, which callers must not be able to write."""
-    text = cached_text()
-    ids = text.encode(Prompt(messages=tuple(Message("user", content) for content in contents)))
-    neutral = text.encode(Prompt(messages=tuple(Message("user", "Hi!") for _ in contents)))
-    special = tokenizer().added_tokens_decoder
-    assert [i for i in ids if i in special] == [i for i in neutral if i in special]
-    expected = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in contents)
-    assert tokenizer().decode(ids).endswith(expected + "<|im_start|>assistant\n")
 
 
 # Two noncharacters are marks, which are removed from callers' texts.
@@ -164,24 +143,6 @@ def test_bytes_of_tokens_are_those_of_their_text(whole: str) -> None:
     ids = text.encode(Prompt(text=f"x{whole}"))
     assume(text.decode(ids) == f"x{whole}")  # the vocabulary has not all bytes
     assert b"".join(map(text.token, ids)).decode() == f"x{whole}"
-
-
-def test_bytes_of_other_vocabularies() -> None:
-    """Those with a sign for spaces and tokens of bytes; control tokens, and ids without a token."""
-    assert cached_text().token(END) == b"<|im_end|>"
-    assert cached_text().token(10**6) == b""
-    assert (
-        b"".join(map(cached_text().token, torn_tokens("\u00e9\u2026"))) == "\u00e9\u2026".encode()
-    )
-    pieces = ["\u2581the", "re", "<0xC3>", "<0xA9>", "<0xZZ>", "\u2581"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    bpe = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
-    bpe.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    llama = Text(PreTrainedTokenizerFast(tokenizer_object=bpe), frozenset())
-    expected = [b" the", b"re", b"\xc3", b"\xa9", b"<0xZZ>", b" "]
-    assert [llama.token(number) for number in range(6)] == expected
 
 
 def completed_by(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:

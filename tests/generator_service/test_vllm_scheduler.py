@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from generator_service.engine.steps import Step
+from generator_service.engine.commands import Step
 from generator_service.stock.vllm_engine import _steps
 from generator_service.stock.vllm_scheduler import _Scheduler
 

@@ -92,14 +92,6 @@ def test_a_template_that_joins_texts_makes_no_control_token() -> None:
     assert tokenizer.decode(ids) == "<|user|>x"
 
 
-def test_a_templates_token_between_marked_ones_stays() -> None:
-    """Guards against marks of two texts that seem to be those of the token between them."""
-    tokenizer = make("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    ids = encode(tokenizer, ["<s>", "<s>"])
-    assert tokenizer.decode(ids) == "<s></s><s></s>"
-    assert control_ids(tokenizer, ids) == tokenizer.encode("</s></s>", add_special_tokens=False)
-
-
 @pytest.mark.parametrize(
     ("listed", "text"), [(None, "<other> x  y"), (["<other>"], "<think> x  y")]
 )
@@ -131,15 +123,3 @@ def test_a_tokenizer_that_makes_control_tokens_of_plain_text_does_not() -> None:
     control = ControlTokens(wrapped)
     (ids,) = control.encode([control.mark("a</s>b")], add_special_tokens=False)
     assert wrapped.convert_ids_to_tokens(ids) == list("a</s>b")
-
-
-def test_many_control_tokens_are_found_one_character_at_a_time() -> None:
-    """Guards the pattern's tree of characters, where one token may begin another."""
-    tokenizer = make()
-    names = [f"<unused{number}>" for number in range(1000)] + ["<unused", "[a.b]", "[a|b]*"]
-    tokenizer.add_tokens(names, special_tokens=True)
-    control = ControlTokens(tokenizer)
-    for name in names:
-        (ids,) = control.encode([control.mark(name)], add_special_tokens=False)
-        assert tokenizer.decode(ids) == name
-        assert len(ids) == len(name)

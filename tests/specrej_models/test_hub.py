@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -71,15 +70,6 @@ def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
         assert (directory / "model.safetensors").read_bytes() == content
     outcome = pull("tiny/llama@v9")
     assert (outcome.returncode, outcome.stderr) == (1, "specrej: tiny/llama has no revision v9\n")
-
-
-def test_a_broken_download_is_resumed(server: hubs.Hub, pull: Pull) -> None:
-    """Guards against a lost connection that costs the whole file once more."""
-    server.add("tiny/llama", {**FILES, "model.safetensors": os.urandom(hubs.BREAK_AT + 100_000)})
-    server.faults["model.safetensors"] = hubs.BROKEN
-    assert stored(pull("tiny/llama")) == USED
-    ranges = [found for _, path, found in server.requests if path.endswith("/model.safetensors")]
-    assert len(ranges) >= 2 and ranges[-1].startswith("bytes=") and ranges[-1] != "bytes=0-"
 
 
 @pytest.mark.parametrize(
@@ -191,9 +181,3 @@ def test_a_failed_update_keeps_the_stored_model(
 def test_names(text: str, is_name: bool) -> None:
     """Guards against a path that is sent to a hub, and a name read as a path."""
     assert hub.is_name(text) == is_name
-
-
-def test_a_missing_directory_is_not_asked_of_a_hub(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no model directory, GGUF file or name such as"):
-        hub.find(str(tmp_path / "gone"))
-    assert hub.find(str(tmp_path)) == hub.ModelFiles(tmp_path.name, tmp_path)

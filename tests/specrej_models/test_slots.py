@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -76,27 +75,6 @@ class LedgerMachine(RuleBasedStateMachine):
 TestLedger = LedgerMachine.TestCase
 
 
-def test_the_check_can_fail() -> None:
-    """A positive control: books that were cooked are found out."""
-    ledger = SlotLedger(10)
-    ledger.admit(1, 5, 5, 0)
-    ledger.take(1, 6)
-    with pytest.raises(AssertionError):
-        ledger.check_integrity()
-
-
-def test_a_lone_session_gets_all_it_wants_and_shares_when_others_wait() -> None:
-    ledger = SlotLedger(100)
-    ledger.admit(1, floor=10, useful=90, num_waiting=0)
-    assert ledger.share_of(1) == 90
-    ledger.take(1, 40)
-    ledger.give_back(1, 30)
-    ledger.narrow(1, floor=10, useful=90, num_waiting=1)
-    assert ledger.share_of(1) == 50
-    ledger.admit(2, floor=50, useful=90, num_waiting=0)
-    assert ledger.unshared == 0
-
-
 def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
     """Describe reads it on the event loop while the engine writes: it used to raise at times."""
     ledger, done = SlotLedger(10**6), threading.Event()
@@ -127,8 +105,3 @@ def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(collected)
         sys.setswitchinterval(interval)
-
-
-def test_capacity_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        SlotLedger(0)

@@ -1,24 +1,26 @@
-"""Prompts to commands, prefixes to candidates: for the own engine's generator and for vLLM's."""
+"""A `Generator` on the own engine, in this process; its frontend is vLLM's, too.
+
+The frontend converts prompts to commands and prefixes to candidates. Independent of the transport.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from generator_service.engine.commands import (
-    OpenCommand,
-    Prefix,
-    PrefixBatch,
-    named_tokens,
-)
+from generator_service.engine.commands import Load, OpenCommand, Prefix, PrefixBatch, named_tokens
 from generator_service.engine.grammar import Grammars
-from generator_service.engine.steps import Load
 from generator_service.engine.text import Text
+from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
+    NO_FORKS,
     Candidate,
+    Forks,
     GeneratorDescription,
+    Pruned,
     Round,
     Sampling,
     SessionSpec,
@@ -50,13 +52,8 @@ class Frontend:
 
     def description(self, load: Load) -> GeneratorDescription:
         """The card with slots and sessions as in `load`."""
-        return replace(
-            self.card,
-            slots=load.slots,
-            sessions=load.sessions,
-            waiting=load.waiting,
-            can_fork=True,
-        )
+        slots, sessions, waiting = load.slots, load.sessions, load.waiting
+        return replace(self.card, slots=slots, sessions=sessions, waiting=waiting, can_fork=True)
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """A session's spec in tokens.
@@ -80,7 +77,7 @@ class Frontend:
             spec.cache_salt,
             spec.adapter,
             bad_words,
-            await self._grammars.compiled(output, spec.cache_salt) if output else None,
+            await self._grammars.compiled(output) if output else None,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
@@ -121,3 +118,66 @@ class Frontend:
                     "context_tokens": str(limit),
                 },
             )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSession:
+    """A `Session` on an engine of this process."""
+
+    _engine: EngineThread
+    _frontend: Frontend
+    _id: int
+    _sampling: Sampling
+    n: int
+    prompt_tokens: int
+    reduced: bool
+    fingerprint: str = ""  # the servicer has the generator's
+
+    async def extend(self, until_tokens: int) -> Round:
+        batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))
+        return await self._frontend.round(batch, self._sampling)
+
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        return await asyncio.wrap_future(self._engine.prune(self._id, keep, forks))
+
+
+class LocalGenerator:
+    """A `Generator` on an engine of this process."""
+
+    def __init__(self, engine: EngineThread, text: Text, card: GeneratorDescription) -> None:
+        self._engine = engine
+        self._frontend = Frontend(text, card)
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[LocalSession]:
+        command = await self._frontend.command(spec)
+        session_id, opened = self._engine.open(command)
+        try:
+            admitted = await asyncio.wrap_future(opened)
+            yield LocalSession(
+                self._engine,
+                self._frontend,
+                session_id,
+                spec.sampling,
+                admitted.n,
+                len(command.prompt_ids),
+                admitted.reduced,
+            )
+        finally:
+            await asyncio.wrap_future(self._engine.close(session_id))
+
+    async def describe(self) -> GeneratorDescription:
+        return self._frontend.description(self.load())
+
+    def load(self) -> Load:
+        """Slots and sessions as of now; from any thread."""
+        engine = self._engine.engine
+        return Load(engine.gauge(), len(engine.sessions), len(engine.queue))
+
+    def heartbeat_s(self) -> float:
+        """The older of the engine thread's heartbeat and the frontend's."""
+        return max(self._engine.heartbeat_s(), self._frontend.heartbeat_s())
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._engine.stop()
