@@ -9,7 +9,6 @@ is retried, only the tokens of its last attempt are reported and counted.
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import logging
 import math
@@ -46,6 +45,7 @@ from specrej.contracts.errors import (
     Overloaded,
     Unavailable,
     Violation,
+    raise_if_any,
 )
 from specrej.contracts.requests import MAX_INT32
 from specrej.reloading_file import ReloadingFile, read_line
@@ -58,7 +58,6 @@ _ATTEMPTS = 4
 # Of our own; the endpoint's Retry-After may be longer.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _MAX_RETRY_AFTER_S = 86_400.0
-_MAX_ANSWER_BYTES = 64 << 20
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 _UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
 _AUTO_CANDIDATES = 8
@@ -173,18 +172,13 @@ class EndpointGenerator:
         self._places = _Places(settings.remote_requests)
         path = settings.remote_key_file
         self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
-        # Compressed answers are not read: a few bytes could be gigabytes.
-        headers = {"Accept-Encoding": "identity"}
         limits = httpx2.Limits(max_connections=settings.remote_requests)
-        self._client = httpx2.AsyncClient(
-            headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(self._url)
-        )
+        trusted = may_use_proxy(self._url)
+        self._client = httpx2.AsyncClient(limits=limits, timeout=None, trust_env=trusted)
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[EndpointSession]:
-        violations = [*_check(spec)]
-        if violations:
-            raise InvalidRequest(violations)
+        raise_if_any(_check(spec))
         if len(self._sessions) > self._settings.max_waiting:
             raise Overloaded(f"{len(self._sessions)} sessions are open")
         session = EndpointSession(self, spec)
@@ -234,12 +228,12 @@ class EndpointGenerator:
         for attempt in range(_ATTEMPTS):
             async with self._places.of(session):
                 began = time.perf_counter()
-                status, headers, answer = await self._post(path, body)
+                response = await self._post(path, body)
                 seconds = time.perf_counter() - began
-            if status == 200:
-                return self._read(candidate_id, answer, seconds)
-            failure, delay_s = _failure(status, headers, answer, attempt)
-            left_s = time_left_s()
+            if not isinstance(response, str) and response.status_code == 200:
+                return self._read(candidate_id, response.content, seconds)
+            failure, left_s = _failure(response, attempt), time_left_s()
+            delay_s = failure.retry_after_s
             longest_s = _MAX_DELAY_S if left_s is None else left_s
             if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
                 raise failure
@@ -247,20 +241,13 @@ class EndpointGenerator:
             await asyncio.sleep(delay_s)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any, bytes]:
-        """Status 0: no answer."""
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx2.Response | str:
+        """The response, or the kind of error without one."""
         headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
-        posting = self._client.stream("POST", f"{self._url}{path}", json=body, headers=headers)
-        answer = bytearray()
         try:
-            async with posting as response:
-                async for part in response.aiter_raw():
-                    answer += part
-                    if len(answer) > _MAX_ANSWER_BYTES:
-                        raise InternalError("the endpoint's answer is too long")
+            return await self._client.post(f"{self._url}{path}", json=body, headers=headers)
         except httpx2.HTTPError as error:
-            return 0, {}, type(error).__name__.encode()
-        return response.status_code, response.headers, bytes(answer)
+            return type(error).__name__
 
     def _read(self, candidate_id: int, answer: bytes, seconds: float) -> tuple[Candidate, int]:
         try:
@@ -275,14 +262,8 @@ class EndpointGenerator:
                 raise ValueError("log-probabilities must be finite and at most 0")
             if logprobs and not made:
                 raise ValueError("log-probabilities of no tokens")
-            candidate = Candidate(
-                candidate_id,
-                _encodable(text or ""),
-                made,
-                min(0.0, sum(logprobs)),
-                # A filtered answer is no complete one.
-                FinishReason.STOP if choice["finish_reason"] == "stop" else FinishReason.LENGTH,
-            )
+            # A filtered answer is not complete.
+            is_complete = choice["finish_reason"] == "stop"
         except (ArithmeticError, AttributeError, LookupError, *_UNREADABLE) as error:
             reason = _encodable(f"{type(error).__name__} {error}")
             raise InternalError(f"the endpoint's answer cannot be read: {reason}") from error
@@ -290,19 +271,18 @@ class EndpointGenerator:
             raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
         if self._on_step:
             self._on_step(Step(seconds, 1, generated=made, prefilled=prompt))
-        return candidate, prompt
+        finish = FinishReason.STOP if is_complete else FinishReason.LENGTH
+        logprob = min(0.0, sum(logprobs))
+        return Candidate(candidate_id, _encodable(text or ""), made, logprob, finish), prompt
 
 
 def _check(spec: SessionSpec) -> list[Violation]:
-    violations = []
-    for name, reason in _REFUSED.items():
-        if getattr(spec.sampling, name):
-            violations.append(Violation(f"sampling.{name}", f"must be absent: {reason}"))
+    refused = {
+        f"sampling.{name}": why for name, why in _REFUSED.items() if getattr(spec.sampling, name)
+    }
     if spec.prompt.allow_special_tokens:
-        violations.append(
-            Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")
-        )
-    return violations
+        refused["prompt.allow_special_tokens"] = "the endpoint decides"
+    return [Violation(field, f"must be absent: {reason}") for field, reason in refused.items()]
 
 
 def _request(
@@ -351,36 +331,33 @@ def _encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _failure(
-    status: int, headers: Any, answer: bytes, attempt: int
-) -> tuple[Overloaded | Unavailable, float]:
-    """What an attempt failed with, and the seconds until the next one.
+def _failure(response: httpx2.Response | str, attempt: int) -> Overloaded | Unavailable:
+    """What an attempt failed with, and when the next one may succeed.
 
     Raises:
         InvalidRequest, InternalError: another attempt would fail, too.
     """
+    delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
+    if isinstance(response, str):
+        reason = f"the endpoint does not answer: {response}"
+        return Unavailable(reason, retry_after_s=delay_s)
+    status = response.status_code
     if status in (401, 403):
         raise InternalError(f"the endpoint refuses the key: status {status}")
-    if status and status not in (408, 409, 429) and status < 500:
-        reason = f"the endpoint refuses it with status {status}: {_reason(answer)}"
+    if status not in (408, 409, 429) and status < 500:
+        reason = f"the endpoint refuses it with status {status}: {_reason(response.content)}"
         raise InvalidRequest([Violation("sampling", reason)])
-    delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
-    delay_s = max(delay_s, _retry_after_s(headers.get("retry-after", "")))
+    delay_s = max(delay_s, _retry_after_s(response.headers.get("retry-after", "")))
     if status == 429:
-        return Overloaded("the endpoint limits requests", retry_after_s=delay_s), delay_s
-    what = f"answers with status {status}" if status else f"does not answer: {answer.decode()}"
-    return Unavailable(f"the endpoint {what}", retry_after_s=delay_s), delay_s
+        return Overloaded("the endpoint limits requests", retry_after_s=delay_s)
+    return Unavailable(f"the endpoint answers with status {status}", retry_after_s=delay_s)
 
 
 def _retry_after_s(text: str) -> float:
-    """Seconds, or a date (RFC 9110), at most a day; 0 without either."""
-    delay_s = 0.0
-    try:
-        delay_s = float(text)
-    except ValueError:
-        with suppress(ValueError, TypeError):
-            delay_s = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-    return min(_MAX_RETRY_AFTER_S, max(0.0, delay_s))
+    """Seconds, at most a day; 0 if it is not a number, such as a date."""
+    with suppress(ValueError):
+        return min(_MAX_RETRY_AFTER_S, max(0.0, float(text)))
+    return 0.0
 
 
 def _reason(answer: bytes) -> str:

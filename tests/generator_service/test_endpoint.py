@@ -237,9 +237,8 @@ async def test_a_delay_beyond_the_time_left_is_returned(
 
 @pytest.mark.parametrize(
     ("text", "delay_s"),
-    [("120", 120), ("inf", 86_400), ("nan", 0), ("-1", 0), ("", 0), ("soon", 0),
-     ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("Thu, 01 Jan 2970 00:00:00 GMT", 86_400)],
-)  # fmt: skip
+    [("120", 120), ("inf", 86_400), ("nan", 0), ("-1", 0), ("", 0), ("soon", 0)],
+)
 def test_delays_of_an_endpoint(text: str, delay_s: float) -> None:
     """Guards against a delay that no Duration holds."""
     assert endpoint_module._retry_after_s(text) == delay_s
