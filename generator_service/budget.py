@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,13 +124,12 @@ class Budget:
 
     def most_candidates(self, prompt_tokens: int, first_tokens: int, max_tokens: int) -> int:
         """The largest `max_candidates` for which the memory is enough: each takes workspace."""
-        few, many = 0, MAX_BATCH + 1
-        while many - few > 1:
-            middle = (few + many) // 2
-            planned = replace(self, max_candidates=middle)
-            fits = planned.max_candidates_within(prompt_tokens, first_tokens, max_tokens) >= middle
-            few, many = (middle, many) if fits else (few, middle)
-        return few
+
+        def is_too_many(n: int) -> bool:
+            planned = replace(self, max_candidates=n)
+            return planned.max_candidates_within(prompt_tokens, first_tokens, max_tokens) < n
+
+        return bisect(range(1, MAX_BATCH + 1), False, key=is_too_many)
 
     def fitted(self, first_tokens: int) -> Self:
         """A copy with the largest power of two as max_candidates that can start together after a
@@ -254,13 +254,10 @@ def _plan(given: argparse.Namespace) -> dict[str, Any]:
         notes.append("layers with a sliding window hold all tokens: their slots are full ones")
     if is_vllm:
         notes.append("vLLM's workspace is an estimate: it measures its own, and adds CUDA graphs")
+    facts = ("usable_bytes", "slot_bytes", "weight_bytes", "workspace_bytes", "slots")
     return {
         "parameters": parameters,
-        "usable_bytes": planned.usable_bytes,
-        "slot_bytes": planned.slot_bytes,
-        "weight_bytes": planned.weight_bytes,
-        "workspace_bytes": planned.workspace_bytes,
-        "slots": planned.slots,
+        **{name: getattr(planned, name) for name in facts},
         "first_decision_token": first,
         "n": [
             {

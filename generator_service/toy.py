@@ -43,19 +43,14 @@ _AUTO_CANDIDATES = 8
 class ToySession:
     """A `Session` of words."""
 
+    fingerprint = ""  # the servicer has the generator's
+
     def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
         self.id = session_id
-        self.n = 0  # until it is admitted
-        self.reduced = False
-        self.fingerprint = ""  # the servicer has the generator's
+        self.n, self.reduced = 0, False  # until it is admitted
         self.prompt_tokens = _num_words(spec.prompt)
-        self.demand = Demand(
-            spec.n,
-            self.prompt_tokens,
-            spec.first_round_tokens,
-            spec.sampling.max_tokens,
-            slots_of=lambda tokens: tokens,
-        )
+        first, longest = spec.first_round_tokens, spec.sampling.max_tokens
+        self.demand = Demand(spec.n, self.prompt_tokens, first, longest, lambda tokens: tokens)
         self._generator = generator
         self._ledger = generator.ledger
         self._sampling = spec.sampling
@@ -63,9 +58,9 @@ class ToySession:
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
 
-    def begin(self, n: int) -> None:
+    def begin(self, n: int, *, reduced: bool) -> None:
         """It is admitted with `n` candidates."""
-        self.n = n
+        self.n, self.reduced = n, reduced
         self._live = [GrowingCandidate(number) for number in range(n)]
         self._unreported = list(self._live)
 
@@ -76,12 +71,12 @@ class ToySession:
             if self._ledger.room_of(self.id) < len(self._live):
                 ended_by = RoundEnd.SLOTS_FULL
                 break
-            if self._generator.step_s:
-                await asyncio.sleep(self._generator.step_s)
+            if step_s := self._generator.step_s:
+                await asyncio.sleep(step_s)
             rows = len(self._live)
             self._step()
-            self._generator.on_step(Step(self._generator.step_s, rows, generated=rows))
-        candidates = tuple(self._report(candidate) for candidate in self._unreported)
+            self._generator.on_step(Step(step_s, rows, generated=rows))
+        candidates = tuple(map(self._report, self._unreported))
         tokens = named_tokens(candidates, _token) if self._sampling.logprobs else ()
         self._unreported = list(self._live)
         ended_by = ended_by if self._live else RoundEnd.ALL_FINISHED
@@ -186,8 +181,7 @@ class ToyGenerator:
     def _admit(self, session: ToySession, n: int) -> None:
         self.ledger.hold(session.prompt_tokens)
         self.queue.give_share(session, n)
-        session.reduced = self.queue.is_reduced(session, n)
-        session.begin(n)
+        session.begin(n, reduced=self.queue.is_reduced(session, n))
 
     def load(self) -> Load:
         """Slots and sessions as of now."""

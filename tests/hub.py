@@ -20,9 +20,7 @@ from huggingface_hub import close_session, constants
 
 _API = re.compile(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/?]+)")
 _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-# How one file is damaged: lost after this many bytes once, cut short, changed, or not found.
-BROKEN, SHORT, CHANGED, GONE = "broken", "short", "changed", "gone"
-BREAK_AT = 12 << 20
+CHANGED, GONE = "changed", "gone"  # how one file is damaged
 
 
 @dataclass
@@ -143,28 +141,20 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, content, headers)
         if fault == CHANGED:
             content = bytes(len(content))
-        if fault == SHORT:
-            content = content[: len(content) // 2]
         start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
         status = 206 if start else 200
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        if fault == BROKEN:
-            del self.hub.faults[path]
-            return self._send(status, content[start:], headers, break_at=BREAK_AT)
         return self._send(status, content[start:], headers)
 
-    def _send(
-        self, status: int, body: bytes, headers: Mapping[str, str], break_at: int | None = None
-    ) -> None:
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[:break_at])
-        self.close_connection = self.close_connection or break_at is not None
+            self.wfile.write(body)
 
 
 def _entry(path: str, content: bytes) -> dict[str, object]:

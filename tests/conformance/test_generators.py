@@ -78,13 +78,6 @@ async def test_a_round_ends_at_its_decision_token(subject: Subject) -> None:
         assert {(c.num_tokens, len(c.new_token_ids)) for c in last.candidates} == {(24, 16)}
 
 
-async def test_every_candidate_is_accounted_for(subject: Subject) -> None:
-    """Live ones in each round, finished ones in the round they finish in and never again."""
-    async with subject.generator.open(SessionSpec(PROMPT, 8, ENDING, 8)) as session:
-        _, finishes = await to_the_end(session, [1, 2, 7, 8, 30, 60])
-        assert sorted(finishes) == list(range(8))
-
-
 async def test_rounds_without_live_candidates_are_empty(subject: Subject) -> None:
     async with subject.generator.open(SessionSpec(PROMPT, 3, ENDLESS, 8)) as session:
         await session.extend(24)

@@ -87,18 +87,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mamba": ("MambaConfig", {"vocab_size": 259, "hidden_size": 32}, "layers of kind linear"),
     "Qwen3-Next": ("Qwen3NextConfig", _SIZES | _EXPERTS, "layers of kind linear_attention"),
     "Llama 4": ("Llama4TextConfig", _SIZES | {"num_local_experts": 2}, "chunked_attention"),
-    "HRM": (
-        "HrmTextConfig",
-        {k: v for k, v in _SIZES.items() if k != "num_key_value_heads"},
-        "do not have one attention each",
-    ),
-    "Doge beyond its window": ("DogeConfig", _SIZES | {"keep_window_size": 2}, "masks"),
-    "DiffLlama": ("DiffLlamaConfig", _SIZES, "do not have one attention each"),
-    "PhiMoE with a window": (
-        "PhimoeConfig",
-        _SIZES | {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 12},
-        "window is not that of its attention",
-    ),
     "T5": ("T5Config", {"vocab_size": 259, "d_model": 32}, "not a causal language model"),
 }
 

@@ -239,16 +239,6 @@ def test_a_containers_limit_is_its_memory(
     assert host_memory() == (free_gib * GIB, total_gib * GIB)
 
 
-def test_the_memory_of_gpus_decides_n_and_cpus_begin_64() -> None:
-    """Guards against a thousand candidates on a CPU for a request that names no number."""
-    settings = GeneratorSettings(max_candidates=500)
-    assert settings.auto_candidates_of("cuda") == 500
-    assert settings.auto_candidates_of("cpu") == 64
-    few = GeneratorSettings(max_candidates=500, auto_candidates=100)
-    assert [few.auto_candidates_of(device) for device in ("cuda", "cpu")] == [100, 100]
-    assert GeneratorSettings(max_candidates=8).auto_candidates_of("cpu") == 8
-
-
 def test_no_room_for_a_slot_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a negative capacity, and a process that starts and refuses all sessions."""
     host(monkeypatch, tmp_path, GIB // 1024, GIB // 1024, "max")

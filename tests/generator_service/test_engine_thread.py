@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from generator_service.engine.commands import OpenCommand, PrefixBatch, Step
 from generator_service.engine.engine import Engine
-from generator_service.engine.generator import LocalGenerator
-from generator_service.engine.grammar import Grammars
-from generator_service.engine.text import Text
+from generator_service.engine.generator import Frontend
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import GeneratorDescription, Prompt, SessionSpec, SlotGauge
 from specrej.contracts.errors import InternalError, Unavailable
-from tests.generator_service import tiny
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
 from tests.serving import until
 
@@ -178,37 +176,20 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     thread.stop()
 
 
-class HangingText(Text):
-    """Text that hangs as soon as it is used."""
-
-    def __init__(self) -> None:
-        self.released = threading.Event()
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        self.released.wait()
-        return PROMPT
-
-    def grammars(self, vocabulary: int) -> Grammars:
-        return tiny.grammars()
-
-    def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
-        return ""
-
-
 async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     """Guards templates and tokenizers, which work outside of the engine's thread."""
-    thread, text = EngineThread(Engine(MODEL, 5000)), HangingText()
-    thread.start()
+    released = threading.Event()
+    text: Any = SimpleNamespace(
+        encode=lambda prompt: released.wait() and PROMPT,
+        sequences=lambda words: (),
+        stop_texts=lambda stop: None,
+        grammars=lambda vocabulary: None,
+    )
     card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))
-    generator = LocalGenerator(thread, text, card)
-
-    async def session() -> None:
-        async with generator.open(SessionSpec(Prompt(text="x"), 2, ENDLESS, 4)) as one:
-            await one.extend(4)
-
-    running = asyncio.ensure_future(session())
-    await until(lambda: generator.heartbeat_s() > 0.05)
-    text.released.set()
-    await running
-    await until(lambda: generator.heartbeat_s() == 0)
-    generator.close()
+    frontend = Frontend(text, card)
+    spec = SessionSpec(Prompt(text="x"), 2, ENDLESS, 4)
+    running = asyncio.ensure_future(frontend.command(spec))
+    await until(lambda: frontend.heartbeat_s() > 0.05)
+    released.set()
+    assert (await running).prompt_ids == PROMPT
+    assert frontend.heartbeat_s() == 0

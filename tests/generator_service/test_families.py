@@ -27,7 +27,6 @@ from tests.generator_service.stepping import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 @pytest.mark.parametrize("name", families.SUPPORTED)

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from generator_service.__main__ import _load, _serve, main
-from generator_service.loading import engine_of, load_generator
+from generator_service.loading import engine_of
 from generator_service.settings import GeneratorSettings
 from specrej.backend.v1 import generator_pb2_grpc
 from specrej.client.channel import open_channel
@@ -76,12 +76,6 @@ async def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
         await _load(GeneratorSettings(model=str(tmp_path), kv_slots=1000), resources)
         assert len(engine_threads() - others) == 1
     assert not engine_threads() - others
-
-
-def test_the_own_engine_refuses_adapters(tmp_path: Path) -> None:
-    """Guards against answers of the model alone under an adapter's name."""
-    with pytest.raises(ValueError, match="adapters need vLLM"):
-        load_generator(GeneratorSettings(adapters={"support": tmp_path}))
 
 
 @pytest.mark.parametrize(

@@ -47,24 +47,13 @@ class Case:
         return KVShape(1, self.kv_heads, self.dim, torch.float32, torch.device("cpu"))
 
 
+SEVERAL = Case((((5,), 2, 0), ((3, 2), 6, 5), ((1,), 1, 11)))
 CASES = {
-    "one": Case((((5,), 1, 0),)),
-    "rows beyond a chunk": Case((((7,), 9, 3),)),
-    "pieces": Case((((4, 1, 6), 3, 2),)),
-    "several sessions": Case((((5,), 2, 0), ((3, 2), 6, 5), ((1,), 1, 11))),
-    "no group": Case((((5,), 4, 3),), group=1),
-    "a window inside the prompt": Case((((4, 6), 3, 2),), window=5),
-    "a window inside the answer": Case((((4, 6), 3, 9),), window=4),
-    "a soft cap": Case((((5,), 4, 3),), softcap=2.0),
-    "many rows": Case((((90,), 64, 3),)),
-    "many rows behind pieces": Case(
-        (((70, 30), 48, 2), ((3,), 2, 1)),
-    ),
+    "several sessions": SEVERAL,
+    "a window": replace(SEVERAL, window=4),
+    "a soft cap": replace(SEVERAL, softcap=2.0),
     "more queries of a key than lanes": Case((((20, 3), 3, 5),), group=LANES + 1),
-    "heads of the usual size": Case((((40,), 11, 9), ((17, 20), 6, 4)), group=3, dim=64),
-    "large heads": Case((((40,), 5, 18),), group=4, dim=128),
-    "heads of a size between": Case((((20,), 5, 18),), group=5, dim=80),
-    "many rows in a window": Case((((70, 80), 64, 2),), window=90),
+    "many rows": Case((((70, 80), 64, 2),), window=90),
 }
 
 
@@ -154,12 +143,6 @@ def assert_equal(
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     for one, other in zip(slow, fast, strict=True):
         torch.testing.assert_close(stored(other), stored(one), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_torch_operations(name: str) -> None:
-    """Guards against a compiled kernel that reads a wrong row, piece, head or token."""
-    assert_equal(CASES[name])
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -253,7 +236,7 @@ def test_rows_whose_keys_are_stored_do_not_write() -> None:
 def test_a_segment_sees_what_another_one_of_the_pass_stores() -> None:
     """Guards against a share that begins before those that store what it sees, as on threads of a
     busy machine: here the text, which sees all of its prompt, has the first shares."""
-    case = CASES["several sessions"]
+    case = SEVERAL
     rows = [6, 4]
 
     def pair() -> list[Segment]:

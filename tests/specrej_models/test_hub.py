@@ -75,7 +75,6 @@ def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (hubs.SHORT, "the download failed: Consistency check failed"),
         (hubs.CHANGED, "model.safetensors: damaged on the way, and removed"),
         (hubs.GONE, "the download failed: "),
     ],
