@@ -13,19 +13,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specrej.telemetry import logs, names, traces
 
 if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.resources import Resource
+    from prometheus_client import CollectorRegistry
 
     from specrej.settings import ProcessSettings
 
 # Time to send pending data when a process ends, and then for cancelled calls to end.
 FLUSH_S = 2.0
 _CANCELLED_S = 0.5
+
+# The time without a byte after which a connection to the metrics port is closed.
+SILENT_S = 5.0
 
 
 class _Exporter(Protocol):
@@ -135,7 +141,7 @@ def _metrics_sender(outlets: _Outlets, endpoint: str) -> MetricReader:
 
 def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+    from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
@@ -144,13 +150,28 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
         return reader
     host = (settings.metrics_host or settings.host).strip("[]")
     try:
-        server, _ = start_http_server(settings.metrics_port, host, registry)
+        server = serve_metrics(settings.metrics_port, host, registry)
     except OSError as error:
         address = f"{host}:{settings.metrics_port}"
         raise OSError(f"cannot listen on {address} (metrics_port)") from error
     # Shutting down takes half a second; it is not awaited.
     outlets.ends.append(Thread(target=server.shutdown, daemon=True).start)
     return reader
+
+
+def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServer:
+    """Serve the metrics of a registry over HTTP; a thread per connection, silent ones are closed.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    from prometheus_client import start_http_server
+
+    server, _ = start_http_server(port, host, registry)
+    handler: Any = server.RequestHandlerClass
+    # Otherwise each connection that sends nothing would hold a thread.
+    server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SILENT_S})
+    return server
 
 
 def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricReader]) -> None:

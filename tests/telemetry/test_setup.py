@@ -12,12 +12,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from deploy.local.processes import Processes
 from deploy.local.stack import Stack
 from specrej import telemetry
 from specrej.client import RewardClient
 from specrej.settings import ServiceSettings
+from specrej.telemetry import setup
 from specrej.telemetry.setup import FLUSH_S
 from tests.endpoints import scrape
 from tests.programs import run
@@ -86,3 +88,15 @@ def test_a_taken_metrics_port_raises() -> None:
             telemetry.configured("test", settings),
         ):
             pytest.fail("entered")
+
+
+def test_a_silent_connection_to_the_metrics_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against threads that are held by connections which never send a request."""
+    monkeypatch.setattr(setup, "SILENT_S", 0.1)
+    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as silent:
+            assert silent.recv(1) == b""
+    finally:
+        server.shutdown()
+        server.server_close()
