@@ -20,7 +20,7 @@ from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.observe import instruments
-from orchestrator.observe.request_records import RequestRecords
+from orchestrator.observe.requests import RequestRecords
 from orchestrator.settings import OrchestratorSettings
 from specrej import telemetry
 from specrej.client.channel import open_channel

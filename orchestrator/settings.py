@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
 from orchestrator.backends.fleet import PollSettings
-from orchestrator.cache import RedisAccess, Secret, check_access
+from orchestrator.cache import RedisAccess, Secret, check_url, has_password
 from orchestrator.loop.composition import Composite, check_composites
 from specrej.contracts import Schedule
 from specrej.contracts.errors import Violation
@@ -21,7 +21,6 @@ from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
 
 Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]
 ENV_PREFIX = "SPECREJ_ORCHESTRATOR_"
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class RedisSettings(BaseSettings):
@@ -29,38 +28,21 @@ class RedisSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True)
 
-    redis_url: str = Field("", description="Redis for final answers; empty: no cache")
-    redis_username: str = Field("", description="ACL user; empty: the URL's, or the default user")
+    redis_url: str = Field(
+        "",
+        description="Redis for final answers, with redis-py's options such as"
+        " rediss://USER@HOST:PORT?ssl_ca_certs=FILE; empty: no cache",
+    )
     redis_password_file: str = Field(
         "", description="file with the password, read again for every new connection"
     )
-    redis_ca: str = Field(
-        "", description="PEM file of Redis's certificate authority; empty: the system's"
-    )
-    redis_cert: str = Field("", description="PEM file of the client certificate for Redis")
-    redis_key: str = Field("", description="PEM file of its key; empty: it is in redis_cert")
     cache_secret_file: str = Field(
         "",
         description="file with the secret of the cache's keys and values, 32 to 4096 bytes, the"
         " same at all orchestrators of a Redis, read again when it changes; empty: none",
     )
 
-    @field_validator("redis_url")
-    @classmethod
-    def _url_is_of_redis(cls, url: str) -> str:
-        try:
-            parts = urlsplit(url)
-            _ = parts.port  # raises ValueError if it is none
-        except ValueError:  # whose text may quote a part of the password
-            problem = "has no valid host and port; a password has / ? # @ as %2F %3F %23 %40"
-            raise ValueError(problem) from None
-        if url and parts.scheme not in _REDIS_SCHEMES:
-            raise ValueError(f"must be empty, or start with {':// or '.join(_REDIS_SCHEMES)}://")
-        return url
-
-    @field_validator(
-        "redis_password_file", "redis_ca", "redis_cert", "redis_key", "cache_secret_file"
-    )
+    @field_validator("redis_password_file", "cache_secret_file")
     @classmethod
     def _is_a_file(cls, path: str) -> str:
         if path and not Path(path).is_file():
@@ -76,17 +58,23 @@ class RedisSettings(BaseSettings):
             raise ValueError(f"cannot be read: {error.strerror}") from None
         return path
 
+    @field_validator("redis_url")
+    @classmethod
+    def _url_is_of_redis(cls, url: str) -> str:
+        check_url(url)
+        return url
+
     @model_validator(mode="after")
-    def _access_is_valid(self) -> Self:
-        check_access(self.redis_access)
+    def _password_is_there_once(self) -> Self:
+        if self.redis_url and self.redis_password_file and has_password(self.redis_url):
+            raise ValueError("a password is in redis_url or in redis_password_file, not in both")
         return self
 
     @property
     def redis_access(self) -> RedisAccess:
-        """Address and credentials of Redis."""
-        files = (self.redis_password_file, self.redis_ca, self.redis_cert, self.redis_key)
-        paths = [Path(path) if path else None for path in files]
-        return RedisAccess(self.redis_url, self.redis_username, *paths)
+        """Address and password of Redis."""
+        file = self.redis_password_file
+        return RedisAccess(self.redis_url, Path(file) if file else None)
 
     @property
     def cache_secret(self) -> Secret:

@@ -2,11 +2,12 @@
 
 from orchestrator.cache.answers import Cache, Hit
 from orchestrator.cache.keys import answer_key, tenant_digest
-from orchestrator.cache.redis_client import RedisAccess, RedisClient, check_access
+from orchestrator.cache.redis_client import RedisAccess, RedisClient, check_url, has_password
 from orchestrator.cache.secret import Secret
-from orchestrator.cache.single_flight import Flight, SingleFlight, locked
+from orchestrator.cache.single_flight import Answers, Flight, SingleFlight, Wanted, locked
 
 __all__ = [
+    "Answers",
     "Cache",
     "Flight",
     "Hit",
@@ -14,8 +15,10 @@ __all__ = [
     "RedisClient",
     "Secret",
     "SingleFlight",
+    "Wanted",
     "answer_key",
-    "check_access",
+    "check_url",
+    "has_password",
     "locked",
     "tenant_digest",
 ]

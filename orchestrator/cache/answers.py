@@ -5,8 +5,10 @@ It decides what is stored and for how long. docs/cache.md describes the stored f
 
 from __future__ import annotations
 
+import hmac
 import random
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +16,15 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from orchestrator.background import num_values, packed, unpacked
+from orchestrator.background import packed, unpacked
 from orchestrator.cache.redis_client import RedisClient, Reply
-from orchestrator.cache.secret import Secret, seal, unseal
+from orchestrator.cache.secret import Secret
 from specrej import telemetry
 from specrej.contracts import Generation
 from specrej.telemetry import names
+
+COMPRESS_ABOVE_BYTES = 1024
+_MAC_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +47,22 @@ _ENTRY = TypeAdapter(CacheEntry)
 
 
 def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
-    """The value to store under `key`, see `seal`.
+    """The value to store under `key`: a MAC of key and stream, then the JSON in that zlib stream.
+
+    Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
 
     Raises:
         ValueError: the entry is too large or has a number that is not finite.
     """
-    least = 2 * num_values(entry) + sum(len(c.text) for c in entry.generation.candidates)
-    if least > max_bytes:
-        raise ValueError(f"at least {least} bytes, {max_bytes} allowed")
     text = _ENTRY.dump_json(entry)
     # pydantic writes numbers that are not finite, but does not read them.
     if b"NaN" in text or b"Infinity" in text:
         _ENTRY.validate_json(text)
-    return seal(text, key, secret, max_bytes)
+    # Level 1 is the fastest that compresses: this may run on the event loop.
+    stream = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
+    if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
+        raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
+    return mac(key, stream, secret) + stream
 
 
 def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEntry:
@@ -63,10 +71,27 @@ def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEnt
     Raises:
         ValueError: not a whole value of this format, stored under this key with this secret.
     """
-    entry = _ENTRY.validate_json(unseal(key, stored, secret, max_bytes))
+    if not isinstance(stored, bytes) or len(stored) > max_bytes:
+        raise ValueError("not a string of an allowed size")
+    stream = stored[_MAC_BYTES:]
+    if not hmac.compare_digest(stored[:_MAC_BYTES], mac(key, stream, secret)):
+        raise ValueError("corrupt, stored under another key or with another secret")
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(stream, max_bytes + 1)
+    except zlib.error as error:
+        raise ValueError("corrupt") from error
+    if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
+        raise ValueError("truncated, too large or followed by other bytes")
+    entry = _ENTRY.validate_json(text)
     if not entry.generation.candidates:
         raise ValueError("without an answer")
     return entry
+
+
+def mac(key: str, stream: bytes, secret: Secret) -> bytes:
+    """The MAC of a stream under `key`, which has the format's version and contains no NUL."""
+    return secret.hash("answer", key.encode() + b"\0" + stream)
 
 
 @dataclass(frozen=True, slots=True)

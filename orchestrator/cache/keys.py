@@ -59,11 +59,6 @@ def hashed_tenant(tenant: str, secret: Secret) -> str:
     return secret.hash("tenant", tenant.encode(errors="surrogatepass")).hex()[:32]
 
 
-def lock_key(answer_key: str) -> str:
-    """The key of the lock of the process that computes the answer of `answer_key`."""
-    return f"{PREFIX}:flight:{answer_key.removeprefix(f'{PREFIX}:')}"
-
-
 def _canonical_fields(request: GenerationRequest) -> dict[str, Any]:
     """All fields that the answer depends on, new ones of the contract included."""
     fields: dict[str, Any] = _canonical(request)

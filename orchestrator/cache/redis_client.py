@@ -32,14 +32,10 @@ _HEALTH_CHECK_S = 30  # a connection that was idle for longer is checked by a PI
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Address and credentials of Redis; an empty URL switches it off."""
+    """Address of Redis, with redis-py's options such as `ssl_ca_certs`; empty: switched off."""
 
     url: str = field(default="", repr=False)  # may hold a password
-    username: str = ""
     password_file: Path | None = None  # read again for every new connection
-    ca: Path | None = None  # signs the server's certificate; None: the system's authorities
-    certificate: Path | None = None  # of this client, for mutual TLS
-    key: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class RedisClient:
         cool_down_s: float = 1.0,
         max_connections: int = 16,
     ) -> None:
-        """`access` must be valid, see `check_access`."""
+        """The URL of `access` must be valid, see `check_url`."""
         self._redis = connect(access, timeout_s, max_connections) if access.url else None
         # redis-py's pool raises when no connection is left. Its blocking pool can lose a connection
         # when a task is cancelled while it returns one.
@@ -148,10 +144,8 @@ class RedisClient:
 def connect(access: RedisAccess, timeout_s: float, max_connections: int) -> Redis:
     """A client whose calls are retried once."""
     options = connection_options(access, parse_url(access.url), timeout_s)
-    options |= {
-        "max_connections": max_connections,
-        "retry": Retry(NoBackoff(), 1, (RedisConnectionError,)),
-    }
+    retry = Retry(NoBackoff(), 1, (RedisConnectionError,))
+    options |= {"max_connections": max_connections, "retry": retry}
     return Redis.from_pool(ConnectionPool(**options))
 
 
@@ -160,19 +154,11 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float) -> di
 
     `timeout_s` bounds connecting, and each read and write.
     """
-    username = access.username or in_url.get("username", "")
-    credentials: dict[str, Any] = {"username": username, "password": in_url.get("password")}
+    options = {**in_url}
     if access.password_file:
-        credentials = {"credential_provider": _PasswordFile(username, access.password_file)}
-    tls = {
-        "ssl_ca_certs": access.ca,
-        "ssl_certfile": access.certificate,
-        "ssl_keyfile": access.key,
-    }
-    return {
-        **{name: value for name, value in in_url.items() if name not in ("username", "password")},
-        **credentials,
-        **{name: str(path) for name, path in tls.items() if path},
+        username = options.pop("username", "")
+        options["credential_provider"] = _PasswordFile(username, access.password_file)
+    return options | {
         "socket_connect_timeout": timeout_s,
         "socket_timeout": timeout_s,
         "health_check_interval": _HEALTH_CHECK_S,
@@ -183,32 +169,32 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float) -> di
     }
 
 
-def check_access(access: RedisAccess) -> None:
-    """Check without a connection.
+def check_url(url: str) -> None:
+    """Check the URL of Redis without a connection; an empty one is valid.
 
     Raises:
-        ValueError: parts of `access` contradict each other, or its URL has a wrong option.
+        ValueError: it is invalid. The error has no text of the URL, which may hold a password.
     """
-    if access.url:
-        _check_options(access.url)
-    if (access.ca or access.certificate or access.key) and not access.url.startswith("rediss://"):
-        raise ValueError("redis_ca, redis_cert and redis_key need a redis_url of rediss://")
-    if access.key and not access.certificate:
-        raise ValueError("redis_key needs redis_cert")
-    if access.password_file and access.url and parse_url(access.url).get("password"):
-        raise ValueError("a password is in redis_url or in redis_password_file, not in both")
-
-
-def _check_options(url: str) -> None:
     try:
-        in_url: Any = parse_url(url)
-        pool: Any = ConnectionPool(**in_url)
+        options: Any = parse_url(url) if url else {}
+        pool: Any = ConnectionPool(**options)
         pool.make_connection()
-    except (TypeError, ValueError):  # whose text may have a part of a password
-        raise ValueError("redis_url has an option that redis-py lacks, or a wrong value") from None
-    checks = (in_url.get("ssl_cert_reqs", "required"), in_url.get("ssl_check_hostname", True))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "must be redis://, rediss:// or unix:// with a valid host and port, and options of"
+            " redis-py; a password has / ? # @ as %2F %3F %23 %40"
+        ) from None
+    checks = (options.get("ssl_cert_reqs", "required"), options.get("ssl_check_hostname", True))
     if checks != ("required", True):
-        raise ValueError("redis_url must not switch off checks of the server's certificate")
+        raise ValueError("must not switch off checks of the server's certificate")
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in options and not Path(options[name]).is_file():
+            raise ValueError(f"{name} must be a file that is there")
+
+
+def has_password(url: str) -> bool:
+    """Whether a valid URL of Redis contains a password."""
+    return bool(parse_url(url).get("password"))
 
 
 class _PasswordFile(CredentialProvider):

@@ -1,17 +1,14 @@
-"""The secret behind the cache's keys and values, and sealed values. Standard library only."""
+"""The secret behind the cache's keys and values. Standard library only."""
 
 from __future__ import annotations
 
 import hmac
-import zlib
 from functools import partial
 from pathlib import Path
 
 from specrej.reloading_file import ReloadingFile
 
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 4096
-COMPRESS_ABOVE_BYTES = 1024
-_MAC_BYTES = 32
 
 
 class Secret:
@@ -41,44 +38,3 @@ def _read(file: Path) -> bytes:
     if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
         raise ValueError(f"{file} must hold {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes")
     return secret
-
-
-def seal(text: bytes, key: str, secret: Secret, max_bytes: int) -> bytes:
-    """The value to store under `key`: a MAC of key and stream, then the text in that zlib stream.
-
-    Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
-
-    Raises:
-        ValueError: the text is too large.
-    """
-    # Level 1 is the fastest that compresses: this may run on the event loop.
-    stream = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
-    if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
-        raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
-    return mac(key, stream, secret) + stream
-
-
-def unseal(key: str, stored: object, secret: Secret, max_bytes: int) -> bytes:
-    """The text in a stored value; decompresses at most `max_bytes`.
-
-    Raises:
-        ValueError: not a whole value, stored under this key with this secret.
-    """
-    if not isinstance(stored, bytes) or len(stored) > max_bytes:
-        raise ValueError("not a string of an allowed size")
-    stream = stored[_MAC_BYTES:]
-    if not hmac.compare_digest(stored[:_MAC_BYTES], mac(key, stream, secret)):
-        raise ValueError("corrupt, stored under another key or with another secret")
-    inflater = zlib.decompressobj()
-    try:
-        text = inflater.decompress(stream, max_bytes + 1)
-    except zlib.error as error:
-        raise ValueError("corrupt") from error
-    if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
-        raise ValueError("truncated, too large or followed by other bytes")
-    return text
-
-
-def mac(key: str, stream: bytes, secret: Secret) -> bytes:
-    """The MAC of a stream under `key`, which has the format's version and contains no NUL."""
-    return secret.hash("answer", key.encode() + b"\0" + stream)

@@ -2,6 +2,7 @@
 
 `SingleFlight` is within this process, `locked` among all orchestrators of one Redis. The leader
 runs the generation in its own task, with its own deadline. One without progress loses the lead.
+`Answers` combines both with the cache.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from orchestrator.background import ended
-from orchestrator.cache.keys import lock_key
+from orchestrator.cache.answers import Cache
+from orchestrator.cache.keys import PREFIX
 from orchestrator.cache.redis_client import RedisClient, Reply
 from specrej import telemetry
+from specrej.contracts import AnswerSource, CacheControl, Degradation, Generation
 from specrej.contracts.errors import Cancelled, DeadlineExceeded, TooLate
 from specrej.telemetry import names
 
@@ -39,36 +42,23 @@ class Flight(Generic[T]):
     """One generation under way, or its result."""
 
     def __init__(
-        self,
-        lead_s: float,
-        lose: Callable[[], None],
-        left_s: Callable[[], float | None],
+        self, lead_s: float, lose: Callable[[], None], left_s: Callable[[], float | None]
     ) -> None:
         """`lose` is called after `lead_s` seconds without progress; `left_s`: seconds to the
         leader's deadline."""
         self.left_s = left_s
         self.is_beside = False  # whether another flight of this process has the key
         self.is_published = self.is_lost = False
+        self.result: T | None = None  # None until it is published
         self._within_s = math.inf
-        self._began = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
         self._lead_s = lead_s
         self._lose = lose
-        self._timer = asyncio.get_running_loop().call_later(lead_s, lose)
-        self._result: T | None = None
+        self._timer = self._loop.call_later(lead_s, lose)
         self._error: Exception | None = None
         self._traceback: TracebackType | None = None
         self._over = asyncio.Event()
-
-    @property
-    def result(self) -> T:
-        """The leader's result.
-
-        Raises:
-            RuntimeError: the result is not published.
-        """
-        if not self.is_published:
-            raise RuntimeError("the result is not published")
-        return self._result  # type: ignore[return-value]  # T may itself be optional
 
     def pause_timer(self) -> None:
         """Keep the lead while its request is queued, until `note_progress` is called."""
@@ -78,7 +68,7 @@ class Flight(Generic[T]):
         """Keep the lead: the generation has advanced."""
         if not self.is_lost:
             self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(self._lead_s, self._lose)
+            self._timer = self._loop.call_later(self._lead_s, self._lose)
 
     def publish(self, result: T, *, is_final: bool = True) -> None:
         """Publish the result: waiting callers return now, even if the leader continues.
@@ -86,14 +76,11 @@ class Flight(Generic[T]):
         A result that more time would have improved is not final: it serves only callers with at
         most as much time left as it took, and they receive it when the leader leaves.
         """
-        self._result, self.is_published = result, True
+        self.result, self.is_published = result, True
         if is_final:
             self._over.set()
         else:
-            self._within_s = asyncio.get_running_loop().time() - self._began
-
-    def _is_valid_within(self, left_s: float | None) -> bool:
-        return self.is_published and (math.inf if left_s is None else left_s) <= self._within_s
+            self._within_s = self._loop.time() - self._began
 
 
 class SingleFlight(Generic[T]):
@@ -148,7 +135,8 @@ class SingleFlight(Generic[T]):
                 continue
             finally:
                 self.num_waiting -= 1
-            if flight._is_valid_within(left_s()):
+            own_s = left_s()
+            if flight.is_published and (math.inf if own_s is None else own_s) <= flight._within_s:
                 yield flight
                 return
             if flight._error is not None:
@@ -209,8 +197,14 @@ async def locked(redis: RedisClient, key: str, flight: Flight[Any]) -> AsyncIter
     try:
         yield False
     finally:
-        await ended(renewing)
+        renewing.cancel()
+        await asyncio.wait({renewing})  # its last renewal must not follow the release
         await release()
+
+
+def lock_key(answer_key: str) -> str:
+    """The key of the lock of the process that computes the answer of `answer_key`."""
+    return f"{PREFIX}:flight:{answer_key.removeprefix(f'{PREFIX}:')}"
 
 
 async def _renew(
@@ -227,3 +221,76 @@ def _patience_s(left_s: float | None, leader_left_s: float | None) -> float | No
     if left_s is None or (leader_left_s is not None and left_s >= leader_left_s / 2):
         return None
     return left_s / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The answer that a request needs.
+
+    `left_s` returns seconds to its deadline. Requests of one key share a run only if their `group`
+    is the same. A refresh has no `on_stale`: it computes an answer in place of a stale one.
+    `fits`: whether the key names what made an answer.
+    """
+
+    key: str
+    group: str
+    control: CacheControl
+    left_s: Callable[[], float | None]
+    fits: Callable[[Generation], bool]
+    on_stale: Callable[[], None] | None
+
+
+class Answers:
+    """Answers of the cache, of equal requests or of a run; each is looked for once."""
+
+    def __init__(self, cache: Cache, flights: SingleFlight[Generation]) -> None:
+        self._cache = cache
+        self._flights = flights
+
+    async def get_or_run(
+        self, wanted: Wanted, run: Callable[[Callable[[], None]], Awaitable[Generation]]
+    ) -> tuple[Generation, AnswerSource]:
+        """An answer and its source; `run` computes it, and calls its argument as it advances."""
+        flight = None
+        async with AsyncExitStack() as stack:
+            if wanted.control is CacheControl.USE:
+                with telemetry.span(names.SPAN_FLIGHT):
+                    joining = self._flights.join(f"{wanted.key}:{wanted.group}", wanted.left_s)
+                    flight = await stack.enter_async_context(joining)
+                if flight.is_published and flight.result:
+                    return replace(flight.result, cached=True), AnswerSource.FLIGHT
+                if found := await self._find(wanted, flight, stack):
+                    flight.publish(found[0])
+                    return found
+                flight.pause_timer()
+            generation = await run(flight.note_progress if flight else lambda: None)
+            if flight:  # those that wait here need not wait for the cache
+                # An answer degraded only by a reward is final: all of a flight allow that.
+                is_degraded = {*generation.degradations} - {Degradation.REWARD}
+                flight.publish(generation, is_final=not (generation.hurried or is_degraded))
+            if wanted.control is not CacheControl.BYPASS and wanted.fits(generation):
+                left_s = wanted.left_s()
+                with telemetry.span(names.SPAN_STORE), suppress(TimeoutError):
+                    async with asyncio.timeout(None if left_s is None else left_s / 2):
+                        await self._cache.put(wanted.key, generation)
+        return generation, AnswerSource.RUN
+
+    async def _find(
+        self, wanted: Wanted, flight: Flight[Generation], stack: AsyncExitStack
+    ) -> tuple[Generation, AnswerSource] | None:
+        """The stored answer; None if the request must run, with the lock on the stack."""
+        hit, source = None, AnswerSource.CACHE
+        if wanted.on_stale:
+            with telemetry.span(names.SPAN_LOOKUP):
+                hit = await self._cache.get(wanted.key)
+        if hit is None:
+            locking = locked(self._cache.redis, wanted.key, flight)
+            with telemetry.span(names.SPAN_SHARED_FLIGHT):
+                has_waited = await stack.enter_async_context(locking)
+            if has_waited:
+                source, hit = AnswerSource.FLIGHT, await self._cache.get(wanted.key)
+        if hit is None or (hit.stale and not wanted.on_stale):
+            return None
+        if hit.stale and wanted.on_stale:
+            wanted.on_stale()
+        return hit.generation, source

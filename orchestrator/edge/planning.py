@@ -10,13 +10,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from orchestrator.cache import Secret, answer_key
+from orchestrator.cache import Secret, answer_key, tenant_digest
 from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
-from orchestrator.loop.run import first_round_tokens
-from orchestrator.loop.schedule import most_rounds
+from orchestrator.loop.schedule import first_round_tokens, most_rounds
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
     Algorithm,
+    CacheControl,
     GenerationRequest,
     Generator,
     GeneratorDescription,
@@ -70,6 +70,7 @@ class Plan:
     candidate_tokens: int  # upper bound, for admission
     tenant: str
     share: Share
+    salt: str  # of prompt prefixes in the generator's memory
     key: str  # of the answer in the cache
     generator_fingerprint: str
     reward_fingerprint: str
@@ -78,11 +79,17 @@ class Plan:
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
     model: str
 
+    @property
     def left_s(self) -> float | None:
         """Seconds to the deadline."""
         if self.time_left_s is None:
             return None
         return self.time_left_s - (time.perf_counter() - self.arrived)
+
+    @property
+    def cache(self) -> CacheControl:
+        """Use of the cache; a likelihood in place of unknown rewards is neither read nor stored."""
+        return CacheControl.BYPASS if self.has_no_rewards else self.request.cache
 
 
 class Planner:
@@ -162,6 +169,7 @@ class Planner:
             candidate_tokens=_candidate_tokens(request, most, generator),
             tenant=tenant,
             share=share,
+            salt=tenant_digest(tenant),
             key=answer_key(
                 planned,
                 tenant=tenant,
@@ -269,8 +277,11 @@ def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str
 def _most_candidates(request: GenerationRequest, generator: GeneratorDescription) -> int:
     """Most candidates of a request; n = 0: as many as one generator holds at their first cut."""
     selection = request.selection
+    first = request.sampling.max_tokens
+    if selection.algorithm is not Algorithm.BEST_OF_N:
+        first = first_round_tokens(selection.schedule, first)
     # The newest token of a candidate has no slot yet.
-    room = _capacity(generator) // max(1, first_round_tokens(request) - 1)
+    room = _capacity(generator) // max(1, first - 1)
     most = min(max(1, room), generator.auto_candidates or generator.max_candidates)
     width = selection.branching.width if selection.branching else 0
     return max(selection.n or most, selection.min_answers, width)

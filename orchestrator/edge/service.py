@@ -5,29 +5,26 @@ It holds no model and does not depend on the wire: the servicer converts message
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 
 from orchestrator.background import BackgroundTasks
-from orchestrator.cache import Cache, Flight, SingleFlight, locked, tenant_digest
+from orchestrator.cache import Answers, Cache, SingleFlight, Wanted
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run
-from orchestrator.observe import instruments
-from orchestrator.observe.request_records import OpenRecord, RequestRecords
+from orchestrator.observe.requests import ObservedRequest, RequestRecords, note_request
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     AnswerSource,
     BackendState,
-    CacheControl,
     Degradation,
     Event,
     Finished,
@@ -79,6 +76,7 @@ class Orchestrator:
         self._cache = cache
         self._admission = admission
         self._flights: SingleFlight[Generation] = SingleFlight(lead_s)
+        self._answers = Answers(cache, self._flights)
         self._refreshes = refreshes or BackgroundTasks("refreshing a stale answer")
         self._records = records or RequestRecords()
         self._backends = backends
@@ -149,158 +147,106 @@ class Orchestrator:
             SpecrejError: see `specrej.contracts.errors`.
         """
         request_id = uuid.uuid4().hex
-        instruments.note_request(request, request_id, tenant, with_texts=self._log_texts)
+        request_id = uuid.uuid4().hex
+        note_request(request, request_id, tenant, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
-        instruments.note_plan(plan.model, plan.request.selection)
-        with self._records.recording(
+        with self._records.observing(
             request_id,
             tenant,
-            plan.request.selection,
-            request.sampling.max_tokens,
+            plan.request,
             arrived=plan.arrived,
+            model=plan.model,
             time_left_s=time_left_s,
-        ) as record:
+            with_texts=self._log_texts,
+        ) as observed:
 
             def deliver(event: Event) -> None:
-                record.add(event)
-                instruments.note_event(event, with_texts=self._log_texts)
+                observed.add(event)
                 emit(_for_caller(event, request_id, plan.reward_order))
 
-            await self._answer(plan, deliver, record, within=within)
+            await self._answer(plan, observed, deliver, within)
 
     async def _answer(
         self,
         plan: Plan,
+        observed: ObservedRequest,
         deliver: Callable[[Event], None],
-        record: OpenRecord | None = None,
-        *,
         within: WithinRounds | None = None,
+        *,
+        is_refresh: bool = False,
     ) -> None:
-        """Deliver the answer of the cache or of an equal request, or the events of a run.
+        """Deliver the answer of the cache or of an equal request, or the events of a run."""
 
-        A refresh of a stale answer has no record, and does not look into the cache.
-        """
-        async with AsyncExitStack() as stack:
-            flight = None
-            if not plan.has_no_rewards and plan.request.cache is CacheControl.USE:
-                flight = await self._join(plan, stack, is_refresh=record is None)
-                if found := await self._find(plan, flight, stack, is_refresh=record is None):
-                    deliver(found)
-                    return
-                flight.pause_timer()
-            if record:
-                record.queued()
-            permit = self._admission.enter(
-                plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
-            )
-            try:
-                queue_ms = await instruments.admitted(stack, permit)
-            except Overloaded:
-                self._num_refused += 1
-                raise
-            if record:
-                record.running()
-            try:
-                await self._run(plan, deliver, flight, within, queue_ms)
-            except InvalidRequest as error:
-                raise _with_public_paths(error) from error
+        def fits(generation: Generation) -> bool:
+            # A rollout may have changed the backends that the key names while the request waited.
+            made_by = generation.generator_fingerprint, generation.reward_fingerprint
+            return made_by == (plan.generator_fingerprint, plan.reward_fingerprint)
+
+        wanted = Wanted(
+            plan.key,
+            # Requests share a run only if the same outcome suits them: one that allows degradation
+            # may get an answer where another one gets an error.
+            f"{plan.request.allow_degraded}:{is_refresh}",
+            plan.cache,
+            lambda: plan.left_s,
+            fits,
+            None if is_refresh else partial(self._start_refresh, plan),
+        )
+        running = partial(self._run, plan, observed, deliver, within)
+        generation, source = await self._answers.get_or_run(wanted, running)
+        self._num_cached += source is AnswerSource.CACHE
+        deliver(Finished(generation, source))
 
     async def _run(
         self,
         plan: Plan,
+        observed: ObservedRequest,
         deliver: Callable[[Event], None],
-        flight: Flight[Generation] | None,
         within: WithinRounds | None,
-        queue_ms: float,
-    ) -> None:
-        """Deliver the events of a run that was admitted after `queue_ms`."""
-        before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
-        salt, left_s = tenant_digest(plan.tenant), plan.left_s()
-        events = run(plan.request, self._generator, plan.scorers, salt, left_s, within=within)
-        async with aclosing(events):
-            async for event in events:
-                if flight:
-                    flight.note_progress()
-                if isinstance(event, RoundCompleted):
-                    instruments.count_round(event.trace)
-                    self._generated_tokens += event.trace.generated_tokens
-                if isinstance(event, Finished):
-                    answer = _completed(event.generation, plan, queue_ms, before_run_ms)
-                    await self._finish(plan, answer, flight)
-                    event = Finished(answer)
-                deliver(event)
+        note_progress: Callable[[], None],
+    ) -> Generation:
+        """The answer of a run; its other events are delivered."""
+        async with AsyncExitStack() as stack:
+            tokens, left_s = plan.candidate_tokens, plan.left_s
+            permit = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
+            try:
+                queue_ms = await observed.admitted(stack, permit)
+            except Overloaded:
+                self._num_refused += 1
+                raise
+            before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
+            request, scorers, left_s = plan.request, plan.scorers, plan.left_s
+            events = run(request, self._generator, scorers, plan.salt, left_s, within=within)
+            try:
+                async with aclosing(events):
+                    async for event in events:
+                        note_progress()
+                        if isinstance(event, Finished):
+                            answer = _completed(event.generation, plan, queue_ms, before_run_ms)
+                            continue
+                        if isinstance(event, RoundCompleted):
+                            self._generated_tokens += event.trace.generated_tokens
+                        deliver(event)
+            except InvalidRequest as error:
+                raise _with_public_paths(error) from error
+        usage = answer.usage
+        self._num_answers += 1
+        self._num_degraded += answer.degraded
+        self._num_hurried += answer.hurried
+        self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
+        return answer
 
-    async def _join(
-        self, plan: Plan, stack: AsyncExitStack, *, is_refresh: bool
-    ) -> Flight[Generation]:
-        """The flight of equal requests in this process, which the stack holds."""
-        # Requests share a run only if the same outcome suits them: one that allows degradation may
-        # get an answer where another one gets an error.
-        conditions = (plan.request.allow_degraded, is_refresh)
-        joining = self._flights.join(f"{plan.key}:{conditions}", plan.left_s)
-        return await instruments.entered(stack, names.SPAN_FLIGHT, joining)
-
-    async def _find(
-        self, plan: Plan, flight: Flight[Generation], stack: AsyncExitStack, *, is_refresh: bool
-    ) -> Finished | None:
-        """The answer of an equal request or of the cache; None if this request must run.
-
-        The stack holds the lock among the processes of one Redis.
-        """
-        if flight.is_published:
-            return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
-        source = AnswerSource.CACHE
-        hit = None
-        if not is_refresh:
-            with telemetry.span(names.SPAN_LOOKUP):
-                hit = await self._cache.get(plan.key)
-        if hit is None:
-            locking = locked(self._cache.redis, plan.key, flight)
-            if await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, locking):
-                source, hit = AnswerSource.FLIGHT, await self._cache.get(plan.key)
-        if hit is None or (is_refresh and hit.stale):
-            return None
-        if hit.stale:
-            self._refreshes.start(plan.key, partial(self._refresh, plan))
-        flight.publish(hit.generation)
-        self._num_cached += source is AnswerSource.CACHE
-        return Finished(hit.generation, source)
+    def _start_refresh(self, plan: Plan) -> None:
+        self._refreshes.start(plan.key, partial(self._refresh, plan))
 
     async def _refresh(self, plan: Plan) -> None:
         """Replace a stale answer, without a deadline and without degradation."""
         strict = replace(plan.request, allow_degraded=False)
         plan = replace(plan, request=strict, arrived=time.perf_counter(), time_left_s=None)
         with telemetry.span(names.SPAN_REFRESH):
-            await self._answer(plan, lambda _: None)
-
-    async def _finish(
-        self, plan: Plan, generation: Generation, flight: Flight[Generation] | None
-    ) -> None:
-        """Count a run's answer, give it to the requests that wait for it, and store it.
-
-        Storing takes at most half of the time left.
-        """
-        self._num_answers += 1
-        self._num_degraded += generation.degraded
-        self._num_hurried += generation.hurried
-        usage = generation.usage
-        self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
-        instruments.count_run(generation, plan.request.selection.algorithm)
-        if flight:  # those that wait here need not wait for the cache
-            # An answer degraded only by a reward is final: all requests of a flight allow that.
-            is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
-            flight.publish(generation, is_final=is_final)
-        # A rollout may have changed the backends that the key names while the request waited.
-        fits = (plan.generator_fingerprint, plan.reward_fingerprint) == (
-            generation.generator_fingerprint,
-            generation.reward_fingerprint,
-        )
-        if fits and plan.request.cache is not CacheControl.BYPASS and not plan.has_no_rewards:
-            left_s = plan.left_s()
-            with telemetry.span(names.SPAN_STORE), suppress(TimeoutError):
-                async with asyncio.timeout(None if left_s is None else left_s / 2):
-                    await self._cache.put(plan.key, generation)
+            observed = self._records.refresh(strict, plan.arrived)
+            await self._answer(plan, observed, observed.add, is_refresh=True)
 
 
 def _completed(

@@ -51,7 +51,7 @@ _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pull": ("server", ("specrej_models.hub",), "fetch models of a hub by their names"),
     "plan": ("server", ("generator_service.budget",), "compute slots, N and settings of a model"),
     "train-reward": ("server", ("reward_service.training",), "fit a reward on pairs of answers"),
-    "cache": ("server", ("orchestrator.cache.admin",), "inspect or empty the answer cache"),
+    "cache": ("server", ("orchestrator.cache.admin",), "list or purge stored answers"),
     "experiment": ("", ("experiments",), "reproduce the paper on your models"),
 }
 

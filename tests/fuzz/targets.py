@@ -21,8 +21,7 @@ from google.protobuf.message import DecodeError
 
 from gateway.completions import ChatRequest, CompletionRequest, call_of, parsed
 from orchestrator.cache import Secret, answer_key, tenant_digest
-from orchestrator.cache.answers import pack, unpack
-from orchestrator.cache.secret import mac
+from orchestrator.cache.answers import mac, pack, unpack
 from specrej import contracts as c
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request

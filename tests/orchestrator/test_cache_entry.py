@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import Secret
-from orchestrator.cache.answers import CacheEntry, pack, unpack
-from orchestrator.cache.secret import mac
+from orchestrator.cache.answers import CacheEntry, mac, pack, unpack
 from specrej.contracts import Generation, TokenLogprob, TopLogprobs
 from tests.orchestrator.caching import MAX_BYTES, SECRET, generation
 

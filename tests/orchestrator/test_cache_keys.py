@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import Secret, answer_key, keys
-from orchestrator.cache.keys import FORMAT_VERSION, hashed_tenant, lock_key
+from orchestrator.cache.keys import FORMAT_VERSION, hashed_tenant
+from orchestrator.cache.single_flight import lock_key
 from specrej.contracts import (
     Algorithm,
     Branching,

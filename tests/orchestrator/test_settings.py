@@ -49,18 +49,20 @@ INVALID_OF_ORCHESTRATOR = [
     ("--log-level=info", "DEBUG|INFO|WARNING|ERROR"),
     *((f"--generator-address={text}", "pattern") for text in ("", "localhost", "a b:1", ":")),
     ("--reward-address=host:port", "pattern"),
-    *((f"--redis-url={url}", "redis:// or rediss://") for url in ("http://x", "localhost:6379")),
-    ("--redis-url=redis://x:99999", "valid host and port"),
-    *((f"--redis-url=redis://h/0?{x}", "redis_url") for x in ("db=x", "colour=1", "timeout=1")),
+    *(
+        (f"--redis-url={url}", "must be redis://, rediss:// or unix:// with a valid host and port")
+        for url in (
+            *("http://x", "localhost:6379", "redis://x:99999"),
+            *(f"redis://h/0?{option}" for option in ("db=x", "colour=1", "timeout=1")),
+            # Passwords that should have been escaped.
+            *("redis://:s3cr3t/x@h:6379/0", "redis://:s3cr3t?x@h:6379/0"),
+        )
+    ),
     ("--redis-url=rediss://h/0?ssl_cert_reqs=none", "must not switch off checks"),
-    # Passwords that should have been escaped: the test checks that they are not printed.
-    ("--redis-url=redis://:s3cr3t/x@h:6379/0", "valid host and port"),
-    ("--redis-url=redis://:s3cr3t?x@h:6379/0", "valid host and port"),
+    ("--redis-url=rediss://h/0?ssl_ca_certs=/nowhere/ca", "ssl_ca_certs must be a file"),
     *((f"--redis-password-file={p}", "a file that is there") for p in ("/nowhere/p", "/tmp")),
-    ("--redis-ca=/nowhere/ca.pem", "a file that is there"),
     ("--cache-secret-file=/nowhere/secret", "a file that is there"),
     (f"--cache-secret-file={Path(__file__).with_name('__init__.py')}", "32 to 4096 bytes"),
-    (f"--redis-ca={__file__}", "rediss://"),
     ("--default-schedule=soon", "default_schedule"),
     ('--default-schedule={"kind": "soon"}', "'geometric', 'tokens' or 'memory'"),
     ('--default-schedule={"first": 0}', "1 or more"),
@@ -110,7 +112,7 @@ def test_an_invalid_value_is_named_with_the_accepted_range(
     message = capsys.readouterr().err
     assert ended.value.code == 2
     assert flag.removeprefix("--").partition("=")[0].replace("-", "_") in message
-    assert reason in message
+    assert reason in message and "s3cr3t" not in message
 
 
 @pytest.mark.parametrize("settings", [OrchestratorSettings, GeneratorSettings, RewardSettings])
@@ -146,6 +148,14 @@ def test_an_invalid_value_ends_the_process_before_it_serves(
         MAINS[service]()
     assert ended.value.code == 2
     assert f"SPECREJ_{service.upper()}_PORT" in capsys.readouterr().err
+
+
+def test_a_password_of_redis_is_there_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a password file that is not used."""
+    for url in ("redis://:p@h", "redis://h?password=p"):
+        with pytest.raises(SystemExit):
+            load(OrchestratorSettings, [f"--redis-url={url}", f"--redis-password-file={__file__}"])
+        assert "not in both" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:

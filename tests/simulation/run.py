@@ -33,7 +33,7 @@ from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.loop.run import run
-from orchestrator.observe.request_records import RequestRecords
+from orchestrator.observe.requests import RequestRecords
 from specrej import Client, Retries, contracts
 from specrej.client import client as client_module
 from specrej.contracts import CacheControl, Generation, Options

@@ -1,0 +1,360 @@
+"""What is observed of one request: metrics, its span and log line, and its record.
+
+Records are of the last requests: times, rounds and rewards, without texts; bounded in size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from dataclasses import asdict, replace
+from itertools import chain, islice
+from typing import Any
+
+from orchestrator.cache import tenant_digest
+from specrej import telemetry
+from specrej.contracts import (
+    Admitted,
+    Algorithm,
+    AnswerSource,
+    Event,
+    Finished,
+    Generation,
+    GenerationRequest,
+    RecordedRound,
+    RequestRecord,
+    RoundCompleted,
+    RoundTrace,
+)
+from specrej.contracts.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    SpecrejError,
+    is_late,
+)
+from specrej.telemetry import metrics, names
+from specrej.telemetry.traces import Attribute
+
+OK = "OK"
+
+# Sizes are counted in candidates of a round, about 100 bytes each; a round itself counts as this
+# many. The loop bounds the candidates of one request.
+_ROUND_SIZE = 8
+MAX_SIZE = 131_072  # of all records
+# Operation names of OpenTelemetry's conventions for generative AI.
+_CHAT, _COMPLETION = "chat", "text_completion"
+_PHASES = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms", "first_round_ms")
+
+
+def note_request(
+    request: GenerationRequest, request_id: str, tenant: str, *, with_texts: bool
+) -> None:
+    """Note a request that has arrived and may be invalid."""
+    sampling, selection = request.sampling, request.selection
+    telemetry.annotate(
+        {
+            names.REQUEST_ID: request_id,
+            names.OPERATION: _CHAT if request.prompt.messages else _COMPLETION,
+            names.PROVIDER: names.NAMESPACE,
+            names.MAX_TOKENS: sampling.max_tokens,
+            names.TEMPERATURE: sampling.temperature,
+            names.TOP_K: sampling.top_k,
+            names.TOP_P: sampling.top_p,
+            names.CHOICES: selection.n,
+            names.ALGORITHM: selection.algorithm.value,
+            names.SCHEDULE: selection.schedule.kind,
+        }
+    )
+    telemetry.note(
+        id=request_id,
+        tenant=tenant_digest(tenant),
+        n=selection.n,
+        algorithm=selection.algorithm.value,
+        rounds=0,
+    )
+    if with_texts:
+        turns = [asdict(turn) for turn in request.prompt.messages]
+        telemetry.note(prompt=request.prompt.text or json.dumps(turns, ensure_ascii=False))
+
+
+class ObservedRequest:
+    """A request that was planned; times are seconds of `clock`.
+
+    A refresh of a stale answer is observed, too: its rounds and its run count, but it has no span
+    or log line of its own, and no record.
+    """
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        arrived: float,
+        clock: Callable[[], float],
+        *,
+        with_texts: bool = False,
+        is_refresh: bool = False,
+    ) -> None:
+        """`with_texts`: its log line has the answer."""
+        self.size = 0
+        self._outcome = ""  # empty while it runs
+        self._elapsed_ms = 0.0
+        self._record = record
+        self._facts: dict[str, Any] = {}  # fields of the record that are set since
+        self._arrived = arrived
+        self._clock = clock
+        self._rounds: list[RecordedRound] = []
+        self._with_texts = with_texts
+        self._is_refresh = is_refresh
+
+    async def admitted(
+        self, stack: AsyncExitStack, permit: AbstractAsyncContextManager[None]
+    ) -> float:
+        """Wait for a permit, which the stack holds; returns the milliseconds waited."""
+        began, result = self._clock(), "left"
+        self._facts["queued_at_ms"] = self._now_ms()
+        try:
+            with telemetry.span(names.SPAN_QUEUE):
+                await stack.enter_async_context(permit)
+            result = "admitted"
+        except Overloaded:
+            result = "refused"
+            raise
+        finally:
+            waited_s = self._clock() - began
+            metrics.add(names.ADMISSIONS, result=result)
+            metrics.record(names.QUEUE_DURATION, waited_s)
+        self._facts["running_at_ms"] = self._now_ms()
+        return waited_s * 1e3
+
+    def add(self, event: Event) -> None:
+        """Observe an event as it happens."""
+        match event:
+            case Admitted(n, prompt_tokens):
+                self._facts |= {"n": n, "prompt_tokens": prompt_tokens}
+                self._facts["opened_at_ms"] = self._now_ms()
+                self._rounds.clear()  # of a generator that was lost
+                telemetry.note(n=n)
+            case RoundCompleted(trace):
+                self._add_round(self._now_ms() - _duration_ms(trace), trace)
+                metrics.add(names.ROUNDS, ended_by=trace.ended_by.value)
+                telemetry.note(rounds=trace.number)
+            case Finished(generation, source):
+                if source is AnswerSource.RUN:
+                    _count_run(generation, self._record.selection.algorithm)
+                if not self._is_refresh:
+                    _note_answer(generation, source, with_texts=self._with_texts)
+                self._add_answer(generation, source)
+
+    def end(self, outcome: str) -> None:
+        """Record OK or the reason of an error; only the first call counts."""
+        if not self._outcome:
+            self._outcome, self._elapsed_ms = outcome, self._now_ms()
+
+    def read(self) -> RequestRecord:
+        """The record as of now."""
+        elapsed_ms = self._elapsed_ms if self._outcome else self._now_ms()
+        return replace(
+            self._record,
+            rounds=tuple(self._rounds),
+            outcome=self._outcome,
+            elapsed_ms=elapsed_ms,
+            **self._facts,
+        )
+
+    def _add_answer(self, generation: Generation, source: AnswerSource) -> None:
+        if source is not AnswerSource.RUN and generation.rounds:
+            # The rounds of the run that made the answer, which followed each other.
+            first_ms = generation.timings.first_round_ms - _duration_ms(generation.rounds[0])
+            start_ms = max(0.0, first_ms)
+            for trace in generation.rounds:
+                self._add_round(start_ms, trace)
+                start_ms += _duration_ms(trace)
+        self._facts |= {
+            "n": generation.n,
+            "prompt_tokens": generation.usage.prompt_tokens,
+            "source": source,
+            "answer_id": generation.best.id,
+            "score": generation.best.score,
+            "usage": generation.usage,
+            "degradations": generation.degradations,
+            "hurried": generation.hurried,
+        }
+        self.end(OK)
+
+    def _add_round(self, start_ms: float, trace: RoundTrace) -> None:
+        self.size += _ROUND_SIZE + len(trace.candidates)
+        self._rounds.append(RecordedRound(max(0.0, start_ms), trace))
+
+    def _now_ms(self) -> float:
+        return (self._clock() - self._arrived) * 1e3
+
+
+class RequestRecords:
+    """Records of the last `max_requests` requests, running ones included; 0 keeps none."""
+
+    def __init__(
+        self, max_requests: int = 256, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`clock` returns seconds."""
+        self._max_requests = max_requests
+        self._clock = clock
+        # By tenant and id, the oldest first.
+        self._running: dict[tuple[str, str], ObservedRequest] = {}
+        self._ended: dict[tuple[str, str], ObservedRequest] = {}
+        self._ended_size = 0
+
+    def find(self, request_id: str, tenant: str) -> RequestRecord | None:
+        """The record of one of the tenant's requests."""
+        key = tenant, request_id
+        record = self._running.get(key) or self._ended.get(key)
+        return record.read() if record else None
+
+    def latest(self, tenant: str, num_records: int) -> list[RequestRecord]:
+        """The tenant's latest records, without their rounds: running ones, then ended ones."""
+        kept = chain(reversed(self._running.items()), reversed(self._ended.items()))
+        own = (opened for (owner, _), opened in kept if owner == tenant)
+        return [replace(opened.read(), rounds=()) for opened in islice(own, num_records)]
+
+    @contextmanager
+    def observing(
+        self,
+        request_id: str,
+        tenant: str,
+        request: GenerationRequest,
+        *,
+        arrived: float,
+        model: str = "",
+        time_left_s: float | None = None,
+        with_texts: bool = False,
+    ) -> Iterator[ObservedRequest]:
+        """Observe a planned request that arrived at `arrived` on the clock; leaving ends it.
+
+        `time_left_s` was left to its deadline then.
+        """
+        telemetry.annotate(
+            {
+                names.REQUEST_MODEL: model,
+                names.ALPHA: request.selection.alpha,
+                names.REWARDS: [reward.name for reward in request.selection.rewards],
+            }
+        )
+        observed = self._observed(request_id, request, arrived, with_texts=with_texts)
+        key = tenant, request_id
+        self._running[key] = observed
+        self._trim()
+        try:
+            yield observed
+        except BaseException as error:
+            left_s = math.inf if time_left_s is None else arrived + time_left_s - self._clock()
+            observed.end(_reason(error, late=is_late(left_s, time_left_s or 0.0)))
+            raise
+        finally:
+            observed.end(InternalError.reason)  # unless it has ended
+            if self._running.pop(key, None):
+                self._ended[key] = observed
+                self._ended_size += observed.size
+            self._trim()
+
+    def refresh(self, request: GenerationRequest, arrived: float) -> ObservedRequest:
+        """A refresh, of which no record is kept."""
+        return self._observed("", request, arrived, is_refresh=True)
+
+    def _observed(
+        self, request_id: str, request: GenerationRequest, arrived: float, **options: bool
+    ) -> ObservedRequest:
+        max_tokens = request.sampling.max_tokens
+        record = RequestRecord(request_id, time.time(), request.selection, max_tokens)
+        return ObservedRequest(record, arrived, self._clock, **options)
+
+    def _trim(self) -> None:
+        """Drop what exceeds the limits: the oldest first, ended requests before running ones."""
+        while self._ended:
+            num = len(self._running) + len(self._ended)
+            size = sum(record.size for record in self._running.values()) + self._ended_size
+            if num <= self._max_requests and size <= MAX_SIZE:
+                break
+            self._ended_size -= self._ended.pop(next(iter(self._ended))).size
+        while len(self._running) > self._max_requests:
+            del self._running[next(iter(self._running))]
+
+
+def _note_answer(generation: Generation, source: AnswerSource, *, with_texts: bool) -> None:
+    """Note the answer that the caller receives in the request's span and log line."""
+    metrics.add(names.ANSWERS, source=source.value)
+    telemetry.annotate({names.SOURCE: source.value, **_attributes_of(generation)})
+    telemetry.note(source=source.value, **_fields_of(generation))
+    if source is AnswerSource.RUN:
+        timings = generation.timings
+        telemetry.note(**{name: round(getattr(timings, name), 3) for name in _PHASES})
+    if with_texts:
+        telemetry.note(answer=generation.best.text)
+
+
+def _count_run(generation: Generation, algorithm: Algorithm) -> None:
+    """Count the answer of a run; its timings count from the request's arrival."""
+    timings, usage = generation.timings, generation.usage
+    label = {"algorithm": algorithm.value}
+    metrics.record(names.REQUEST_DURATION, timings.total_ms / 1e3, **label)
+    metrics.record(names.FIRST_ROUND, timings.first_round_ms / 1e3, **label)
+    run_s = (timings.total_ms - timings.queue_ms) / 1e3
+    metrics.record(names.TOKEN_DURATION, run_s / max(1, usage.answer_tokens), **label)
+    saved = max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
+    for kind, tokens in (
+        ("prompt", usage.prompt_tokens),
+        ("generated", usage.generated_tokens),
+        ("saved", saved),
+        ("scored", usage.reward_tokens),
+    ):
+        metrics.add(names.TOKENS, tokens, kind=kind)
+    for degradation in generation.degradations:
+        metrics.add(names.DEGRADED, degradation=degradation.value)
+    if generation.hurried:
+        metrics.add(names.HURRIED)
+
+
+def _attributes_of(generation: Generation) -> Mapping[str, Attribute]:
+    usage, best = generation.usage, generation.best
+    return {
+        names.CHOICES: generation.n,
+        names.INPUT_TOKENS: usage.prompt_tokens,
+        names.OUTPUT_TOKENS: usage.generated_tokens,
+        names.FINISH_REASONS: [ranked.finish.value for ranked in generation.candidates],
+        names.NUM_ROUNDS: len(generation.rounds),
+        names.SCORE: best.score,
+        names.DEGRADATIONS: [degradation.value for degradation in generation.degradations],
+        names.WAS_HURRIED: generation.hurried,
+    }
+
+
+def _fields_of(generation: Generation) -> dict[str, int | float | bool]:
+    """An answer's fields in the request's log line."""
+    return {
+        "n": generation.n,
+        "rounds": len(generation.rounds),
+        "generated_tokens": generation.usage.generated_tokens,
+        "answer_tokens": generation.usage.answer_tokens,
+        "score": generation.best.score,
+        "cached": generation.cached,
+        "degraded": generation.degraded,
+        "hurried": generation.hurried,
+        "reduced": generation.reduced,
+    }
+
+
+def _reason(error: BaseException, *, late: bool) -> str:
+    if isinstance(error, SpecrejError):
+        return error.reason
+    # A late call is cancelled by the server, just as by a client that disconnects.
+    is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    if isinstance(error, TimeoutError) or (is_cancelled and late):
+        return DeadlineExceeded.reason
+    return Cancelled.reason if is_cancelled else InternalError.reason
+
+
+def _duration_ms(trace: RoundTrace) -> float:
+    return trace.extend_ms + trace.score_ms + trace.prune_ms
