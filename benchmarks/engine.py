@@ -2,20 +2,16 @@
 
 Figures on the embedded model: decode throughput as a share of the bound that its matrix products
 set; eight sessions at once against the same eight one after another; a step after a long prompt
-against one after a short prompt; decode throughput with a JSON schema against without; peak memory
-of a run in a quarter of the slots it could use; a causal reward that scores growing candidates
-incrementally against from scratch. Compared runs take turns; figures are medians.
+against one after a short prompt; peak memory of a run in a quarter of the slots it could use.
+Compared runs take turns; figures are medians.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,48 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.harness import MODEL, parse_arguments, prompt_ids, report, run_cases, timed
 from generator_service.engine.commands import OpenCommand, PrefixBatch
 from generator_service.engine.engine import Engine
-from generator_service.engine.grammar import CompiledGrammar
 from generator_service.engine.model import CausalLM
-from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
-from reward_service.kinds.classifier import load_classifier
-from reward_service.reward import score_batch
-from reward_service.specs import ClassifierSpec, Resources
-from specrej.contracts import Candidate, JsonSchema, Prompt, RoundEnd, Sampling
+from specrej.contracts import RoundEnd, Sampling
 
-# No text of it ends within a run. As in requests: texts, numbers, choices, nested objects.
-_SCHEMA = {
-    "type": "array",
-    "minItems": 100,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 40},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "status": {"enum": ["active", "retired", "unknown"]},
-            "address": {
-                "type": "object",
-                "properties": {"street": {"type": "string"}, "zip": {"pattern": "^[0-9]{5}$"}},
-                "required": ["street"],
-                "additionalProperties": False,
-            },
-        },
-        "required": ["name", "age", "status"],
-        "additionalProperties": False,
-    },
-}
-_WORDS = "sky blue light red sun air scatters waves short because small eye we see it the"
 _FIGURES = {
     "gemm": ("share_of_bound", "N=128: decode throughput / bound of the products"),
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
-    "structured": ("speed", "N=64: decode throughput with a JSON schema / without"),
-    "scoring": ("speed_up", "reward at 16, 32, 64, 128 tokens: from scratch / incrementally"),
     "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
 }
 
@@ -82,8 +48,6 @@ def main() -> None:
         "gemm": lambda: _gemm(model, rounds),
         "sessions": lambda: _sessions(model, rounds),
         "prompt": lambda: _prompt(model, rounds),
-        "structured": lambda: _structured(model, rounds),
-        "scoring": lambda: _scoring(rounds),
         "memory": _memory_in_own_process,
     }
     results, failed = run_cases({name: measures[name] for name in arguments.only})
@@ -134,13 +98,10 @@ class Sessions:
         prompts: Sequence[Sequence[int]],
         n: int,
         max_tokens: int,
-        grammar: CompiledGrammar | None = None,
     ) -> None:
         self._engine = engine
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=grammar is None)
-        opened = [
-            engine.open(OpenCommand(prompt, n, sampling, 1, grammar=grammar)) for prompt in prompts
-        ]
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        opened = [engine.open(OpenCommand(prompt, n, sampling, 1)) for prompt in prompts]
         for _, future in opened:
             future.result()
         self.ids = [session_id for session_id, _ in opened]
@@ -254,84 +215,6 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) ->
         "ratio": round(long_ms / short_ms, 3),
         "step_ms_after_40": round(short_ms, 1),
         "step_ms_after_512": round(long_ms, 1),
-    }
-
-
-def _structured(
-    model: CausalLM, rounds: int, n: int = 64, new_tokens: int = 64
-) -> dict[str, float]:
-    """Alternate a few steps of a session with a schema, compiled for it, and of one without."""
-    at_once = 4
-    grammars = Text.load(MODEL, model.eos_ids).grammars(model.vocabulary)
-
-    def one_round() -> tuple[float, float]:
-        compiled = grammars.compile(JsonSchema(json.dumps(_SCHEMA)))
-        structured = Sessions(engine, [prompt_ids(40)], n, new_tokens, compiled)
-        plain = Sessions(engine, [prompt_ids(40)], n, new_tokens)
-        structured_s = plain_s = 0.0
-        for _ in range(0, new_tokens, at_once):
-            structured_s += timed(lambda: structured.grow(at_once))
-            plain_s += timed(lambda: plain.grow(at_once))
-        structured.close()
-        plain.close()
-        return structured_s, plain_s
-
-    with _running(model, 2 * n * new_tokens + 40) as engine:
-        structured_s, plain_s, speed = _medians(one_round, rounds)
-    return {
-        "speed": round(speed, 3),
-        "tokens_per_s": round(n * new_tokens / structured_s, 1),
-        "tokens_per_s_without": round(n * new_tokens / plain_s, 1),
-    }
-
-
-def _scoring(rounds: int, n: int = 64) -> dict[str, float]:
-    """A classifier with the embedded backbone and a random head; half of the texts are cut each
-    time. From scratch, every text of a round is scored as a new candidate of a new session."""
-    with tempfile.TemporaryDirectory() as temporary:
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=1)
-        model.save_pretrained(temporary)
-        tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
-        tokenizer.save_pretrained(temporary)
-        spec = ClassifierSpec(name="bt", directory=Path(temporary))
-        reward = load_classifier(spec, Resources(token_budget=2048))
-    whole = [" ".join(random.Random(key).choices(_WORDS.split(), k=400)) for key in range(n)]
-    ids = [tokenizer.encode(text) for text in whole]
-    batches = [
-        [
-            Candidate(key, tokenizer.decode(ids[key][:tokens]), tokens, 0.0)
-            for key in range(n // 2**cuts)
-        ]
-        for cuts, tokens in enumerate((16, 32, 64, 128))
-    ]
-    prompt = Prompt.from_user("Explain to a curious child why the sky is blue, step by step.")
-
-    def score(*, is_incremental: bool) -> list[float]:
-        scores: list[float] = []
-        session = reward.open(prompt)
-        for batch in batches:
-            scores += score_batch(session, reward, batch).values
-            if not is_incremental:
-                reward.free(session)
-                session = reward.open(prompt)
-        reward.free(session)
-        return scores
-
-    incremental, scratch = score(is_incremental=True), score(is_incremental=False)
-    difference = max(abs(a - b) for a, b in zip(incremental, scratch, strict=True))
-    own_s, scratch_s, speed_up = _medians(
-        lambda: (
-            timed(lambda: score(is_incremental=True)),
-            timed(lambda: score(is_incremental=False)),
-        ),
-        rounds,
-    )
-    return {
-        "speed_up": round(speed_up, 3),
-        "incremental_s": round(own_s, 3),
-        "from_scratch_s": round(scratch_s, 3),
-        "largest_difference": difference,
     }
 
 

@@ -76,11 +76,13 @@ class Engine:
             self,
             name=f"{self.name}-verbs",
             kind="SessionVerbs",
+            settings=f"{self.settings}, in a session",
             options={
                 "model": str(model),
                 "engine": "vllm" if self.name == "vllm" else "own",
-                "device": "cpu",
-                "kv_slots": slots,
+                "device": "cuda" if _VLLM_IS_HERE else "cpu",
+                # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
+                "kv_slots": slots + 64 * most,
                 "max_candidates": most,
             },
             environment={
@@ -107,7 +109,7 @@ class Engine:
 
 
 def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[Engine]:
-    """Engines that sample a prompt, ours first.
+    """Engines that sample a prompt, ours first; `-verbs`: in a session of a generator.
 
     `slots` and `context_tokens` are those of the largest request, which has `most` candidates.
     """
@@ -122,31 +124,26 @@ def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[
     home = None if _VLLM_IS_HERE else _VLLM
     environment = _VLLM_ENVIRONMENT if _VLLM_IS_HERE else _VLLM_CPU_ENVIRONMENT
     ours = {"PYTHONPATH": _ROOT}
-    return [
+    engines = [
         Engine("specrej", "Own", "float32", path | {"slots": slots}, None, ours),
         Engine("transformers", "Transformers", "float32, generate()", path),
         Engine("vllm", "VLLM", compiled, vllm, home, environment),
         Engine("llamacpp", "LlamaCpp", packed, llamacpp, _PEERS / "llamacpp"),
     ]
+    sessions = [engines[at].behind_verbs(model, slots, most) for at in (0, 2)]
+    return [*engines, *sessions]
 
 
-def answering(model: Path, port: int, context_tokens: int, most: int) -> list[Engine]:
-    """Engines that answer prompts with at most `most` candidates.
-
-    The first is vLLM's server at `port`, which the other one calls.
-    """
+def answering(model: Path, port: int, context_tokens: int, most: int) -> Engine:
+    """vLLM's server at `port`, which answers prompts with at most `most` candidates."""
     server = {
         "model": str(model),
         "port": port,
         "context_tokens": context_tokens,
         "max_num_seqs": max(_VLLM_ROWS, most),
     }
-    url, direct = {"url": f"http://127.0.0.1:{port}/v1"}, {"NO_PROXY": "127.0.0.1"}
-    served = _VLLM_CPU_ENVIRONMENT | direct
-    return [
-        Engine("vllm", "VLLMServer", "server, n = N", server, _VLLM, served),
-        Engine("its_hub", "ItsHub", "vLLM's server", url, _PEERS / "its_hub", direct),
-    ]
+    environment = _VLLM_CPU_ENVIRONMENT | {"NO_PROXY": "127.0.0.1"}
+    return Engine("vllm", "VLLMServer", "server, n = N", server, _VLLM, environment)
 
 
 class WorkerProcess:

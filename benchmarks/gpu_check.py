@@ -1,14 +1,13 @@
 """Checks the generator on this machine's accelerator: `make gpu-check`.
 
 For machines with CUDA and vLLM. Without CUDA it runs a small model on vLLM's CPU build, which
-tests the checks themselves. It writes gpu-check.json and gpu-check.md:
+tests the checks themselves. It writes gpu-check.json:
 
 * conformance: the generators' tests on vLLM, and on CUDA those of the own engine and of rewards;
 * agreement: tokens and log-probabilities of a small model on both engines, against the own engine
   in float32 on the processor, greedy and drawn;
 * speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the
-  candidates, with random weights in the shape of a model;
-* memory: one request with n = 0 and the memory schedule, its slots by round.
+  candidates, with random weights in the shape of a model.
 
 The bound of a step is the sum over its operators of the longer one of two times: for its bytes at
 the bandwidth of a large copy, and for its operations at the speed of a large product, both measured
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import subprocess
 import sys
 import time
@@ -32,20 +30,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.harness import log, parse_arguments, provenance, report, round_of, timed
-from experiments.models import generation_of
+from benchmarks.harness import log, parse_arguments, provenance, report, timed
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_generator import VLLMGenerator, load_vllm
-from orchestrator.loop.run import run
-from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
-    GenerationRequest,
     Generator,
     Prompt,
     Round,
     Sampling,
-    Schedule,
-    Selection,
     SessionSpec,
 )
 from specrej_models.sizes import ModelSizes
@@ -82,7 +74,7 @@ _PRODUCT_SIZE = 8192 if ON_CUDA else 1024
 
 
 def main() -> None:
-    """Check, and write both files.
+    """Check, and write the file.
 
     Raises:
         SystemExit: with 1 if a test of the suite failed, or the suite did not end.
@@ -93,7 +85,6 @@ def main() -> None:
         n=([16, 64, 256, 1024] if ON_CUDA else [4, 16], "candidates"),
         prompt=(128, "tokens of the prompt"),
         new=(128 if ON_CUDA else 32, "new tokens per candidate"),
-        long=(2048 if ON_CUDA else 512, "new tokens of the request whose N the memory decides"),
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
     )
@@ -103,64 +94,42 @@ def main() -> None:
         (arguments.out / name).mkdir(parents=True, exist_ok=True)
     save_model(arguments.out / _AGREEMENT)
     _save_shape(arguments.out / arguments.shape, SHAPES[arguments.shape])
-    result = Result(arguments.out / "gpu-check.json")
     device = torch.cuda.get_device_name() if ON_CUDA else "cpu"
-    result.add(device=device, shape=arguments.shape, **provenance())
-    result.add(conformance=None if arguments.skip_conformance else _conformance(arguments.out))
-    asyncio.run(_measure(arguments, result))
-    (arguments.out / "gpu-check.md").write_text("\n".join(_page(result)) + "\n")
+    result: dict[str, Any] = {"device": device, "shape": arguments.shape}
+    result["conformance"] = None if arguments.skip_conformance else _conformance(arguments.out)
+    try:
+        asyncio.run(_measure(arguments, result))
+    finally:  # a check that is interrupted keeps its figures
+        text = json.dumps({**result, **provenance()}, indent=2)
+        (arguments.out / "gpu-check.json").write_text(text + "\n")
     headings = ("N", "tokens/s", "of the bound", "step ms", "prune of half, ms")
     report("vLLM behind the session verbs", headings, map(_row, result["speed"]), result)
     sys.exit(bool(result["conformance"] and result["conformance"]["exit_code"]))
 
 
-class Result(dict[str, Any]):
-    """The figures so far, which a file has too: a check that is interrupted keeps them."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self._file = file
-
-    def add(self, **figures: Any) -> None:
-        self.update(figures)
-        self._file.write_text(json.dumps(self, indent=2) + "\n")
-        log(f"{self._file.name}: {', '.join(figures)}")
-
-
 def _conformance(out: Path) -> dict[str, Any]:
-    """The suite's result, and the names of the tests that failed; its output goes to a file."""
+    """pytest's exit code and last lines; all of its output goes to a file."""
     log("conformance: some minutes")
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default"]
     parts = ("generators", "sampling", "cuda")
     files = [f"tests/conformance/test_{part}.py" for part in parts]
-    suite = [*command, *files, "-k", "vllm or cuda"]
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default", *files]
     file = out / "conformance.txt"
     with file.open("w") as stream:
-        code = subprocess.run(
-            suite, stdout=stream, stderr=subprocess.STDOUT, check=False
-        ).returncode
-    return {**summary_of(file.read_text()), "exit_code": code}
+        suite = [*command, "-k", "vllm or cuda"]
+        ended = subprocess.run(suite, stdout=stream, stderr=subprocess.STDOUT, check=False)
+    return {"last_lines": file.read_text().splitlines()[-12:], "exit_code": ended.returncode}
 
 
-def summary_of(output: str) -> dict[str, Any]:
-    """pytest's counts and the tests that failed; libraries may print more behind them."""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    kinds = "passed|failed|skipped|error"
-    counts = re.findall(rf"^=* ?(\d+ (?:{kinds}).*?)[ =]*$", output, re.MULTILINE)
-    return {"summary": (counts or ["pytest did not reach its end"])[-1], "failed": failed}
-
-
-async def _measure(arguments: argparse.Namespace, result: Result) -> None:
+async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     log("agreement with the own engine")
-    result.add(agreement=await _agreement(arguments.out / _AGREEMENT))
+    result["agreement"] = await _agreement(arguments.out / _AGREEMENT)
     settings = GeneratorSettings(
         engine="vllm",
         model=str(arguments.out / arguments.shape),
         max_candidates=max(arguments.n),
         memory_fraction=0.9 if ON_CUDA else 0.2,
         vllm_options={"load_format": "dummy", "enforce_eager": not ON_CUDA} | VLLM_OPTIONS,
-        # Without CUDA few slots, so that the memory decides.
-        kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new) // 2,
+        kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new),
     )
     log(f"loading random weights in the shape of {arguments.shape}")
     generator = load_vllm(settings, None)
@@ -168,16 +137,11 @@ async def _measure(arguments: argparse.Namespace, result: Result) -> None:
         await generator.warm_up()
         config = LlamaConfig(**SHAPES[arguments.shape])
         roofline = Roofline(ModelSizes.of(partial(getattr, config)))
-        result.add(
-            bandwidth_gb_per_s=round(roofline.bytes_per_s / 1e9, 1),
-            product_tflops=round(roofline.flops_per_s / 1e12, 2),
-        )
-        speed: list[dict[str, Any]] = []
+        result["bandwidth_gb_per_s"] = round(roofline.bytes_per_s / 1e9, 1)
+        result["product_tflops"] = round(roofline.flops_per_s / 1e12, 2)
+        result["speed"] = []
         for n in arguments.n:
-            speed.append(await _speed(generator, n, arguments, roofline))
-            result.add(speed=speed)
-        log("a request whose N the memory decides")
-        result.add(memory_run=await _memory(generator, arguments))
+            result["speed"].append(await _speed(generator, n, arguments, roofline))
     finally:
         generator.close()
 
@@ -320,49 +284,9 @@ async def _speed(
     }
 
 
-async def _memory(generator: Generator, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The slots of each round of a request with n = 0 and the memory schedule."""
-    request = GenerationRequest(
-        Prompt(text="y" * (arguments.prompt - 1)),
-        Sampling(arguments.long, seed=1, ignore_eos=True),
-        Selection(n=0, schedule=Schedule("memory", first=arguments.long // 16)),
-    )
-    generation = await generation_of(run(request, generator, LikelihoodScorer()))
-    return {
-        "n": generation.n,
-        "rounds": [
-            round_of(trace) | {"capacity": trace.capacity_slots} for trace in generation.rounds
-        ],
-    }
-
-
 def _row(point: dict[str, Any]) -> Sequence[object]:
     share = f"{point['of_bound']:.0%}"
     return point["n"], point["tokens_per_s"], share, point["step_ms"], point["prune_ms"]
-
-
-def _page(result: dict[str, Any]) -> Iterator[str]:
-    """Lines of Markdown."""
-    yield f"# The generator on {result['device']}\n"
-    yield f"Random weights in the shape of {result['shape']}; torch {result['torch']}. A copy moves"
-    yield f"{result['bandwidth_gb_per_s']} GB/s, a product computes"
-    yield f"{result['product_tflops']} TFLOP/s.\n"
-    if conformance := result["conformance"]:
-        yield f"Conformance: {conformance['summary']}.\n"
-        yield from (f"* {name}" for name in conformance["failed"])
-    for line in result["agreement"]:
-        yield (
-            f"{line['engine']} against the own engine in float32, {line['draws']}:"
-            f" {line['equal']} of {line['candidates']} candidates have equal tokens;"
-            f" log-probabilities differ by at most {line['largest_difference']}.\n"
-        )
-    yield "| N | tokens/s | of the bound | step ms | prune of half, ms |\n|---|---|---|---|---|"
-    yield from (f"| {' | '.join(map(str, _row(point)))} |" for point in result["speed"])
-    yield f"\nThe memory decides: N = {result['memory_run']['n']}.\n"
-    yield "| tokens | ended by | started | live | slots | freed |\n|---|---|---|---|---|---|"
-    for line in result["memory_run"]["rounds"]:
-        names = ("tokens", "ended_by", "started", "live", "slots", "freed")
-        yield f"| {' | '.join(str(line[name]) for name in names)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: arguments, interleaved rounds, the table and the result line."""
+"""Shared by all benchmarks: arguments, cases, the table and the result line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.local.machine import describe_machine
-from specrej.contracts import RoundTrace
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 # Environment variables of services with deterministic toys instead of models.
@@ -74,24 +72,6 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def interleave(
-    runs: Mapping[str, Callable[[], T]], rounds: int, settle_s: float = 0.0
-) -> dict[str, list[T]]:
-    """The results of each run, one per round. All runs take turns in every round.
-
-    One more round before the others warms up; its results are dropped. Before each run comes a
-    pause of `settle_s` seconds.
-    """
-    results: dict[str, list[T]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            time.sleep(settle_s)
-            result = run()
-            if number:
-                results[name].append(result)
-    return results
-
-
 def run_cases(cases: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
     """The results of all cases, and the reasons of those that failed; Ctrl-C ends the rest."""
     results: dict[str, T] = {}
@@ -110,10 +90,6 @@ def run_cases(cases: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[
     return results, failed
 
 
-def medians(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in columns.items()}
-
-
 def rounded(values: Iterable[float], digits: int = 1) -> list[float]:
     """Each value with this number of digits after the point."""
     return [round(value, digits) for value in values]
@@ -125,18 +101,6 @@ def prompt_ids(length: int, number: int = 0) -> list[int]:
     So no engine can reuse the KV of an earlier prompt.
     """
     return [1 + 37 * (position + number) % 40_000 for position in range(length)]
-
-
-def round_of(trace: RoundTrace) -> dict[str, Any]:
-    """A round, with the names of the JSON lines."""
-    return {
-        "tokens": trace.decision_token,
-        "ended_by": trace.ended_by.value,
-        "started": trace.num_started,
-        "live": trace.num_live,
-        "slots": trace.session_slots,
-        "freed": trace.freed_slots,
-    }
 
 
 def log(line: str) -> None:

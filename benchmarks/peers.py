@@ -28,8 +28,8 @@ from benchmarks.harness import (
     rounded,
 )
 
-CASE_VALUES = {"n": (1, 16, 64, 128, 256), "prompt": (40, 512), "new": (64, 256)}
 ENGINES = ["specrej", "transformers", "vllm", "llamacpp"]
+SESSIONS = ["specrej-verbs", "vllm-verbs"]  # of generators
 OURS = "specrej"
 _WARM_UP_TOKENS = 16
 
@@ -157,17 +157,17 @@ def main() -> None:
     arguments = parse_arguments(
         __doc__,
         model=(MODEL, "folder of the weights"),
-        cases=("", 'such as "n=64,prompt=40,new=64;n=128"; a key left out takes all its values'),
-        engines=(ENGINES, "engines to compare"),
+        n=([1, 16, 64, 128], "candidates"),
+        prompt=([40], "tokens of the prompt"),
+        new=([64], "new tokens per candidate"),
+        engines=(ENGINES, f"engines to compare; also {', '.join(SESSIONS)}"),
         rounds=(3, "measured rounds"),
         threads=(len(os.sched_getaffinity(0)), "threads of each engine"),
     )
-    try:
-        cases = parse_cases(arguments.cases)
-    except ValueError as error:
-        sys.exit(f"bench-peers: {error}")
-    if unknown := sorted({*arguments.engines} - {*ENGINES}):
-        sys.exit(f"bench-peers: {unknown[0]}: must be one of {', '.join(ENGINES)}")
+    lengths = itertools.product(arguments.prompt, arguments.new)
+    cases = [Case(n, prompt, new) for prompt, new in lengths for n in arguments.n]
+    if unknown := sorted({*arguments.engines} - {*ENGINES, *SESSIONS}):
+        sys.exit(f"bench-peers: {unknown[0]}: must be one of {', '.join(ENGINES + SESSIONS)}")
     slots = max(case.n * case.new_tokens + case.prompt_tokens for case in cases)
     context_tokens = max(case.prompt_tokens + case.new_tokens for case in cases)
     most = max(case.n for case in cases)
@@ -195,32 +195,6 @@ def main() -> None:
         notes=notes(bench.measurements, specs),
     )
     sys.exit(130 if interrupted else int(not bench.measurements.speeds))
-
-
-def parse_cases(text: str) -> list[Case]:
-    """Distinct cases from `key=value,...;...`; an empty text means all cases.
-
-    Raises:
-        ValueError: the text has another form.
-    """
-    parts = [part for part in text.split(";") if part.strip()] or [""]
-    cases = (Case(*values) for part in parts for values in itertools.product(*_values(part)))
-    return list(dict.fromkeys(cases))
-
-
-def _values(part: str) -> list[Sequence[int]]:
-    """The values of n, prompt and new in one part."""
-    values: dict[str, Sequence[int]] = {}
-    for item in filter(None, map(str.strip, part.split(","))):
-        key, _, value = (word.strip() for word in item.partition("="))
-        if key not in CASE_VALUES:
-            raise ValueError(f'"{item}" in CASES: must be one of n=, prompt=, new=')
-        if key in values:
-            raise ValueError(f'"{part}" in CASES: {key} occurs twice')
-        if not value.isdecimal() or int(value) < 1:
-            raise ValueError(f'"{item}" in CASES: {key} must be a whole number from 1')
-        values[key] = (int(value),)
-    return [values.get(key, defaults) for key, defaults in CASE_VALUES.items()]
 
 
 def as_json(measurements: Measurements, specs: Iterable[Engine]) -> dict[str, Any]:

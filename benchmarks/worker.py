@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+# Of one token each in the usual vocabularies.
+_WORDS = ("the", "of", "and", "to", "in", "is", "that", "for")
 # Rewards of texts, higher is better.
 Score = Callable[[list[str]], list[float]]
 Turns = list[dict[str, str]]
@@ -107,7 +109,7 @@ class Own:
 class SessionVerbs:
     """The own engine or vLLM as a generator; `settings` are those of the generator service."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, threads: int, **settings: Any) -> None:
         from generator_service.settings import GeneratorSettings
 
         self._loop = asyncio.new_event_loop()
@@ -123,29 +125,29 @@ class SessionVerbs:
             self._loop.run_until_complete(self._generator.warm_up())
             self.versions["vllm"] = VERSION
         else:
+            import torch
+
             from generator_service.loading import load_generator
 
+            torch.set_num_threads(threads)
             self._generator = load_generator(parsed)
 
-    def measure(self, n: int, prompt: str, decision_tokens: Sequence[int]) -> float:
-        """Seconds for a session; each decision token but the last halves the candidates."""
-        return self._loop.run_until_complete(self._run(n, prompt, decision_tokens))
+    def measure(self, n: int, prompt_ids: Sequence[int], new_tokens: int) -> float:
+        """Seconds for a session in one round, after a prompt of as many words as there are ids."""
+        prompt = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in prompt_ids)
+        return self._loop.run_until_complete(self._run(n, prompt, new_tokens))
 
-    async def _run(self, n: int, prompt: str, decision_tokens: Sequence[int]) -> float:
-        from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
+    async def _run(self, n: int, prompt: str, new_tokens: int) -> float:
+        from specrej.contracts import Prompt, Sampling, SessionSpec
 
         number = next(self._numbers)
-        sampling = Sampling(max_tokens=decision_tokens[-1], seed=number, ignore_eos=True)
+        sampling = Sampling(max_tokens=new_tokens, seed=number, ignore_eos=True)
         started = time.perf_counter()
         # A salt of its own: each session computes its prompt.
-        spec = SessionSpec(Prompt(text=prompt), n, sampling, decision_tokens[0], str(number))
+        spec = SessionSpec(Prompt(text=prompt), n, sampling, new_tokens, str(number))
         async with self._generator.open(spec) as session:
-            for until in decision_tokens:
-                completed = await session.extend(until)
-                assert completed.ended_by is not RoundEnd.SLOTS_FULL
-                assert [c.num_tokens for c in completed.candidates] == [until] * n
-                n = max(1, n // 2)
-                await session.prune([candidate.id for candidate in completed.candidates[:n]])
+            completed = await session.extend(new_tokens)
+        assert [c.num_tokens for c in completed.candidates] == [new_tokens] * n
         return time.perf_counter() - started
 
 
@@ -284,35 +286,6 @@ class VLLMServer:
                 return True
         except (URLError, TimeoutError):
             return False
-
-
-class ItsHub:
-    """its_hub's Best-of-N against the server at `url`: a request per candidate, without seeds."""
-
-    def __init__(self, url: str, threads: int) -> None:
-        import its_hub
-
-        self._hub = its_hub
-        self.versions = {"its_hub": version("its_hub")}
-        self._model = its_hub.OpenAICompatibleLanguageModel(url, "none", "model", temperature=1.0)
-
-    def answer(
-        self, score: Score, turns: Turns, n: int, max_tokens: int, seed: int
-    ) -> tuple[str, int]:
-        """The best of n by the reward."""
-        from its_hub.api import ChatMessage
-
-        class Reward:
-            """its_hub's `AbstractOutcomeRewardModel`, as far as `BestOfN` calls it."""
-
-            async def ascore(self, conversations: list[list[Any]], **_: Any) -> list[float]:
-                return score([conversation[-1].content for conversation in conversations])
-
-        self._model.max_completion_tokens = max_tokens
-        messages = [ChatMessage.from_dict(turn) for turn in turns]
-        best_of_n = self._hub.BestOfN(Reward(), self._hub.LMOrchestrator(max_concurrency=-1))
-        result = best_of_n.infer(self._model, messages, n, return_response_only=False)
-        return result.the_one["content"], result.usage.completion_tokens
 
 
 class LlamaCpp:

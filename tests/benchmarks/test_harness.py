@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import (
-    interleave,
     parse_arguments,
     prompt_ids,
     report,
     run_cases,
 )
-from benchmarks.vllm_verbs import Case
 
 
 def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,19 +48,6 @@ def test_numbers_of_options_are_above_zero(
     assert "must be above 0" in capsys.readouterr().err
 
 
-def test_runs_take_turns_and_the_first_round_is_dropped() -> None:
-    order: list[str] = []
-    numbers = count()
-
-    def run(name: str) -> int:
-        order.append(name)
-        return next(numbers)
-
-    results = interleave({"a": lambda: run("a"), "b": lambda: run("b")}, rounds=2)
-    assert order == ["a", "b"] * 3
-    assert results == {"a": [2, 4], "b": [3, 5]}
-
-
 @pytest.mark.parametrize(
     ("error", "reason", "finished"),
     [
@@ -95,15 +79,3 @@ def test_last_line_is_one_json_object_with_the_machine(capsys: pytest.CaptureFix
 def test_no_two_prompts_begin_alike() -> None:
     """A prefix cache would save one engine the prompt, and only that one."""
     assert len({prompt_ids(40, number)[0] for number in range(500)}) == 500
-
-
-@pytest.mark.parametrize(
-    ("case", "num_tokens"),
-    [
-        (Case(16, (64,)), 16 * 64),
-        (Case(16, (16, 32, 64)), 16 * 16 + 8 * 16 + 4 * 32),
-        (Case(1, (16, 32)), 32),
-    ],
-)
-def test_tokens_of_rejected_candidates_count_up_to_their_cut(case: Case, num_tokens: int) -> None:
-    assert case.num_tokens == num_tokens

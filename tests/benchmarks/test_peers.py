@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engines import Engine, WorkerError
-from benchmarks.peers import Bench, Case, as_json, notes, parse_cases, table_rows
+from benchmarks.peers import Bench, Case, as_json, notes, table_rows
 
 CASE, OTHER = Case(4, 40, 64), Case(1, 40, 64)
 
@@ -72,35 +72,6 @@ def _measured(*specs: Any, cases: tuple[Case, ...] = (CASE,)) -> Bench:
     for case in cases:
         bench.measure(case)
     return bench
-
-
-@pytest.mark.parametrize(
-    ("text", "cases"),
-    [
-        ("n=64,prompt=40,new=64", [Case(64, 40, 64)]),
-        ("n=64,prompt=40,new=64;n=128, prompt=512, new=8;", [Case(64, 40, 64), Case(128, 512, 8)]),
-        ("n=4,new=8", [Case(4, 40, 8), Case(4, 512, 8)]),
-        ("n=4,new=8,prompt=40;prompt=40,n=4,new=8", [Case(4, 40, 8)]),
-    ],
-)
-def test_cases_may_leave_keys_out(text: str, cases: list[Case]) -> None:
-    assert parse_cases(text) == cases
-    assert len(parse_cases(" ; ")) == 5 * 2 * 2  # no cases are all
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("rows=4", "one of n=, prompt=, new="),
-        ("n", "n must be a whole number from 1"),
-        ("n=0", "n must be a whole number from 1"),
-        ("new=-8", "new must be a whole number from 1"),
-        ("n=4,n=8", "n occurs twice"),
-    ],
-)
-def test_invalid_cases_are_refused_with_the_reason(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        parse_cases(text)
 
 
 def test_every_round_sends_one_new_request_to_all_engines() -> None:
