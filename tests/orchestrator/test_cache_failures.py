@@ -26,7 +26,6 @@ from tests.orchestrator.caching import (
     open_cache,
 )
 from tests.orchestrator.tcp import Answer, hang, reply, scripted
-from tests.serving import turns
 
 MARGIN_S = 10.0  # for a busy machine; a call without a bound would take longer
 LOADING = b"-LOADING Redis is loading the dataset in memory\r\n"
@@ -154,46 +153,12 @@ async def test_a_hanging_server_costs_one_timeout_per_cool_down(cache_events: Ca
         assert (counts["commands"], cache_events.num_failures) == (1, 1)
 
 
-async def test_the_timeout_includes_the_wait_for_a_connection() -> None:
-    """Guards against a timeout around the reply only: with one connection, 20 calls in turn."""
-    async with (
-        scripted(hang) as (url, _),
-        open_cache(url, max_connections=1, timeout_s=1.0) as cache,
-    ):
-        began = time.monotonic()
-        hits = await asyncio.gather(*(cache.get("k") for _ in range(20)))
-        assert hits == [None] * 20
-        assert time.monotonic() - began < 10
-
-
 async def test_failed_calls_are_retried_once() -> None:
     """Guards a connection that Redis closed while it was idle, and against redis-py's own ten
     retries within the timeout."""
     async with scripted(reply(b"", reset=True)) as (url, counts), open_cache(url) as cache:
         assert await cache.get("k") is None
         assert 2 <= counts["commands"] <= 4  # the check of a new connection is a call, too
-
-
-async def test_a_cancelled_release_is_not_swallowed(redis_url: str) -> None:
-    """Guards against a cancelled request that goes on after it has released its lock."""
-    async with open_cache(redis_url) as cache:
-
-        async def request() -> None:
-            async with locked(cache.redis, new_key(), new_flight()):
-                leading.set()
-                await ended.wait()
-                await cache.redis._connections.acquire()  # the release waits for a connection
-            went_on.append(True)
-
-        leading, ended, went_on = asyncio.Event(), asyncio.Event(), list[bool]()
-        cache.redis._connections = asyncio.Semaphore(1)
-        task = asyncio.create_task(request())
-        await leading.wait()
-        ended.set()
-        await turns()
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled() and not went_on
 
 
 async def test_a_callers_deadline_is_not_a_failure_of_redis(

@@ -48,12 +48,6 @@ async def test_the_texts_of_a_round_are_bounded() -> None:
         assert len(texts) == 2
 
 
-async def test_long_texts_are_scored() -> None:
-    """Guards against a request that one long candidate fails, after all of them have grown."""
-    async with world(LongTexts(300_000, FinishReason.STOP)) as service:
-        assert len((await service.answer(small_request(seed=1))).text) == 300_000
-
-
 async def test_a_description_counts_requests_of_the_process(cached_service: World) -> None:
     """Guards against counters of one kind of answer in place of another."""
     service = cached_service

@@ -98,18 +98,6 @@ async def test_a_burst_of_new_tenants_does_not_overtake_what_waits() -> None:
     await requests.finish_all()
 
 
-async def test_tenants_are_equal_again_once_a_permit_was_free() -> None:
-    """Guards a tenant against the tokens that it had before all was idle."""
-    requests = Requests(1, 100)
-    await requests.arrive(2, tenant="old", tokens=1000)
-    await requests.end(0, 1)
-    await requests.arrive(tenant="first")  # 2
-    await requests.arrive(tenant="old")  # 3
-    await requests.arrive(tenant="new")  # 4
-    assert await requests.next() == 3
-    await requests.finish_all()
-
-
 async def test_at_most_twelve_newcomers_pass_a_waiting_tenant() -> None:
     """Guards a tenant that was served against a new tenant per turn: virtual time stands still
     while they are served, so the tenant would wait for ever."""

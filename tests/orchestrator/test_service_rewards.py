@@ -21,12 +21,10 @@ from specrej.contracts import (
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.serving import violations_of
 from tests.world import (
     ALL,
     BATCH,
     Code,
-    HeldGenerator,
     World,
     generation,
     rewards,
@@ -133,15 +131,6 @@ async def test_a_composite_equals_its_rewards() -> None:
     assert {len(ranked.rewards) for ranked in reply.candidates} == {3}
 
 
-async def test_a_composite_hides_a_reward_of_its_name() -> None:
-    composite = Composite("toy", (WeightedReward("other", -1.0),))
-    async with world(composites=[composite]) as service:
-        reply = await service.answer(small_request(selection=ALL | rewards(("toy", 1))))
-        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
-    assert all(ranked.score == -ranked.rewards[0] for ranked in reply.candidates)
-    assert list(described.rewards) == ["toy", "other", "likelihood"]
-
-
 @pytest.mark.parametrize(
     ("default_reward", "described_names"),
     [
@@ -164,18 +153,6 @@ async def test_the_default_reward_is_used_and_described_first(
     assert list(described.rewards) == described_names
 
 
-async def test_a_changed_composite_changes_the_cache_key(redis_url: str) -> None:
-    fingerprints, cached = set(), []
-    for composite in (MIXED, Composite("mixed", MIXED.rewards[:2]), MIXED):
-        generator = HeldGenerator(end_every=29)  # in no other test: entries would be shared
-        async with world(generator, redis_url=redis_url, composites=[composite]) as service:
-            reply = await service.answer(small_request(selection=rewards(("mixed", 1))))
-            fingerprints.add(reply.fingerprints.reward)
-            cached.append(reply.cached)
-    assert cached == [False, False, True]
-    assert len(fingerprints) == 2
-
-
 async def test_raw_scores_are_in_the_callers_order(cached_service: World) -> None:
     """Guards against a cached answer with the values in the order of another request."""
     weights = [("toy", 1.0), ("likelihood", 1.0)]
@@ -196,13 +173,4 @@ async def test_an_unknown_reward_of_a_composite_is_not_found() -> None:
             'unknown reward "nope" of composite "broken"; available: toy, other, broken, likelihood'
         )
         assert error.details() == text
-        assert service.generator.num_opened == 0
-
-
-async def test_a_normalised_composite_is_refused() -> None:
-    normalized = pb.WeightedReward(name="mixed", normalization=BATCH)
-    async with world(composites=[MIXED]) as service:
-        error = await service.refusal(small_request(selection={"rewards": [normalized]}))
-        assert error.code() is Code.INVALID_ARGUMENT
-        assert list(violations_of(error)) == ["selection.rewards[0].normalization"]
         assert service.generator.num_opened == 0

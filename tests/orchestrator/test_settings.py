@@ -209,29 +209,6 @@ def test_the_composites_of_the_manual_are_accepted(
     assert example in " ".join((OrchestratorSettings.__doc__ or "").split())
 
 
-def test_composites_may_share_rewards_but_not_names(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = [json.loads(composites(name=name))[0] for name in ("one", "two")]
-    loaded = load(OrchestratorSettings, ["--composites", json.dumps([one, two])]).composites
-    assert [composite.name for composite in loaded] == ["one", "two"]
-    assert loaded[0].rewards == loaded[1].rewards == (WeightedReward("a"),)
-    with pytest.raises(SystemExit):
-        load(OrchestratorSettings, ["--composites", json.dumps([one, one])])
-    message = capsys.readouterr().err
-    assert "bad setting composites" in message
-    assert "'one'.name must be there once" in message
-
-
-@pytest.mark.parametrize("service", list(MAINS))
-def test_help_names_the_environment_variables(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], service: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [service, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        MAINS[service]()
-    assert ended.value.code == 0
-    assert f"SPECREJ_{service.upper()}_" in capsys.readouterr().out
-
-
 def test_a_token_for_remote_backends_needs_tls(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

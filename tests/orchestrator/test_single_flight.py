@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import traceback
 from collections import Counter
 
@@ -56,29 +55,6 @@ async def test_500_equal_requests_are_one_generation(callers: Callers) -> None:
     (later,) = await start(callers, 1)
     callers.end("another")
     assert await later == "another", "flights are no cache"
-
-
-async def test_different_keys_run_at_the_same_time(callers: Callers) -> None:
-    """Guards against one lock for all keys."""
-    tasks = [asyncio.create_task(callers.request(key)) for key in "abc"]
-    await turns()
-    assert callers.most_running == 3
-    for answer, step in zip("ABC", callers.steps, strict=True):
-        step.set_result(answer)
-    assert await asyncio.gather(*tasks) == ["A", "B", "C"]
-
-
-async def test_a_waiter_that_leaves_disturbs_neither_leader_nor_waiters(callers: Callers) -> None:
-    """Guards against a wait for the leader's own task, and against deadlines that are shared."""
-    leader, cancelled, waiter = await start(callers, 3)
-    cancelled.cancel()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await callers.request()
-    await turns()
-    assert cancelled.cancelled() and not leader.done() and not waiter.done()
-    callers.end("answer")
-    assert (await leader, await waiter) == ("answer", "answer")
 
 
 @pytest.mark.parametrize(
@@ -182,17 +158,6 @@ async def test_a_leader_without_progress_loses_the_lead() -> None:
     second.set_result("answer")
     assert await asyncio.gather(*waiters) == ["answer"] * 3
     assert (len(callers.steps), callers.flights.num_flying) == (2, 0)
-
-
-async def test_a_leader_with_progress_keeps_the_lead() -> None:
-    """Guards long runs against being repeated."""
-    flights: SingleFlight[str] = SingleFlight(lead_s=0.2)
-    began = time.monotonic()
-    async with flights.join("k") as flight:
-        while time.monotonic() - began < 0.6:
-            flight.note_progress()
-            await asyncio.sleep(0)
-        assert not flight.is_lost and flights.num_flying == 1
 
 
 async def test_a_leader_keeps_the_lead_while_it_waits_for_its_turn() -> None:
