@@ -44,8 +44,7 @@ async def packed(pack: Callable[[T], R], value: T) -> R:
 
 async def unpacked(unpack: Callable[[Any], R], stored: object) -> R:
     """`unpack(stored)`; in a thread if it is large, as for `packed`."""
-    parts = stored if isinstance(stored, list) else [stored]
-    size = sum(len(part) for part in parts if isinstance(part, bytes))
+    size = len(stored) if isinstance(stored, bytes) else 0
     return unpack(stored) if size < _LARGE_BYTES else await in_thread(unpack, stored)
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrej.contracts.errors import Overloaded, TooLate
-from specrej.security import Share
 from tests.orchestrator.held_requests import Requests
 from tests.serving import turns, until
 
@@ -122,18 +121,6 @@ async def test_the_expected_wait_follows_the_fair_order() -> None:
     assert "the wait is about 70" in refusal.message
     assert requests.admission.queued == 6
     assert await requests.finish_all() == [None] * 7
-
-
-async def test_a_share_has_its_own_limit() -> None:
-    """Guards against a tenant's limit of the tokens file that is not used, and 0 of no limit."""
-    requests = Requests(10, 10, tenant_tokens=100)
-    admission, small = requests.admission, Share(tokens=20)
-    await requests.arrive(tenant="a", tokens=15, share=small)
-    message = (await requests.refused(tenant="a", tokens=10, share=small)).message
-    assert "15 candidate-tokens of 20 are under way" in message
-    async with admission.enter("a", 1000, None, Share(tokens=0)):
-        assert admission.running == 2
-    await requests.finish_all()
 
 
 async def test_candidate_tokens_of_a_tenant_are_limited() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 import pytest
 from hypothesis import assume, given
@@ -29,16 +28,6 @@ async def test_tenants_share_by_candidate_tokens_in_the_order_of_arrival() -> No
     await requests.arrive(2, tenant="small", tokens=5)  # 7, 8
     await requests.finish_all()
     assert requests.entered == [0, 1, 5, 7, 8, 2, 6, 3, 4]
-
-
-async def test_a_tenant_gets_no_credit_for_its_absence() -> None:
-    """Guards a tenant that was served for long against another's burst: they share from now."""
-    requests = Requests(1, 100)
-    await requests.arrive(5, tenant="old", tokens=10)
-    await requests.end(*range(3))
-    await requests.arrive(3, tenant="new", tokens=10)
-    await requests.finish_all()
-    assert requests.entered == [0, 1, 2, 3, 5, 4, 6, 7]
 
 
 async def test_a_tenant_of_consecutive_large_requests_is_not_served_first() -> None:
@@ -84,17 +73,6 @@ async def test_the_state_of_tenants_that_left_is_dropped(way: str) -> None:
         await turns(2)
         admission = requests.admission
         assert len(admission._tenants) < 200
-    await requests.finish_all()
-
-
-async def test_a_burst_of_new_tenants_does_not_overtake_what_waits() -> None:
-    """Guards the second request of a tenant against 999 tenants that come after it."""
-    requests = Requests(1, 2000)
-    await requests.arrive(2, tenant="old", tokens=10)
-    for number in range(999):
-        requests.start(f"new {number}", 10)
-    await turns()
-    assert await requests.next() == 1
     await requests.finish_all()
 
 
@@ -175,20 +153,6 @@ def _check_shares(
                 for other in range(one):
                     allowed = largest[one] + (0 if is_equal else largest[other])
                     assert abs(served[one] - served[other]) <= allowed + 1e-6
-
-
-async def test_weights_apply_at_once() -> None:
-    """Guards a weight that changes while its tenant waits: from 1 to 1 it goes to 3 to 1."""
-    requests = Requests(1, 100)
-    await requests.arrive(tenant="first")
-    for _ in range(12):
-        await requests.arrive(tenant="a")
-        await requests.arrive(tenant="b")
-    tenants = ["first", *"ab" * 12, "a"]
-    assert [tenants[await requests.next()] for _ in range(4)] == list("abab")
-    await requests.arrive(tenant="a", share=Share(weight=3))
-    assert Counter([tenants[await requests.next()] for _ in range(8)]) == {"a": 6, "b": 2}
-    await requests.finish_all()
 
 
 async def test_the_heaviest_tenants_are_few_and_have_requests() -> None:

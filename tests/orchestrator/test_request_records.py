@@ -190,26 +190,6 @@ async def test_a_record_has_the_totals_of_the_answer_and_no_texts(service: World
     assert not any(text in repr(record) for text in ("secret", "stop-text", reply.text))
 
 
-async def test_a_running_request_has_a_record(service: World) -> None:
-    """Guards against records that appear only at the end."""
-    gates = service.generator.gates
-    gates["prune"].shut()
-    call = service.stub.GenerateStream(pb.GenerateStreamRequest(request=small_request()))
-    request_id = (await call.read()).admitted.request_id
-    await until(lambda: gates["prune"].held == 1)
-    before = await record_of(service, request_id)
-    gates["extend"].shut()
-    gates["prune"].open()
-    await call.read()
-    after = await record_of(service, request_id)
-    assert (before.outcome, before.n, len(before.rounds)) == ("", 12, 0)
-    assert (after.outcome, len(after.rounds)) == ("", 1)
-    call.cancel()
-    gates["extend"].open()
-    await until(lambda: service.is_idle)
-    assert (await record_of(service, request_id)).outcome == "CANCELLED"
-
-
 async def test_a_record_has_the_source_of_the_answer(cached_service: World) -> None:
     """Guards against a cached answer recorded as a run."""
     service, gate = cached_service, cached_service.generator.gates["open"]

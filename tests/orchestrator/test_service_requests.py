@@ -20,8 +20,8 @@ from specrej.contracts.errors import InvalidRequest
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
-from tests.serving import failure_of, reason_of, violations_of
-from tests.world import BOUND_S, SERVICE, Code, HeldGenerator, World, rewards, small_request, world
+from tests.serving import reason_of, violations_of
+from tests.world import Code, HeldGenerator, World, rewards, small_request, world
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
@@ -112,11 +112,6 @@ async def test_unknown_fields_are_ignored(service: World) -> None:
     newer = pb.GenerateRequest.FromString(small_request().SerializeToString() + unknown_field)
     assert newer.SerializeToString().endswith(unknown_field)
     assert (await service.answer(newer)).text
-
-
-async def test_an_unknown_method_is_unimplemented(service: World) -> None:
-    call: Any = service.channel.unary_unary(f"/{SERVICE}/Guess")
-    assert (await failure_of(call(b"", timeout=BOUND_S))).code() is Code.UNIMPLEMENTED
 
 
 async def test_an_adapter_is_named_as_the_model(cached_service: World) -> None:

@@ -86,15 +86,6 @@ async def test_a_leader_that_leaves_hands_over(
     assert (len(callers.steps), callers.flights.num_flying) == (2, 0)
 
 
-async def test_a_leader_that_does_not_land_hands_over(callers: Callers) -> None:
-    """Guards against waiters that wait for ever for a result that is not shared (degraded)."""
-    leader, waiter = await start(callers, 2)
-    callers.end("")
-    await turns()
-    callers.end("answer")
-    assert (await leader, await waiter) == ("", "answer")
-
-
 async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_took() -> None:
     """Guards against errors of equal requests with one deadline, where one has used all the time;
     a caller with more time gets a better answer."""
