@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import cached_property, partial
-from importlib.metadata import version
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -53,7 +51,6 @@ _MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metada
 _READ_S = 10.0  # for records and descriptions
 _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
 _CLIENT_LEFT = 499  # nginx's number
-_BEARER = {"token": {"type": "http", "scheme": "bearer"}}
 # Headers of replies that pages of other origins may read.
 _SHOWN_HEADERS = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms")
 
@@ -86,13 +83,11 @@ class Gateway:
             "GET /v1/specrej/describe": self.describe,
             "GET /healthz": self.health,
             "GET /readyz": self.readiness,
-            "GET /openapi.json": self.document,
             "GET /": self.page,
             "GET /page/{name}": self.page_file,
         }
         if self._settings.serves_metrics:
             handlers["GET /metrics"] = self.metrics
-        self._handlers = handlers
         routes: list[Route] = []
         others: list[Route] = []
         for key, handler in handlers.items():
@@ -296,46 +291,7 @@ class Gateway:
         return Response(self._exposition(), media_type="text/plain; version=0.0.4")
 
     async def nowhere(self, http: HTTPRequest) -> Response:
-        raise HTTPError(404, "no such route: /openapi.json lists them", "not_found")
-
-    async def document(self, http: HTTPRequest) -> Response:
-        """This document."""
-        return JSONResponse(self._document)
-
-    @cached_property
-    def _document(self) -> JSON:
-        kinds: dict[Handler, type[Request]] = {
-            self.chat: ChatRequest,
-            self.stream: ChatRequest,
-            self.complete: CompletionRequest,
-        }
-        paths: dict[str, JSON] = {}
-        schemas: JSON = {}
-        for key, handler in self._handlers.items():
-            method, path = key.lower().split()
-            answers = {
-                "default": {"description": "JSON, or server-sent events; see docs/gateway.md"}
-            }
-            operation: JSON = {"summary": handler.__doc__, "responses": answers}
-            if kind := kinds.get(handler):
-                schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-                schemas |= schema.pop("$defs")
-                operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-            path = path.replace(":path", "")
-            if names := re.findall(r"{(\w+)}", path):
-                of_path = {"in": "path", "required": True, "schema": {"type": "string"}}
-                operation["parameters"] = [{"name": name, **of_path} for name in names]
-            paths[path] = {method: operation}
-        about = {"title": "specrej gateway", "version": version("specrej")}
-        components = {"schemas": schemas, "securitySchemes": _BEARER}
-        with_or_without_token: list[JSON] = [{}, {"token": []}]
-        return {
-            "openapi": "3.1.0",
-            "info": about,
-            "paths": paths,
-            "components": components,
-            "security": with_or_without_token,
-        }
+        raise HTTPError(404, "unknown route", "not_found")
 
 
 async def _wrong_method(method: str, http: HTTPRequest) -> Response:
