@@ -158,24 +158,83 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version("specrej"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_generate, _add_score, _add_describe, _add_trace, _add_health, _add_token):
-        add(commands)
+
+    def add(name: str, run: _Command, text: str) -> argparse.ArgumentParser:
+        """Add a command; `text` is its description, and its first sentence the help text."""
+        summary = text.partition(".")[0]
+        added: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
+        added.set_defaults(command=run)
+        return added
+
+    command = add("generate", _generate, "Answer PROMPT with the best of many candidates.")
+    command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
+    command.add_argument("--system", default="", help="a system turn before the prompt")
+    add_options(command.add_argument_group("request"))
+    _add_call(command, 300.0)
+
+    command = add("score", _score, "Score RESPONSEs to a prompt; higher is better.")
+    command.add_argument("responses", metavar="RESPONSE", nargs="+")
+    command.add_argument("--prompt", required=True, help="the prompt; - reads it from stdin")
+    command.add_argument("--reward", default="", help="the reward's name; empty: the default")
+    command.add_argument(
+        "--unfinished", action="store_true", help="the responses are beginnings of answers"
+    )
+    _add_call(command, 60.0, "SPECREJ_REWARD_ADDRESS", "127.0.0.1:50052")
+
+    _add_call(add("describe", _describe, "Show models, rewards, limits and load."), 10.0)
+
+    text = """Show the phases of a REQUEST, its rounds and its candidates' rewards. The orchestrator
+        keeps records of its latest requests, running ones included; see kept_records in
+        python -m orchestrator --help."""
+    command = add("trace", _trace, text)
+    command.add_argument("request", metavar="REQUEST", help="its id, as generate prints it")
+    _add_call(command, 10.0)
+
+    text = "Check a service's health: exit code 0 if it is SERVING, else 1."
+    command = add("health", _health, text)
+    command.add_argument("address", metavar="HOST:PORT", help="any of the services")
+    command.add_argument(
+        "--service", default="", help="a service's name, or liveness; empty: readiness"
+    )
+    command.add_argument("--timeout", type=_seconds, default=5.0, help="maximum seconds to wait")
+    add_credentials(command)
+
+    text = """Make a token for TENANT. The token is printed to stdout and not stored. Its line for a
+        tokens file, with only its SHA-256, goes to stderr or is appended to a file:
+        specrej token acme --append tokens.jsonl > acme.token. With --revoke, make none, and remove
+        all of the tenant's lines from a file."""
+    command = add("token", _token, text)
+    command.add_argument("tenant", metavar="TENANT", help="the tenant that the token identifies")
+    command.add_argument(
+        "--role",
+        type=Role,
+        action="append",
+        choices=list(Role),
+        help="what the token permits; repeatable: generate (the default), gateway (generate for the"
+        " tenants that the metadata specrej-tenant names) or admin (describe only)",
+    )
+    command.add_argument(
+        "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
+    )
+    files = command.add_mutually_exclusive_group()
+    for flag, text in (
+        ("--append", "append the line to this tokens file instead"),
+        ("--revoke", "remove the tenant's lines from this tokens file"),
+    ):
+        files.add_argument(flag, type=Path, metavar="FILE", help=text)
+
     for name, (_, _, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
 
-def _add(commands: Any, name: str, run: _Command, text: str) -> argparse.ArgumentParser:
-    """Add a command; `text` is its description, and its first sentence the help text."""
-    summary = text.partition(".")[0]
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _add_call(parser: argparse.ArgumentParser, address: str, timeout_s: float) -> None:
-    """Add the flags of a call to the service at `address`, "variable=default"."""
-    variable, _, default = address.partition("=")
+def _add_call(
+    parser: argparse.ArgumentParser,
+    timeout_s: float,
+    variable: str = "SPECREJ_ADDRESS",
+    default: str = "127.0.0.1:50050",
+) -> None:
+    """Add the flags of a call to the service whose address is in `variable`, else `default`."""
     parser.add_argument(
         "--address",
         default=os.environ.get(variable) or default,
@@ -189,10 +248,6 @@ def _add_call(parser: argparse.ArgumentParser, address: str, timeout_s: float) -
     add_credentials(parser)
 
 
-_ORCHESTRATOR = "SPECREJ_ADDRESS=127.0.0.1:50050"
-_REWARD = "SPECREJ_REWARD_ADDRESS=127.0.0.1:50052"
-
-
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not seconds >= 0:
@@ -202,16 +257,6 @@ def _seconds(text: str) -> float:
 
 def _client(given: argparse.Namespace) -> Client:
     return Client(given.address, timeout_s=given.timeout, **credentials_of(given))
-
-
-def _add_generate(commands: Any) -> None:
-    parser = _add(
-        commands, "generate", _generate, "Answer PROMPT with the best of many candidates."
-    )
-    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
-    parser.add_argument("--system", default="", help="a system turn before the prompt")
-    add_options(parser.add_argument_group("request"))
-    _add_call(parser, _ORCHESTRATOR, 300.0)
 
 
 async def _generate(given: argparse.Namespace) -> None:
@@ -238,11 +283,6 @@ def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def _add_describe(commands: Any) -> None:
-    parser = _add(commands, "describe", _describe, "Show models, rewards, limits and load.")
-    _add_call(parser, _ORCHESTRATOR, 10.0)
-
-
 async def _describe(given: argparse.Namespace) -> None:
     async with _client(given) as client:
         description = await client.describe()
@@ -251,15 +291,6 @@ async def _describe(given: argparse.Namespace) -> None:
         return
     for name, value in _facts(description).items():
         print(f"{name:<12}  {value}")
-
-
-def _add_trace(commands: Any) -> None:
-    text = """Show the phases of a REQUEST, its rounds and its candidates' rewards. The orchestrator
-        keeps records of its latest requests, running ones included; see kept_records in
-        python -m orchestrator --help."""
-    parser = _add(commands, "trace", _trace, text)
-    parser.add_argument("request", metavar="REQUEST", help="its id, as generate prints it")
-    _add_call(parser, _ORCHESTRATOR, 10.0)
 
 
 async def _trace(given: argparse.Namespace) -> None:
@@ -273,17 +304,6 @@ async def _trace(given: argparse.Namespace) -> None:
         Console().print(view.drawing(record))
     else:
         print(*view.record_lines(record), sep="\n")
-
-
-def _add_score(commands: Any) -> None:
-    parser = _add(commands, "score", _score, "Score RESPONSEs to a prompt; higher is better.")
-    parser.add_argument("responses", metavar="RESPONSE", nargs="+")
-    parser.add_argument("--prompt", required=True, help="the prompt; - reads it from stdin")
-    parser.add_argument("--reward", default="", help="the reward's name; empty: the default")
-    parser.add_argument(
-        "--unfinished", action="store_true", help="the responses are beginnings of answers"
-    )
-    _add_call(parser, _REWARD, 60.0)
 
 
 async def _score(given: argparse.Namespace) -> None:
@@ -300,17 +320,6 @@ async def _score(given: argparse.Namespace) -> None:
         return
     for value, response in zip(scores.values, given.responses, strict=True):
         print(f"{value:8.4f}  {' '.join(response.split())}")
-
-
-def _add_health(commands: Any) -> None:
-    text = "Check a service's health: exit code 0 if it is SERVING, else 1."
-    parser = _add(commands, "health", _health, text)
-    parser.add_argument("address", metavar="HOST:PORT", help="any of the services")
-    parser.add_argument(
-        "--service", default="", help="a service's name, or liveness; empty: readiness"
-    )
-    parser.add_argument("--timeout", type=_seconds, default=5.0, help="maximum seconds to wait")
-    add_credentials(parser)
 
 
 def _health(given: argparse.Namespace) -> None:
@@ -335,41 +344,17 @@ def _health(given: argparse.Namespace) -> None:
         _fail(state)
 
 
-def _add_token(commands: Any) -> None:
-    text = """Make a token for TENANT. The token is printed to stdout and not stored. Its line for a
-        tokens file, with only its SHA-256, goes to stderr or is appended to a file:
-        specrej token acme --append tokens.jsonl > acme.token. With --revoke, make none, and remove
-        all of the tenant's lines from a file."""
-    parser = _add(commands, "token", _token, text)
-    parser.add_argument("tenant", metavar="TENANT", help="the tenant that the token identifies")
-    parser.add_argument(
-        "--role",
-        type=Role,
-        action="append",
-        choices=list(Role),
-        help="what the token permits; repeatable: generate (the default), gateway (generate for the"
-        " tenants that the metadata specrej-tenant names) or admin (describe only)",
-    )
-    parser.add_argument(
-        "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
-    )
-    files = parser.add_mutually_exclusive_group()
-    files.add_argument(
-        "--append", type=Path, metavar="FILE", help="append the line to this tokens file instead"
-    )
-    files.add_argument(
-        "--revoke",
-        type=Path,
-        metavar="FILE",
-        help="remove the tenant's lines from this tokens file",
-    )
-
-
 def _token(given: argparse.Namespace) -> None:
     if not given.tenant:
         _fail("TENANT must not be empty", 2)
     if given.revoke is not None:
-        _revoke(given.revoke, given.tenant)
+        try:
+            num_removed = revoke(given.revoke, given.tenant)
+        except (OSError, ValueError) as error:
+            _fail(str(error))
+        if not num_removed:
+            _fail(f"{given.revoke} has no token of {given.tenant}")
+        note(f"{num_removed} tokens of {given.tenant} removed from {given.revoke}")
         return
     if given.expires:
         try:
@@ -385,16 +370,6 @@ def _token(given: argparse.Namespace) -> None:
         except OSError as error:
             _fail(str(error))
     print(made)
-
-
-def _revoke(path: Path, tenant: str) -> None:
-    try:
-        number = revoke(path, tenant)
-    except (OSError, ValueError) as error:
-        _fail(str(error))
-    if not number:
-        _fail(f"{path} has no token of {tenant}")
-    note(f"{number} tokens of {tenant} removed from {path}")
 
 
 def _stdin() -> str:
