@@ -124,8 +124,7 @@ async def streamed(
 
 
 async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
-    """All spans of the request's trace, once the root, those of all services and that of its
-    record, which is stored in the background, have arrived."""
+    """All spans of the request's trace, once the root and those of all services have arrived."""
     collector = service.collector
     spans: list[Seen] = []
 
@@ -134,9 +133,8 @@ async def whole_trace(service: Observed, method: str, request_id: str) -> list[S
         ids = {s.span.trace_id for s in servers if s.attributes.get(names.REQUEST_ID) == request_id}
         spans[:] = [seen for trace_id in ids for seen in collector.trace(trace_id)]
         services = {seen.service for seen in spans if seen.span.kind == SERVER}
-        has_record = any(seen.name == names.cache_span("record") for seen in spans)
         has_root = any(not seen.span.parent_span_id for seen in spans)
-        return services >= set(SERVICES) and has_root and has_record
+        return services >= set(SERVICES) and has_root
 
     await until(is_whole)
     return spans
