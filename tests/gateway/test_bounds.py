@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h11
 import pytest
 
 from gateway import connection
@@ -192,34 +191,6 @@ async def test_an_idle_connection_makes_room(
         check.leave()
 
 
-async def test_a_body_after_its_answer_leaves_the_connection_idle(address: str) -> None:
-    """Guards against idle connections that end as late, after `header_s`."""
-    async with gateway_at(address) as server:
-        head, _, body = request(CHAT, BODY).replace(b"/json", b"/plain").partition(b"\r\n\r\n")
-        client = await Connection.open(server.port, head + b"\r\n\r\n")
-        assert (await client.response())[0] == 415
-        served = only_connection(server)
-        client.writer.write(body[:9])
-        await until(lambda: served._end_timer is not None)
-        client.writer.write(body[9:])
-        await until(lambda: served.conn.their_state is h11.IDLE)
-        assert served.timeout_keep_alive_task and not served._end_timer
-        client.writer.write(request(CHAT, BODY))
-        assert (await client.response())[0] == 200
-        client.leave()
-
-
-async def test_a_reset_of_an_idle_connection_leaves_no_timer(address: str) -> None:
-    """Guards against a refusal that is counted a minute after the client has left."""
-    async with gateway_at(address) as server:
-        client = await Connection.open(server.port, MODELS + b"\r\n")
-        assert (await client.response())[0] == 200
-        served = only_connection(server)
-        client.reset()
-        await until(lambda: connections(server) == 0)
-        assert not served.timeout_keep_alive_task and not served._end_timer
-
-
 class Silent(FakeOrchestrator):
     """Never answers Describe."""
 
@@ -333,24 +304,6 @@ async def test_a_stopping_gateway_waits_for_readers(
         body = await client.read_all(60)
         assert b"content-length: %d\r\n" % len(body) in head
         await stopping
-
-
-async def test_a_stream_that_is_written_is_no_unread_reply(
-    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against the end of a stream whose client reads: what is unsent may grow meanwhile."""
-    orchestrator.hangs = True
-    async with gateway_at(address) as server:
-        client = await Connection.open(server.port, request(CHAT, STREAM))
-        await orchestrator.received.wait()
-        served = only_connection(server)
-        monkeypatch.setattr(served, "_num_unsent", lambda: 6000)
-        served._await_reader(5000)
-        assert served._reader_timer and not served.transport.is_closing()
-        served.pause_writing()
-        served._await_reader(5000)
-        assert served.transport.is_closing()
-        client.leave()
 
 
 @pytest.mark.parametrize("is_tls", [False, True])

@@ -105,17 +105,6 @@ async def test_a_client_that_sends_no_more_has_left(stack: Stack) -> None:
     assert await num_answers(stack) == before
 
 
-async def test_a_gateway_that_is_killed_leaves_nothing(stack: Stack) -> None:
-    before = await num_answers(stack)
-    connection = await Connection.open(stack.ports.gateway, request(CHAT, STREAM))
-    await until_running(stack)
-    os.kill(stack.processes["gateway"], signal.SIGKILL)
-    await until(lambda: all_free(stack))
-    connection.leave()
-    await stack.restart("gateway")
-    assert await num_answers(stack) == before
-
-
 async def test_a_killed_orchestrator_is_an_error_event(stack: Stack) -> None:
     """Guards against a stream that goes silent, or ends as if it were complete."""
     connection = await Connection.open(

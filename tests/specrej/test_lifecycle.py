@@ -79,19 +79,6 @@ async def test_health_follows_the_heartbeat(caplog: pytest.LogCaptureFixture) ->
     assert [r.levelname for r in caplog.records if "serving" in r.message][-2:] == ["ERROR", "INFO"]
 
 
-async def test_the_delay_of_the_event_loop_is_measured() -> None:
-    """Guards against a blocked event loop that no metric shows."""
-    server = Server(ServiceSettings(), [])
-
-    def has_lagged() -> bool:
-        time.sleep(0.05)  # blocks the loop, between two measurements at the latest
-        exported = [lag_s for _ in range(2) for lag_s, _ in server._gauges._event_loop_lag()]
-        return min(exported) > 0.02  # a second exporter has it, too
-
-    async with running(server):
-        await until(has_lagged)
-
-
 async def test_an_ended_compute_thread_ends_the_process() -> None:
     """Guards against a process without its engine that is never restarted."""
     age_s = [0.0]

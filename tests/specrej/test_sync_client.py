@@ -115,24 +115,6 @@ async def test_values_are_those_of_the_client(address: str, orchestrator: FakeOr
     assert not [t for t in threading.enumerate() if t.name == "specrej-client"]
 
 
-async def test_leaving_a_stream_cancels_the_call(
-    address: str, orchestrator: FakeOrchestrator
-) -> None:
-    """Guards against candidates that grow after the end of their call."""
-    orchestrator.hangs = True
-
-    def first_event(client: SyncClient) -> object:
-        events = client.stream("why?")
-        event = next(events)
-        events.close()
-        return event
-
-    with await asyncio.to_thread(SyncClient, address) as client:
-        assert await asyncio.to_thread(first_event, client) == EVENTS[0]
-        await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
-        await asyncio.to_thread(client.close)
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_closing_ends_calls_of_other_threads(
     address: str, orchestrator: FakeOrchestrator, streamed: bool

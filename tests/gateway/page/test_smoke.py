@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -49,26 +48,7 @@ async def test_lanes_are_those_of_the_response(fresh: Window, client: Client) ->
     assert usage and await fresh.text("#live .made") == f"{usage.generated_tokens:,}"
     saved = 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate
     assert await fresh.text("#live .saved") == f"{round(100 * saved)} %"
-    await check_ends(fresh, record)
     await check_card(fresh, record)
-
-
-async def check_ends(fresh: Window, record: RequestRecord) -> None:
-    """No cut is drawn at another decision token."""
-    ends = {c.id: c.num_tokens for done in record.rounds for c in done.trace.candidates}
-    await fresh.until("document.querySelector('#live [data-fate=winner] .mark')")
-    await fresh.frames(60)
-    drawn = await fresh.js(
-        """
-        const [ends] = arguments, lanes = document.querySelector('#live specrej-lanes');
-        return [...lanes.querySelectorAll('.lane')].map((lane) => {
-          const bar = [...lane.querySelectorAll('.bar')].at(-1);
-          const end = Number(bar.getAttribute('x')) + Number(bar.getAttribute('width'));
-          return end - lanes.x(ends[lane.dataset.candidate]);
-        });""",
-        ends,
-    )
-    assert len(drawn) == 24 and all(abs(distance) < 0.6 for distance in drawn)
 
 
 async def check_card(fresh: Window, record: RequestRecord) -> None:
@@ -108,32 +88,6 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     await until_slots_are_free(stack.generator_address, bound_s=10)
     await fresh.until("document.getElementById('stop').disabled")
     assert await fresh.text("#live .said") == "The request was stopped."
-
-
-async def test_forks_grow_out_of_their_parents(fresh: Window, client: Client) -> None:
-    """Guards against forks without a lane, or without the line to their parent."""
-    await fresh.run(**SEEDED, algorithm="branching", width=12, keep=3)
-    assert await fresh.ended() == "finished"
-    forks = [fork for done in (await record_of(fresh, client)).rounds for fork in done.trace.forks]
-    fates = await fresh.fates()
-    assert forks and {fork.id for fork in forks} <= fates.keys()
-    await fresh.frames(60)
-    joined = await fresh.js(
-        """
-        const lanes = [...document.querySelectorAll('#live .lane')];
-        return lanes.map((lane) => {
-          const path = lane.querySelector('.fork').getAttribute('d');
-          return [Number(lane.dataset.candidate), path];
-        }).filter(([, path]) => path);"""
-    )
-    assert {candidate for candidate, _ in joined} == {fork.id for fork in forks}
-    rows = {lane["id"]: lane["row"] for lane in (await fresh.state())["lanes"]}
-    height = await fresh.js("return document.querySelector('#live specrej-lanes').row")
-    parents = {fork.id: fork.parent_id for fork in forks}
-    for candidate, path in joined:
-        numbers = [float(number) for number in re.findall(r"-?[\d.]+", path)]
-        away = height * (rows[candidate] - rows[parents[candidate]])
-        assert numbers[-1] - numbers[1] == pytest.approx(away, abs=0.01), candidate
 
 
 async def test_the_same_by_best_of_n_runs_beside_it(fresh: Window, client: Client) -> None:
