@@ -6,6 +6,7 @@ tests/conformance has them in every generator.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import signal
@@ -224,6 +225,21 @@ def test_work_without_end_is_refused(output: StructuredOutput) -> None:
     refusal(output)
     assert time.monotonic() - began < 60
     assert next_of(matchers(Regex("abc")), [])[0] == {*tokens("a")}
+
+
+def chained(depth: int) -> Grammar:
+    """References one behind another, which are compiled recursively."""
+    names = ["".join(chr(65 + n // 26**k % 26) for k in (2, 1, 0)) for n in range(depth)]
+    rest = "\n".join(f"{one}:{other}" for one, other in itertools.pairwise(names))
+    return Grammar(f'start:{names[0]}\n{rest}\n{names[-1]}:"a"')
+
+
+def test_what_a_trial_accepts_needs_half_of_a_threads_stack() -> None:
+    """Guards the service against an overflow, when it compiles what the trial process could."""
+    assert next_of(matchers(chained(1000)), [])[0] == {*tokens("a")}
+    path, description = refusal(chained(3000))
+    assert path == "sampling.structured_output.grammar.lark"
+    assert "too much time or memory" in description
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
