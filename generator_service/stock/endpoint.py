@@ -233,7 +233,7 @@ class EndpointGenerator:
             if not isinstance(response, str) and response.status_code == 200:
                 return self._read(candidate_id, response.content, seconds)
             failure, left_s = _failure(response, attempt), time_left_s()
-            delay_s = failure.retry_after_s
+            delay_s = failure.retry_after_s or 0.0
             longest_s = _MAX_DELAY_S if left_s is None else left_s
             if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
                 raise failure
