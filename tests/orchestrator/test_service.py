@@ -22,7 +22,7 @@ from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.serving import until
 from tests.specrej import fakes
-from tests.world import PROMPT, World, generation, small_request, world
+from tests.world import BOUND_S, PROMPT, World, generation, small_request, world
 
 
 async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: World) -> None:
@@ -125,6 +125,22 @@ async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
                 await until(lambda: gate.held > 1)
         gate.open()
         assert sorted([(await reply).cached for reply in running]) == [False, True]
+
+
+async def test_a_run_knows_the_deadline_of_its_caller(
+    service: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against cuts that no deadline shapes."""
+    generate, left_s = service.orchestrator.generate, list[float]()
+
+    async def noted(*arguments: Any, **options: Any) -> None:
+        left_s.append(options["time_left_s"])
+        await generate(*arguments, **options)
+
+    monkeypatch.setattr(service.orchestrator, "generate", noted)
+    for stream in (False, True):
+        await service.answer(small_request(), stream=stream)
+    assert all(0 < time_s <= BOUND_S + 1 for time_s in left_s) and len(left_s) == 2
 
 
 async def test_events_of_a_stream_keep_their_order() -> None:
