@@ -8,8 +8,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as TextTable
 
 from experiments import branching as branchings
 from experiments import collect as collecting
 from experiments.json_lines import Line
 from experiments.models import Models, in_process, remote
-from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
+from experiments.prompts import DEFAULT_PROMPTS, read_prompts
 from experiments.replay import Replayer, Setting
 from experiments.settings import Settings, default_grid
 from experiments.statistics import Estimate, kendall, mean, shown
@@ -71,11 +70,6 @@ def main() -> None:
     replay.add_argument("--schedule", type=parse_schedule, default=parse_schedule("geometric:16,2"))
     replay.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
     replay.add_argument(
-        "--snap",
-        action="store_true",
-        help="where full slots end a round off the grid, end it at the position before",
-    )
-    replay.add_argument(
         "--reward-alone", action="store_true", help="do not prefer complete answers"
     )
     forks = add("branching", _branching, "forks of survivors against rejection, on live requests")
@@ -114,14 +108,7 @@ def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
     parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer")
-    parser.add_argument("--min-tokens", type=int, default=0)
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument(
-        "--chunk", type=int, default=collecting.DEFAULT_CHUNK, help="candidates per session"
-    )
 
 
 def _add_systems(parser: argparse.ArgumentParser) -> None:
@@ -194,14 +181,18 @@ def _notes(head: Line) -> dict[str, str]:
 
 async def _collect(arguments: argparse.Namespace) -> None:
     settings = _collection_settings(arguments)
-    if arguments.chunk < 1:
-        raise ValueError("--chunk must be at least 1")
     items = read_prompts(arguments.prompts, arguments.limit)
     store = Store(arguments.out)
     if remaining := collecting.missing(store, settings, items):
         async with _models(arguments, settings.rewards) as models:
-            with _progress(len(remaining), settings.n * settings.max_tokens) as progress:
-                await collecting.collect(store, settings, items, models, progress, arguments.chunk)
+            numbers = itertools.count(1)
+
+            def done(trajectories: Trajectories, seconds: float) -> None:
+                line = f"[{next(numbers)}/{len(remaining)}] {trajectories.prompt_id}:"
+                tokens = f"{int(trajectories.num_tokens.sum()):,} tokens"
+                print(f"{line} {tokens}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+            await collecting.collect(store, settings, items, models, done)
 
 
 def _collection_settings(arguments: argparse.Namespace) -> Settings:
@@ -228,32 +219,6 @@ def _models(
     return in_process(rewards, arguments.kv_slots)
 
 
-@contextmanager
-def _progress(num_prompts: int, tokens_per_prompt: int) -> Iterator[collecting.Progress]:
-    """A progress bar and a line per prompt, on stderr."""
-    console = Console(stderr=True)
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn()),
-        *(TextColumn("{task.percentage:5.1f} %"), TimeElapsedColumn()),
-        *(TimeRemainingColumn(), TextColumn("left")),
-    )
-    # The estimate is over a long period, since prompts differ in the lengths of their answers.
-    with Progress(*columns, console=console, speed_estimate_period=1e6) as bar:
-        task = bar.add_task(f"{num_prompts} prompts", total=num_prompts * tokens_per_prompt)
-        numbers = itertools.count(1)
-
-        def done(item: Item, trajectories: Trajectories, seconds: float) -> None:
-            console.print(
-                f"[{next(numbers)}/{num_prompts}] {item.id}: {trajectories.n} answers, "
-                f"{int(trajectories.num_tokens.sum()):,} tokens, "
-                f"{trajectories.finished.mean():.0%} complete, {seconds:.0f} s",
-                highlight=False,
-                markup=False,
-            )
-
-        yield collecting.Progress(lambda tokens: bar.advance(task, tokens), done)
-
-
 async def _replay(arguments: argparse.Namespace) -> None:
     """One setting on all prompts: its regret, and Kendall's tau at its decision tokens."""
     prompts = load(arguments.trajectories, arguments.reward)
@@ -263,7 +228,6 @@ async def _replay(arguments: argparse.Namespace) -> None:
         arguments.schedule,
         arguments.reward,
         arguments.slots,
-        snap=arguments.snap,
         prefer_complete=not arguments.reward_alone,
     )
     rows: list[dict[str, Any]] = []

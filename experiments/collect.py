@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import numpy as np
@@ -35,8 +35,8 @@ from specrej.client.retries import Attempts, Retries
 from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
 from specrej.contracts.errors import RetryableError, SlotsExceeded, Violation
 
-# Called with the number of candidate-tokens, of n * max_tokens, that need no more work.
-Advance = Callable[[int], None]
+# Called with the trajectories of a finished prompt, and the seconds they took.
+Done = Callable[[Trajectories, float], None]
 
 # Larger sessions are hardly faster, and run longer with few live candidates at their end.
 DEFAULT_CHUNK = 256
@@ -46,17 +46,6 @@ _RETRIES = Retries(attempts=10, max_wait_s=60.0)
 
 class CollectError(Exception):
     """The collection cannot begin or continue."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Callbacks of a collection: for finished candidate-tokens, and for finished prompts.
-
-    done: called with the prompt, its trajectories, and the seconds they took.
-    """
-
-    advance: Advance
-    done: Callable[[Item, Trajectories, float], None]
 
 
 def missing(store: Store, settings: Settings, items: Sequence[Item]) -> tuple[Item, ...]:
@@ -82,8 +71,7 @@ async def collect(
     settings: Settings,
     items: Sequence[Item],
     models: Models,
-    progress: Progress,
-    chunk: int = DEFAULT_CHUNK,
+    done: Done,
 ) -> None:
     """Add the missing prompts to the store, one at a time.
 
@@ -99,13 +87,13 @@ async def collect(
         raise CollectError("the collection was begun with other models")
     for item in remaining:
         start_s = time.perf_counter()
-        trajectories = await collect_prompt(item, settings, models, progress.advance, chunk)
+        trajectories = await collect_prompt(item, settings, models)
         store.add(trajectories)
-        progress.done(item, trajectories, time.perf_counter() - start_s)
+        done(trajectories, time.perf_counter() - start_s)
 
 
 async def collect_prompt(
-    item: Item, settings: Settings, models: Models, advance: Advance, chunk: int = DEFAULT_CHUNK
+    item: Item, settings: Settings, models: Models, chunk: int = DEFAULT_CHUNK
 ) -> Trajectories:
     """All candidates of one prompt. A chunk is repeated a few times after a RetryableError."""
     draft = _Draft(settings)
@@ -113,7 +101,7 @@ async def collect_prompt(
     while first < settings.n:
         size = min(chunk, settings.n - first)
         try:
-            await _chunk(item, settings, models, draft, (first, size), advance)
+            await _chunk(item, settings, models, draft, (first, size))
         except SlotsExceeded:  # retry with fewer candidates
             if size == 1:
                 raise
@@ -131,7 +119,6 @@ async def _chunk(
     models: Models,
     draft: _Draft,
     chunk: tuple[int, int],
-    advance: Advance,
 ) -> None:
     """One session of `chunk` = (first candidate, size)."""
     first, size = chunk
@@ -156,10 +143,7 @@ async def _chunk(
             for name, scoring_session in scoring.items():
                 scores = await checked(scoring_session, ended.candidates)
                 draft.add_scores(name, column, ended, scores)
-            all_finished = ended.ended_by is RoundEnd.ALL_FINISHED
-            until = settings.max_tokens if all_finished else position
-            draft.settle(first * settings.max_tokens + size * until, advance)
-            if all_finished:
+            if ended.ended_by is RoundEnd.ALL_FINISHED:
                 break
 
 
@@ -190,18 +174,12 @@ class _Draft:
         }
         self.texts: dict[int, str] = {}
         self.prompt_tokens = 0
-        self.settled = 0  # candidate-tokens that were reported as progress
 
     def clear(self, first: int, size: int) -> None:
         """Discard what an earlier attempt has left of these candidates."""
         self.logprobs[first : first + size] = np.nan
         for scores in self.rewards.values():
             scores.partial[first : first + size] = np.nan
-
-    def settle(self, total: int, advance: Advance) -> None:
-        """Report progress up to `total`; a repeated chunk reports none twice."""
-        advance(max(0, total - self.settled))
-        self.settled = max(total, self.settled)
 
     def add_tokens(self, ended: Round) -> None:
         for candidate in ended.candidates:

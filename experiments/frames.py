@@ -88,7 +88,7 @@ class Frames:
         n, alpha, _ = self.default.iloc[0][SETTING]
         if not _is_scored(self.prompts, self.reward, schedule):
             return self.runs.iloc[:0]
-        setting = Setting(int(n), float(alpha), schedule, self.reward, snap=True)
+        setting = Setting(int(n), float(alpha), schedule, self.reward)
         return _with_rewards(replayed(self.prompts, [setting]), self.full)
 
 
@@ -131,7 +131,7 @@ def _settings(
             cuts = is_memory or decision_tokens(schedule, min(limits))
             if fits and cuts and _is_scored(prompts, reward, schedule):
                 for alpha in alphas:
-                    yield Setting(n, alpha, schedule, reward, snap=True)
+                    yield Setting(n, alpha, schedule, reward)
 
 
 def _is_scored(prompts: Sequence[Trajectories], reward: str, schedule: Schedule) -> bool:

@@ -40,9 +40,8 @@ class Setting:
     """How one prompt is answered.
 
     n: 0 is all candidates of the trajectories. slots: the generator's capacity, all of it for this
-    request; 0: unlimited. snap: where full slots end a round between two positions of the grid, end
-    it at the position before instead of raising OffGrid. prefer_complete: as in
-    `specrej.contracts.Selection`.
+    request; 0: unlimited. Full slots end a round at the position of the grid before.
+    prefer_complete: as in `specrej.contracts.Selection`.
     """
 
     n: int = 0
@@ -51,7 +50,6 @@ class Setting:
     reward: str = LIKELIHOOD
     slots: int = 0
     algorithm: Algorithm = Algorithm.SPECULATIVE_REJECTION
-    snap: bool = False
     prefer_complete: bool = True
 
     @property
@@ -246,8 +244,8 @@ class _Request:
         return int(positions[full[0]]) if len(full) else None
 
     def _on_grid(self, position: int) -> int:
-        """The position, or with `snap` the last position of the grid that is not after it."""
-        if self._replayer.reward == LIKELIHOOD or not self._setting.snap:
+        """The last position of the grid that is not after this one."""
+        if self._replayer.reward == LIKELIHOOD:
             return position
         positions = self._replayer.trajectories.positions
         index = int(np.searchsorted(positions, position, side="right"))

@@ -37,11 +37,7 @@ class Settings:
     grid: tuple[int, ...] = default_grid(128)
     rewards: tuple[str, ...] = ("relevance",)
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -54,9 +50,13 @@ class Settings:
 
     def sampling(self, number: int) -> Sampling:
         """Sampling of prompt `number` of its file."""
-        names = ["max_tokens", "temperature", "top_k", "top_p", "stop", "ignore_eos", "min_tokens"]
-        values = {name: getattr(self, name) for name in names}
-        return Sampling(**values, seed=self.seed + number, logprobs=True)
+        return Sampling(
+            self.max_tokens,
+            temperature=self.temperature,
+            stop=self.stop,
+            seed=self.seed + number,
+            logprobs=True,
+        )
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Settings:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from experiments.collect import Progress, collect_prompt
+from experiments.collect import collect_prompt
 from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
@@ -92,16 +92,11 @@ def tiny_engine(capacity: int = 100_000) -> Iterator[LocalGenerator]:
     assert engine.engine.ledger.owned == 0
 
 
-def silent() -> Progress:
-    """Callbacks that do nothing."""
-    return Progress(lambda tokens: None, lambda item, trajectories, seconds: None)
-
-
 async def collected(
     generator: Generator, settings: Settings, item: Item = ITEM, chunk: int = 1024
 ) -> Trajectories:
     """All candidates of a prompt, to their ends."""
-    return await collect_prompt(item, settings, models(generator), lambda tokens: None, chunk)
+    return await collect_prompt(item, settings, models(generator), chunk)
 
 
 async def live_run(

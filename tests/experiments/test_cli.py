@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from experiments.__main__ import by_length
-from experiments.json_lines import read_lines
+from experiments.studies import BOUND, RATIO
 from experiments.trajectories import load
 from specrej.client import cli
 from tests.experiments.conftest import Refusal, Run
@@ -26,16 +27,20 @@ def collected(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "trajectories"
 
 
-def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
+def test_run_writes_everything(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As small as the studies allow; `recommended` has too few prompts."""
-    size = ("--limit", "1", "--n", "8", "--max-tokens", "32", "--lengths", "24")
-    systems = ("--rewards", "vowels", "--rejection", "4,8", "--start", "4", "--branching", "4,2")
-    result = run("run", "--out", tmp_path, *size, *systems)
+    monkeypatch.setattr("experiments.frames.ALPHAS", (0.5,))
+    size = ("--limit", "1", "--n", "8", "--max-tokens", "32", "--rewards", "")
+    result = run("run", "--out", tmp_path, *size, "--no-branching")
     assert len(load(tmp_path / "trajectories")) == 1
-    assert "Best-of-N" in (tmp_path / "report" / "recommended.csv").read_text()
+    report = tmp_path / "report"
+    assert "fewer than 8 prompts" in (report / "recommended.md").read_text()
     page = Path(result["report"]).read_text()
-    assert "24 tokens" in page and "32 tokens" in page
-    assert len(read_lines(tmp_path / "branching.jsonl")) == 3
+    assert "32 tokens" in page and page.count("<svg") == len([*(report / "figures").iterdir()]) > 5
+    text = (report / "studies-32-tokens-likelihood.md").read_text()
+    assert "model toy; 1 prompts, N = 8, at most 32 tokens, seeds 1 to 1" in text
+    stored = pd.read_csv(report / "tables" / "32-tokens-likelihood-matched.csv")
+    assert {RATIO, BOUND} <= {*stored.columns}
 
 
 def test_specrej_becomes_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,18 +54,6 @@ def test_shorter_limits_come_first(collected: Path) -> None:
     sets = by_length(load(collected), (32, 16, 64))
     assert [name for name, _ in sets] == ["16 tokens", "32 tokens", "64 tokens"]
     assert sets[0][1][0].max_tokens == 16
-
-
-def test_collect_adds_missing_prompts_to_equal_settings(
-    collected: Path, run: Run, refusal: Refusal
-) -> None:
-    before = (collected / "trajectories.jsonl").read_bytes()
-    run("collect", "--out", collected, *SMALL, "--limit", 5)
-    assert (collected / "trajectories.jsonl").read_bytes().startswith(before)
-    assert len(load(collected)) == 5
-    assert refusal("collect", "--out", collected, *SMALL, "--seed", 9) == (
-        "specrej experiment: the directory holds a collection with other settings: choose another"
-    )
 
 
 def test_installed_wheel_refuses_with_the_way_out(
@@ -100,7 +93,6 @@ def test_a_setting_is_replayed(run: Run, collected: Path) -> None:
         (["collect", "--rewards", "unknown"], "no such reward: unknown; available: vowels"),
         (["collect", "--grid", "8,99"], "the grid must end at max_tokens, 128"),
         (["collect", "--prompts", "/nowhere"], "No such file"),
-        (["collect", "--chunk", "0"], "--chunk must be at least 1"),
         (["branching", "--rewards", ","], "--rewards must name a reward"),
         (["run", "--lengths", "8,31,256"], "--lengths [31, 256]: not of the grid, 8, 10, "),
         (["replay", "--trajectories", "/nowhere"], "holds no trajectories yet"),

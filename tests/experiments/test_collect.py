@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.collect import CollectError, Progress, collect, collect_prompt, missing
+from experiments.collect import CollectError, collect, collect_prompt, missing
 from experiments.models import remote
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
-from experiments.settings import Settings, default_grid
+from experiments.settings import Settings
 from experiments.trajectories import Store, Trajectories, load
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.composition import LIKELIHOOD
@@ -29,13 +29,12 @@ from specrej.contracts import (
     Selection,
     SessionSpec,
 )
-from specrej.contracts.errors import InvalidRequest, RewardInvalid, Unavailable
+from specrej.contracts.errors import RewardInvalid, Unavailable
 from tests.experiments.doubles import (
     ITEM,
     collected,
     live_run,
     models,
-    silent,
     tiny_engine,
 )
 from tests.experiments.test_trajectories import assert_equal
@@ -87,22 +86,12 @@ async def test_prefixes_are_scored_on_the_grid() -> None:
     assert set(made.num_tokens) & set(SETTINGS.grid), "no answer ended on the grid"
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-async def test_chunks_change_nothing(chunk: int) -> None:
-    """The tokens of a candidate do not depend on its session."""
-    generator = ToyGenerator(end_every=20)
-    settled: list[int] = []
-    made = await collect_prompt(ITEM, SETTINGS, models(generator), settled.append, chunk)
-    assert_equal(made, await collected(generator, SETTINGS))
-    # Every candidate-token counts once, also those after the end of a short answer.
-    assert sum(settled) == 20 * 24
-
-
 async def test_chunks_change_nothing_on_engine() -> None:
     """A chunk that is too large for the slots is reduced to what fits."""
-    with tiny_engine() as plenty, tiny_engine(4 + 23 * 6) as little:
-        whole = await collected(plenty, SETTINGS)
-        made = await collected(little, SETTINGS)
+    few = replace(SETTINGS, n=7)
+    with tiny_engine() as plenty, tiny_engine(4 + 23 * 3) as little:
+        whole = await collected(plenty, few)
+        made = await collected(little, few)
     np.testing.assert_array_equal(made.num_tokens, whole.num_tokens)
     np.testing.assert_allclose(made.logprobs, whole.logprobs, atol=1e-4)
     assert made.texts == whole.texts
@@ -154,38 +143,38 @@ class Hiccups(ToyGenerator):
 
 async def test_chunk_is_repeated_after_a_hiccup() -> None:
     """Guards a night of collecting against one restart of a service."""
-    settled: list[int] = []
-    made = await collect_prompt(ITEM, SETTINGS, models(Hiccups(2)), settled.append, 7)
+    made = await collected(Hiccups(2), SETTINGS, chunk=7)
     assert_equal(made, await collected(ToyGenerator(end_every=20), SETTINGS))
-    assert sum(settled) == 20 * 24
     with pytest.raises(Unavailable, match="restarting"):
         await collected(Hiccups(1000), SETTINGS)
 
 
-async def test_prompt_that_never_fits_is_an_error() -> None:
-    with tiny_engine(20) as generator, pytest.raises(InvalidRequest, match="KV slots"):
-        await collected(generator, SETTINGS)
+class FailsAtSecond(ToyGenerator):
+    """Serves the first prompt only."""
+
+    def __init__(self) -> None:
+        super().__init__(end_every=20)
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+        if spec.prompt != ITEMS[0].prompt:
+            raise Unavailable("restarting", retry_after_s=0.001)
+        async with super().open(spec) as session:
+            yield session
+
+
+def ignore(trajectories: Trajectories, seconds: float) -> None:
+    """Report no progress."""
 
 
 async def test_collection_resumes_with_missing_prompts(tmp_path: Path) -> None:
     """Interrupted in the second prompt, it collects the second and third again."""
     generator = ToyGenerator(end_every=20)
-    store, finished = Store(tmp_path), list[str]()
-
-    class Stop(Exception):
-        pass
-
-    def advance(tokens: int) -> None:
-        if finished:
-            raise Stop
-
-    def done(item: Item, made: Trajectories, seconds: float) -> None:
-        finished.append(item.id)
-
-    with pytest.raises(Stop):
-        await collect(store, SETTINGS, ITEMS, models(generator), Progress(advance, done))
-    assert [item.id for item in missing(store, SETTINGS, ITEMS)] == ["b", "c"]
-    await collect(store, SETTINGS, ITEMS, models(generator), silent())
+    store = Store(tmp_path)
+    with pytest.raises(Unavailable, match="restarting"):
+        await collect(store, SETTINGS, ITEMS, models(FailsAtSecond()), ignore)
+    assert missing(store, SETTINGS, ITEMS) == ITEMS[1:]
+    await collect(store, SETTINGS, ITEMS, models(generator), ignore)
     assert missing(store, SETTINGS, ITEMS) == ()
     prompts = load(tmp_path)
     assert [prompt.prompt_id for prompt in prompts] == ["a", "b", "c"]
@@ -201,13 +190,13 @@ async def test_collection_resumes_with_missing_prompts(tmp_path: Path) -> None:
 async def test_other_settings_prompts_or_models_are_refused(tmp_path: Path) -> None:
     """Guards against collections that mix them."""
     store, generator = Store(tmp_path), ToyGenerator()
-    await collect(store, SETTINGS, ITEMS[:1], models(generator), silent())
+    await collect(store, SETTINGS, ITEMS[:1], models(generator), ignore)
     with pytest.raises(CollectError, match="other settings"):
         missing(store, replace(SETTINGS, temperature=0.5), ITEMS)
     with pytest.raises(CollectError, match="other prompts with the ids a"):
         missing(store, SETTINGS, [replace(ITEMS[0], prompt=PROMPT)])
     with pytest.raises(CollectError, match="other models"):
-        await collect(store, SETTINGS, ITEMS, models(generator, fingerprint="2"), silent())
+        await collect(store, SETTINGS, ITEMS, models(generator, fingerprint="2"), ignore)
     assert [line["prompt_id"] for line in store.lines()] == ["a"]
 
 
@@ -215,7 +204,7 @@ async def test_invalid_rewards_are_not_stored(tmp_path: Path) -> None:
     store, settings = Store(tmp_path), replace(SETTINGS, rewards=("broken",))
     broken = models(ToyGenerator(), {"broken": FixedScorer(lambda candidate: math.nan)})
     with pytest.raises(RewardInvalid):
-        await collect(store, settings, ITEMS, broken, silent())
+        await collect(store, settings, ITEMS, broken, ignore)
     assert store.lines() == []
 
 
@@ -228,7 +217,7 @@ async def test_remote_collection_equals_in_process_one() -> None:
         addresses = [f"127.0.0.1:{process.port}" for process in (generator, reward)]
         async with remote(("toy",), *addresses) as there:
             settings = replace(SETTINGS, rewards=("toy",))
-            made = await collect_prompt(ITEM, settings, there, lambda tokens: None, 7)
+            made = await collect_prompt(ITEM, settings, there, 7)
         with pytest.raises(ValueError, match="no such reward: other; available: toy"):
             async with remote(("other",), *addresses):
                 pass
@@ -236,15 +225,6 @@ async def test_remote_collection_equals_in_process_one() -> None:
     assert made.texts == here.texts
     np.testing.assert_array_equal(made.logprobs, here.logprobs)
     assert not np.isnan(made.final("toy")).any()
-
-
-def test_the_default_grid_has_every_doubling_from_8() -> None:
-    for max_tokens in (5, 8, 24, 128, 1000, 1024):
-        grid = default_grid(max_tokens)
-        assert grid[-1] == max_tokens
-        assert list(grid) == sorted(set(grid))
-        assert {8 * 2**i for i in range(8)} & set(range(max_tokens)) <= set(grid)
-        Settings(max_tokens=max_tokens, grid=grid)
 
 
 @pytest.mark.parametrize(
@@ -294,13 +274,6 @@ def test_invalid_prompt_file_is_refused(tmp_path: Path, text: str, message: str)
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_prompts([path])
-
-
-def test_default_prompts_include_system_messages() -> None:
-    items = read_prompts([DEFAULT_PROMPTS])
-    assert len(items) >= 100
-    assert len({item.prompt for item in items}) == len(items)
-    assert any(item.prompt.turns[0].role == "system" for item in items)
 
 
 def test_prompts_of_several_files_have_numbers_of_their_own(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_shares_have_the_exact_interval(count: int, size: int, low: float, high:
     assert (bounded.low, bounded.high) == pytest.approx((low, high), abs=0.006)  # of 4,000 draws
 
 
-@pytest.mark.parametrize("lost", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("lost", [0.01, 0.3])
 @pytest.mark.parametrize("sizes", ["exponential", "heavy"])
 def test_interval_of_regret_covers_where_losses_are_rare(lost: float, sizes: str) -> None:
     """In at least 93 % of 400 data sets of 20 prompts; `largest`, the gain over one answer, is 1.

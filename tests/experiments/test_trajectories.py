@@ -64,7 +64,7 @@ def test_stored_trajectories_are_read_back_exactly(tmp_path: Path, odd: float) -
         load(tmp_path / "new", "other")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(share=st.floats(0, 1))
 def test_interrupted_write_loses_only_its_own_prompt(
     tmp_path_factory: pytest.TempPathFactory, share: float
