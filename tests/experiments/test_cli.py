@@ -27,9 +27,8 @@ def collected(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "trajectories"
 
 
-def test_run_writes_everything(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
     """As small as the studies allow; `recommended` has too few prompts."""
-    monkeypatch.setattr("experiments.frames.ALPHAS", (0.5,))
     size = ("--limit", "1", "--n", "8", "--max-tokens", "32", "--rewards", "")
     result = run("run", "--out", tmp_path, *size, "--no-branching")
     assert len(load(tmp_path / "trajectories")) == 1
