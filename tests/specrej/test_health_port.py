@@ -95,18 +95,6 @@ async def test_the_port_has_the_bounds_of_the_others(tmp_path: Path) -> None:
             # The port has room for one connection, and that of the check before may not have ended.
             failure = await failure_of(stub.Check(long, wait_for_ready=True))
             assert failure.code() == grpc.StatusCode.INVALID_ARGUMENT
-            compressed = stub.Check(long, compression=grpc.Compression.Gzip)
-            assert (await failure_of(compressed)).code() == grpc.StatusCode.UNIMPLEMENTED
-            silent: Any = channel.stream_stream("/grpc.health.v1.Health/Check")()
-            code = (await failure_of(silent.read)).code()
-            assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-            watches = []
-            for _ in range(64):  # one by one: only a few may wait for their message at once
-                watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
-                assert (await watches[-1].read()).status
-            one_more = stub.Watch(health_pb2.HealthCheckRequest())
-            code = (await failure_of(one_more.read)).code()
-            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
             # An eighth of the connections: this one.
             assert await health_of(running.probes, LIVENESS) == "UNAVAILABLE"
         assert await running.health_by_tls() == "SERVING"
