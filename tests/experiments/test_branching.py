@@ -23,7 +23,6 @@ from generator_service.toy import ToyGenerator
 from specrej.contracts import Branching, Prompt, RewardDescription
 from tests.experiments.conftest import Refusal, Run
 from tests.experiments.doubles import models
-from tests.orchestrator.runs import LetterScorer
 
 FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels,", "--rejection", "8,16,32")
 SETTINGS = Settings(max_tokens=24, grid=(24,), rewards=("letters",), seed=5)
@@ -98,17 +97,6 @@ async def test_runs_of_a_prompt_are_of_one_source(tmp_path: Path, other: dict[st
     assert read_lines(out) == before
 
 
-async def test_a_reward_can_be_added(tmp_path: Path) -> None:
-    """It judges the later runs. The earlier ones are still of the same source without it."""
-    out = tmp_path / "branching.jsonl"
-    await runs_of(out, [FEW])
-    both = models(ToyGenerator(), {"letters": LetterScorer("e"), "others": LetterScorer("o")})
-    runs = await runs_of(out, [FEW, FORKS], made=both)
-    assert [list(line["judges"]) for line in runs] == [[], ["others"]] * 2
-    _, table = compare(runs, "letters")
-    assert all(judges.startswith("logprob") for judges in table.table.judges)
-
-
 async def test_runs_of_earlier_versions_are_reported_but_not_added_to(tmp_path: Path) -> None:
     """They have no source, run id or machine."""
     out, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
@@ -170,13 +158,6 @@ def test_only_prompts_that_every_system_has_answered_count() -> None:
     _, table = compare(lines, "r")
     assert "1 prompts" in table.caption
     assert table.table.judges.tolist() == ["j 0.000; logprob -1.000", "j 1.000; logprob -1.000"]
-
-
-@pytest.mark.parametrize("reward", ["r", "another"])
-def test_no_common_prompt_is_an_error(reward: str) -> None:
-    lines = [line("a", "N = 8"), line("b", "branching 8/4,2")]
-    with pytest.raises(ValueError, match="no prompt has a run of every system"):
-        compare(lines, reward)
 
 
 def test_the_order_of_the_file_does_not_count() -> None:

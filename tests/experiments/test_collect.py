@@ -242,20 +242,15 @@ def test_invalid_settings_are_refused(wrong: dict[str, object], message: str) ->
         Settings(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '["one", {"prompt": "two"}, {"id": "x", "messages": [{"role": "user", "content": "3"}]}]',
-        '"one"\n{"prompt": "two"}\n\n{"id": "x", "messages": [{"role": "user", "content": "3"}]}',
-    ],
-)
-def test_prompts_are_json_or_json_lines(tmp_path: Path, text: str) -> None:
+def test_prompts_are_json_or_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
-    path.write_text(text)
-    items = read_prompts([path])
-    assert [item.id for item in items] == ["000", "001", "x"]
-    assert [item.prompt.turns[-1].content for item in items] == ["one", "two", "3"]
-    assert [item.number for item in read_prompts([path], limit=2)] == [0, 1]
+    turns = '[{"role": "user", "content": "3"}]'
+    lines = ['"one"', '{"prompt": "two"}', f'{{"id": "x", "messages": {turns}}}']
+    for text in (f"[{', '.join(lines)}]", "\n".join(lines)):
+        path.write_text(text)
+        items = read_prompts([path])
+        assert [item.id for item in items] == ["000", "001", "x"]
+        assert [item.prompt.turns[-1].content for item in items] == ["one", "two", "3"]
 
 
 @pytest.mark.parametrize(

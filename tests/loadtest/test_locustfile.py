@@ -70,15 +70,6 @@ async def test_calls_that_hang_are_unfinished(rate: str) -> None:
     assert run.rows("failed")[FAST]["num_failures"] >= 4
 
 
-async def test_shape_ends_with_the_run_time(toys: Stack) -> None:
-    shaped = ("--users", "4", "--run-time", "4s", "--shape", "ramp")
-    run = await locust(*shaped, "--host", toys.orchestrator_address)
-    assert run.code == 0, run.err
-    assert "4 users" in run.err
-    assert "1 users" in run.err
-    assert run.rows("answer")[FAST]["num_requests"] > 0
-
-
 async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> None:
     """Requests, rounds and tokens of two workers come together."""
     options = ("--processes", "2", "--algorithm", "both", "--max-p95-ms", "1", "--run-time", "6s")
@@ -124,13 +115,3 @@ async def test_refusals_are_one_row_by_status_name(toys: Stack, tmp_path: Path) 
     failed = run.rows("failed")[FAST]
     assert failed["num_failures"] == failed["num_requests"] > 0
     assert run.rows("answer")[FAST]["num_failures"] == 0
-
-
-@pytest.mark.parametrize("rate", ["0", "5"])
-async def test_unreachable_service_fails_the_run(rate: str) -> None:
-    """Failures break the default limit."""
-    unreachable = (*USERS, "--rate", rate, "--host", "127.0.0.1:1", "--request-timeout", "1")
-    run = await locust(*unreachable)
-    assert run.code == 1
-    assert "UNAVAILABLE" in run.err or "DEADLINE_EXCEEDED" in run.err
-    assert "limit broken: failure ratio" in run.err

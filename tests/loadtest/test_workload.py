@@ -80,14 +80,6 @@ def test_requests_repeat_with_the_cache_on(tmp_path: Path) -> None:
     assert one.options["cache"] is CacheControl.USE
 
 
-def test_own_prompts_differ_and_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    prompts = read_prompts(OWN_PROMPTS)
-    assert len(set(prompts)) == len(prompts) >= 20
-    (tmp_path / "empty").write_text("# nothing\n", "utf-8")
-    with pytest.raises(ValueError, match="holds no prompt"):
-        read_prompts(tmp_path / "empty")
-
-
 def test_steps_use_each_n_in_order() -> None:
     assert [n_of_step((1, 4, 16), at_s, 10) for at_s in (0, 9.9, 10, 25, 99)] == [1, 1, 4, 16, 16]
 
@@ -140,9 +132,3 @@ def test_gaps_are_exponential() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(0.25, rel=0.03)
     assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.03)
-
-
-def test_equal_seeds_give_equal_arrivals() -> None:
-    """Both algorithms of a comparison get the same arrivals."""
-    one, same, other = (list(itertools.islice(poisson(1.0, seed), 5)) for seed in ("a", "a", "b"))
-    assert one == same != other
