@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from generator_service.toy import ToyGenerator
+from orchestrator.cache import Secret
 from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.planning import Planner
 from orchestrator.edge.service import Orchestrator
 from specrej.contracts import (
+    Branching,
     GenerationRequest,
     Prompt,
     RewardDescription,
@@ -83,9 +87,11 @@ async def test_a_refusal_of_the_generator_has_the_public_field_path() -> None:
     [((), "selection.n"), ((WeightedReward("small"),), "selection.rewards[0]")],
     ids=["default", "named"],
 )
-@pytest.mark.parametrize("n", [5, 0])
+@pytest.mark.parametrize(
+    "size", [{"n": 5}, {"n": 0}, {"n": 2, "branching": Branching(width=5, keep=1)}]
+)
 async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
-    n: int, rewards: tuple[WeightedReward, ...], field: str
+    size: dict[str, Any], rewards: tuple[WeightedReward, ...], field: str
 ) -> None:
     """With n = 0 the toy has eight. Guards against a failure after the first round, with a path of
     the internal port."""
@@ -100,10 +106,20 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
     orchestrator = Orchestrator(
         ToyGenerator(), SmallRewards(), new_cache(""), Admission(Limits(1, 0))
     )
-    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=n, rewards=rewards))
+    request = GenerationRequest(Prompt(text="hello"), selection=Selection(**size, rewards=rewards))
     with pytest.raises(InvalidRequest) as raised:
         await orchestrator.generate(request, print, tenant="", share=Share())
     assert [violation.field for violation in raised.value.violations] == [field]
+
+
+async def test_the_time_to_the_deadline_passes() -> None:
+    """Guards against a run that takes the time in the queue for its own."""
+    rewards: Any = SimpleNamespace(describe=print)
+    planner = Planner(ToyGenerator(), rewards, secret=Secret())
+    selection = Selection(rewards=(WeightedReward("likelihood"),))
+    request = GenerationRequest(Prompt(text="hello"), selection=selection)
+    plan = await planner.plan(request, "", Share(), (), 5.0)
+    assert plan.left_s is not None and 0 < plan.left_s < 5
 
 
 async def test_unknown_fields_are_ignored(service: World) -> None:
