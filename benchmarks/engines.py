@@ -80,7 +80,7 @@ class Engine:
             options={
                 "model": str(model),
                 "engine": "vllm" if self.name == "vllm" else "own",
-                "device": "cuda" if _VLLM_IS_HERE else "cpu",
+                "device": "cpu",
                 # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
                 "kv_slots": slots + 64 * most,
                 "max_candidates": most,
