@@ -80,11 +80,12 @@ class Backend(Generic[P]):
         channel: grpc.aio.Channel,
         peer: P,
         version: Callable[[Any], Hashable],
+        known: Any = None,
     ) -> None:
-        """`version` is computed from a description."""
+        """`version` is computed from a description; `known` is that of an earlier connection."""
         self.target = target
         self.peer = peer
-        self.description: Any = None
+        self.description: Any = known
         self.version: Hashable = None
         self.is_serving = False
         self.failure: SpecrejError = Unavailable("a backend has not answered yet")
@@ -99,13 +100,14 @@ class Backend(Generic[P]):
         self._num_opened = 0  # sessions, ever
         self._num_described = 0  # of these, the ones that its description includes
         self._is_closed = False
+        self._has_answered = False
 
     @property
     def is_lost(self) -> bool:
         """Whether it answered once and cannot be reached now."""
         cause = self.failure.__cause__
         is_unreachable = isinstance(cause, grpc.aio.AioRpcError) and not is_answer(self.failure)
-        return self.description is not None and is_unreachable and not self.is_serving
+        return self._has_answered and is_unreachable and not self.is_serving
 
     @property
     def placed(self) -> int:
@@ -151,6 +153,7 @@ class Backend(Generic[P]):
         else:
             self.description, self.version = description, self._version_of(description)
             self._num_described = max(self._num_described, num_opened)
+            self._has_answered = True
             self.is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
             self.failure = Unavailable("a backend is not serving")
 
@@ -362,14 +365,14 @@ class Fleet(Generic[P]):
             try:
                 targets = await self._resolver.resolve()
                 for target, backend in sorted(self._backends.items()):
-                    is_idle = not (backend.is_serving or backend.running)
-                    if is_idle and (target not in targets or backend.is_lost):
+                    if backend.is_serving or backend.running:
+                        continue
+                    if target not in targets:
                         await self._remove(target)
+                    elif backend.is_lost:
+                        await self._reconnect(target)
                 for target in sorted(targets - self._backends.keys()):
-                    backend = Backend(target, *self._connect(target), self._version)
-                    self._backends[target] = backend
-                    self._backends = dict(sorted(self._backends.items()))
-                    self._watchers[target] = asyncio.ensure_future(self._watch(backend))
+                    self._add(target)
             except Exception:
                 # For instance a certificate file that does not exist yet.
                 log.exception("cannot resolve or connect to every %s", self._kind)
@@ -385,12 +388,26 @@ class Fleet(Generic[P]):
                 log.info("%s at %s %s", self._kind, backend.target.address, state)
             await asyncio.sleep(self._settings.poll_s)
 
+    def _add(self, target: Target, known: Any = None) -> None:
+        backend = Backend(target, *self._connect(target), self._version, known)
+        self._backends = dict(sorted({**self._backends, target: backend}.items()))
+        self._watchers[target] = asyncio.ensure_future(self._watch(backend))
+
+    async def _reconnect(self, target: Target) -> None:
+        """Replace a backend's connection; it stays listed with its last description."""
+        watcher, lost = self._watchers[target], self._backends[target]
+        self._add(target, lost.description)
+        await _close(watcher, lost)
+
     async def _remove(self, target: Target) -> None:
-        watcher, backend = self._watchers.pop(target), self._backends.pop(target)
-        try:
-            await ended(watcher)
-        finally:
-            await backend.close()
+        await _close(self._watchers.pop(target), self._backends.pop(target))
+
+
+async def _close(watcher: asyncio.Task[None], backend: Backend[Any]) -> None:
+    try:
+        await ended(watcher)
+    finally:
+        await backend.close()
 
 
 def _of_a_poll(error: SpecrejError) -> SpecrejError:

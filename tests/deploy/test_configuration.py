@@ -58,7 +58,7 @@ def test_settings_are_accepted(
     for key, value in manifests.variables(name).items():
         assert value[:1] != "/" or any(value.startswith(f"{mount}/") for mount in mounts), key
     variables = {
-        key: re.sub("^/(tls|tokens|redis)/", f"{mounted}/", value)
+        key: re.sub("(^|=)/(tls|tokens|redis)/", rf"\1{mounted}/", value)
         for key, value in manifests.variables(name).items()
     }
     settings = accepted(name, variables, monkeypatch)

@@ -96,15 +96,15 @@ async def test_the_state_of_each_backend() -> None:
     toys = [HeldGenerator(end_every=end) for end in (30, 30, 40)]
     async with generators(*toys) as running, reward_services(HeldReward()) as judging:
         await running.servers[1].kill()
-        await until(lambda: running.counts[:2] == (1, 1))
+        await until(lambda: running.counts == (1, 1, 1))
         spec = c.SessionSpec(c.Prompt.from_user("why?"), 2, c.Sampling(max_tokens=8), 4)
         async with running.client.open(spec):
             states = _backend_states(running.fleet, judging.fleet)
+            of_address = {state.address: state for state in states}
+            assert len(of_address) == 4
+            health = [of_address[f"127.0.0.1:{s.port}"].health for s in running.servers]
+            assert sorted(h.value for h in health) == ["away", "other_version", "serving"]
             assert sum(state.running for state in states) == 1
-            # A lost backend is connected anew, and has no description until it answers.
-            described = [state for state in states if state.health is not c.BackendHealth.AWAY]
-            at = sorted(state.health.value for state in described[:2])
-            assert at == ["other_version", "serving"]
-            assert {state.serves for state in described} == {"toy"}
-            assert [bool(state.slots) for state in described] == [True, True, False]
-            assert described[2].kind is c.BackendKind.REWARD
+            assert {state.serves for state in states} == {"toy"}
+            assert [bool(state.slots) for state in states] == [True, True, True, False]
+            assert states[3].kind is c.BackendKind.REWARD
