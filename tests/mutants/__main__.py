@@ -145,7 +145,7 @@ def main() -> None:
                 survivors.append(mutant.id)
 
         list(pool.map(run, fresh))
-    share = round(1 - len(survivors) / max(1, len(fresh)), 3)
+    share = round(1 - len(survivors) / len(fresh), 3) if fresh else None
     result = {"mutants": len(chosen), "killed": share, "survivors": survivors, "stale": stale}
     print(json.dumps(result))
     sys.exit(bool(survivors or stale))
