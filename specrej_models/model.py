@@ -39,7 +39,10 @@ def bound_positions(config: Any) -> None:
 
 
 class SegmentedModel:
-    """Weights on a device, and what must be known of them to store keys and values."""
+    """Weights on a device, and what must be known of them to store keys and values.
+
+    One forward pass at a time: compiled layers have one set of jobs.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over `model`: its attention becomes ours.
@@ -152,12 +155,14 @@ class SegmentedModel:
             from specrej_models import activation, linear
             from specrej_models.cpu import attention as cpu_attention
             from specrej_models.cpu import jobs as cpu_jobs
+            from specrej_models.cpu import layer as cpu_layer
 
             if not cpu_jobs.ON_ALL_THREADS:
                 return
             if cpu_attention.supports(self.shape, self.sizes.heads):
                 heads = self.sizes.heads
                 self._decoder = partial(cpu_attention.CPUAttention, self.shape, heads)
+                cpu_layer.replace(self._model, self.shape, self.sizes.context_tokens)
             linear.pack(self._model)
             activation.replace(self._model)
             head = self._model.get_output_embeddings()

@@ -40,7 +40,6 @@ from specrej_models.cpu.jobs import (
     Kernel,
     aligned,
     hold,
-    job_record,
     layout,
     matrix,
     vector,
@@ -324,34 +323,31 @@ class CPUAttention:
 
         qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
         """
+        job = self.jobs([layer], qkv, output, scaled)
+        longest = int(job["longest"][0])
+        attention.run(job.view(np.int64), work=2 * longest * output.numel())
+
+    def jobs(self, layers: Sequence[int], qkv: QKV, output: Tensor, scaled: Scaling) -> Table:
+        """The jobs of layers with the same scaling [layers], of kind ATTENTION; see `attend`."""
         shape = self._shape
         tables = self._tables.get(scaled)
         if tables is None:
             tables = _Tables(self._segments, shape, self._heads // shape.kv_heads, scaled)
             self._tables[scaled] = tables
-        places: dict[str, int] = {}
+        jobs = np.zeros(len(layers), ATTENTION)
         for name, tensor in zip(("query", "key", "value"), qkv, strict=True):
             head, row, last = tensor.stride()
             assert last == 1
-            places[name] = tensor.data_ptr()
-            places[f"{name}_row"], places[f"{name}_head"] = 4 * row, 4 * head
+            jobs[name] = tensor.data_ptr()
+            jobs[f"{name}_row"], jobs[f"{name}_head"] = 4 * row, 4 * head
         for name, table in (("segments", tables.segments), ("parts", tables.parts)):
-            places[name] = table.ctypes.data + table.strides[0] * layer
-            places[f"num_{name}"] = table.shape[1]
-        job = job_record(
-            ATTENTION,
-            barrier=BARRIER,
-            output=output.data_ptr(),
-            heads=self._heads,
-            kv_heads=shape.kv_heads,
-            dim=shape.head_dim,
-            longest=tables.longest,
-            num_shares=tables.shares,
-            scale=scaled.scale,
-            softcap=scaled.softcap or 0.0,
-            **places,
-        )
-        attention.run(job, work=2 * tables.longest * output.numel())
+            jobs[name] = table.ctypes.data + table.strides[0] * np.asarray(layers)
+            jobs[f"num_{name}"] = table.shape[1]
+        jobs["barrier"], jobs["output"] = BARRIER, output.data_ptr()
+        jobs["heads"], jobs["kv_heads"], jobs["dim"] = self._heads, shape.kv_heads, shape.head_dim
+        jobs["longest"], jobs["num_shares"] = tables.longest, tables.shares
+        jobs["scale"], jobs["softcap"] = scaled.scale, scaled.softcap or 0.0
+        return jobs
 
 
 class _Tables:

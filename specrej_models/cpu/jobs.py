@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from numba import types
 from numpy.typing import NDArray
 
-from specrej_models.cpu.tiles import CACHE_LINE, pointer
+from specrej_models.cpu.tiles import CACHE_LINE, call, pointer
 
 JobRecord = NDArray[np.int64]
 
@@ -144,7 +144,13 @@ class Kernel:
 
     @cached_property
     def _function(self) -> Any:
-        return _FUNCTION(self._compiled.address)
+        return _FUNCTION(self.address)
+
+    @property
+    def address(self) -> int:
+        """Of the compiled function, for `tiles.call`."""
+        address: int = self._compiled.address
+        return address
 
     def run(self, job: JobRecord, work: int) -> None:
         """Run a job whose counter is 0, on all threads if `work` (multiplications) is worth it."""
@@ -152,4 +158,37 @@ class Kernel:
         if not ON_ALL_THREADS or threads == 1 or work < _WORTH_SHARING:
             self._function(job.ctypes.data)
         else:
-            _OPEN_MP.GOMP_parallel(self._compiled.address, job.ctypes.data, threads, 0)
+            _OPEN_MP.GOMP_parallel(self.address, job.ctypes.data, threads, 0)
+
+
+_PROGRAM = layout("shares steps num_steps barrier")
+
+
+def _run_steps(address: Any) -> None:
+    """Jobs one after the other; no thread begins one before all threads have ended the last."""
+    job = numba.carray(pointer(address), 1, _PROGRAM)[0]
+    steps = numba.carray(pointer(job.steps), (job.num_steps, 2), np.int64)
+    for number in range(job.num_steps):
+        call(steps[number, 0], steps[number, 1])
+        if job.barrier:
+            call(job.barrier, 0)
+
+
+_run_steps_kernel = Kernel(_run_steps)
+
+
+class Program:
+    """Jobs that run one after the other in one call."""
+
+    def __init__(self, kernels: Sequence[Kernel], job_fields: int) -> None:
+        """`job_fields`: of the longest job. The caller fills in `records` [jobs, job_fields]."""
+        self.records = np.zeros((len(kernels), job_fields), np.int64)
+        jobs = self.records.ctypes.data + self.records.strides[0] * np.arange(len(kernels))
+        self._steps = np.stack([np.array([kernel.address for kernel in kernels]), jobs], axis=1)
+        self._job = job_record(
+            _PROGRAM, steps=self._steps.ctypes.data, num_steps=len(kernels), barrier=BARRIER
+        )
+
+    def run(self, work: int) -> None:
+        """Run the jobs, whose counters are 0, on all threads if `work` is worth it."""
+        _run_steps_kernel.run(self._job, work)

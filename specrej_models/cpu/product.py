@@ -6,7 +6,7 @@ multiplying (benchmarks/results/linear.json). A row's results do not depend on i
 sum in the same order.
 
 Weights lie in panels of `PANEL` outputs, [panels, inputs, PANEL], the last one filled with zeros,
-and biases too, [panels, PANEL].
+and biases too, [panels, PANEL]. With `gates`, the first half of each panel are gates of the second.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from specrej_models.cpu.tiles import (
     PANEL,
     TILE_ROWS,
     TILE_VECTORS,
+    exp,
     next_share,
     pointer,
     tile,
 )
 
-PRODUCT = layout("shares rows input inputs weight bias output outputs")
+# `adds`: results are added to the output. `gates`: a result is silu(gate) * what it gates.
+PRODUCT = layout("shares rows input inputs weight bias output outputs adds gates")
+
+HALF = PANEL // 2
 
 # Rows whose inputs stay in a core's cache beside a panel of weights.
 _ROWS_AT_ONCE = 128
@@ -50,9 +54,10 @@ def _multiply(rows: int, left: Any, panel: int, inputs: int, results: int, ahead
 
 @numba.njit(**OPTIONS)
 def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
-    """A panel's results for some rows, with the bias, to the job's output."""
-    first = panel * PANEL
-    count = min(PANEL, job.outputs - first)
+    """A panel's results for some rows, with bias and gates, to the job's output."""
+    size = HALF if job.gates else PANEL
+    first = panel * size
+    count = min(size, job.outputs - first)
     for number in range(rows):
         target = vector(job.output + 4 * ((row + number) * job.outputs + first), count)
         sums = results[number]
@@ -60,15 +65,24 @@ def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
             bias = vector(job.bias + 4 * panel * PANEL, PANEL)
             for j in range(PANEL):
                 sums[j] += bias[j]
-        for j in range(count):
-            target[j] = sums[j]
+        if job.gates:  # silu(x) = x / (1 + e**-x)
+            for j in range(HALF):
+                x, one = sums[j], np.float32(1)
+                e = exp(-abs(x))
+                sums[j] = x * sums[HALF + j] * (one if x >= 0 else e) / (one + e)
+        if job.adds:
+            for j in range(count):
+                target[j] += sums[j]
+        else:
+            for j in range(count):
+                target[j] = sums[j]
 
 
 def _product(address: Any) -> None:
     """Some panels of weights; every thread runs it until none is left."""
     job = numba.carray(pointer(address), 1, PRODUCT)[0]
     inputs = job.inputs
-    panels = -(-job.outputs // PANEL)
+    panels = -(-job.outputs // (HALF if job.gates else PANEL))
     panel_bytes = 4 * PANEL * inputs
     # Vectors that cross cache lines take twice as long: rows of results begin at one.
     floats = np.empty(TILE_ROWS * PANEL + CACHE_LINE, np.float32)
