@@ -87,7 +87,7 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     from generator_service.settings import GeneratorSettings
     from generator_service.toy import is_toy, load_toy
     from reward_service.settings import RewardSettings
-    from reward_service.worker import Worker, start_worker
+    from reward_service.worker import Worker
     from specrej.settings import load
 
     reward_settings = load(RewardSettings, [])
@@ -103,7 +103,8 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     workers: dict[str, Worker] = {}
     try:
         for name in rewards:
-            workers[name] = await start_worker(specs[name], reward_settings.resources)
+            load_reward = partial(specs[name].load, reward_settings.resources)
+            workers[name] = await Worker.start(load_reward)
         yield Models(
             generator,
             await generator.describe(),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from reward_service.servicer import RewardServicer
 from reward_service.settings import RewardSettings
-from reward_service.worker import Worker, start_worker
+from reward_service.worker import Worker
 from specrej import settings as settings_loader
 from specrej import telemetry, threads
 from specrej.contracts.errors import SpecrejError
@@ -33,8 +34,8 @@ async def serve(settings: RewardSettings) -> None:
 
     async def warm_up() -> None:
         for spec in settings.rewards:
-            limits = settings.queue_limit, settings.merge_ms / 1000
-            worker = await start_worker(spec, settings.resources, *limits)
+            load = partial(spec.load, settings.resources)
+            worker = await Worker.start(load, settings.queue_limit, settings.merge_ms / 1000)
             server.watch(worker.heartbeat_s)
             workers.append(worker)
         servicer.serve(workers)

@@ -6,7 +6,7 @@ By the model's chat template, or by a plain format. Uses the tokenizer, no weigh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,19 +158,21 @@ class Conversation:
         return (opening[:at], token_ids[:head], added) if is_same else ("", [], 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenized:
+@dataclass(slots=True)
+class Tokens:
     """A conversation with one response, which begins at token `start`.
 
     A longer response begins with the same `keep` tokens, except perhaps for the last few of them.
     Of a conversation that is too long, the first tokens are left out. `spliced`: the places of
-    the token `Conversation.splice`, if it is one.
+    the token `Conversation.splice`, if it is one. `marks`: where a head is read, ascending; the
+    reward sets them.
     """
 
     token_ids: list[int]
-    keep: int
-    start: int
-    spliced: list[int]
+    keep: int = 0
+    start: int = 0
+    spliced: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
 
 
 class Turns:
@@ -197,9 +199,9 @@ class Turns:
         long, the first tokens are left out, and need not be computed."""
         return text[-self._conversation.max_tokens * MAX_TOKEN_CHARACTERS :]
 
-    def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokenized]:
+    def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokens]:
         """Each text as a turn; a closed one ends with what the template writes after a turn."""
-        tokenized: list[Tokenized] = []
+        tokenized: list[Tokens] = []
         for part in in_parts(list(zip(texts, closed, strict=True))):
             rendered = self._conversation.render(self._prompt, [text for text, _ in part])
             open_turns = [text.removesuffix(self._closing) for text in rendered]
@@ -218,7 +220,7 @@ class Turns:
 
     def _tokenized(
         self, head_ids: list[int], whole: list[int], open_turn: list[int], closed: bool
-    ) -> Tokenized:
+    ) -> Tokens:
         """The tokens `head_ids`, then `whole` if closed, else `open_turn`."""
         tail = whole if closed else open_turn
         token_ids = head_ids + tail
@@ -232,7 +234,7 @@ class Turns:
             spliced = [place for place, token in enumerate(token_ids) if token == _SPLICED]
             for place in spliced:
                 token_ids[place] = splice
-        return Tokenized(token_ids, keep, max(0, start - cut), spliced)
+        return Tokens(token_ids, keep, max(0, start - cut), spliced)
 
 
 def load_conversation(spec: CausalSpec | PairwiseSpec, config: Any) -> Conversation:

@@ -302,7 +302,7 @@ class HTTPSpec(Spec):
     the fingerprint, to be changed whenever the server's reward changes.
     """
 
-    loader = "http:load_http"
+    loader = "http:HTTPReward"
     kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://\S+$")
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,7 +43,7 @@ from specrej.contracts.errors import InvalidRequest, SpecrejError
 HEAD = "head.safetensors"
 REPORT = "training.json"
 
-# Weight decays to try, strong to weak.
+# Weight decays to try.
 _DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
 
 # Pairs between two lines of progress.
@@ -61,6 +62,13 @@ class Pair:
     chosen: str
     rejected: str
     where: str = field(default="", repr=False, compare=False)
+
+
+class _Line(BaseModel):
+    chosen: str
+    rejected: str
+    prompt: str | None = None
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class Report:
     pairs: int
     test_pairs: int
     test: Accuracy
-    untrained_likelihood: Accuracy | None
+    untrained_likelihood: Accuracy
 
 
 def main() -> None:
@@ -126,11 +134,8 @@ def train(arguments: argparse.Namespace) -> Report:
     test = pairs[-arguments.test :]
     trained = load_classifier(ClassifierSpec(name="trained", directory=out), Resources())
     right = Accuracy.of(_margins(trained, test, "scored"))
-    baseline = None
-    if not arguments.no_baseline:
-        spec = LikelihoodSpec(name="untrained", directory=backbone)
-        untrained = load_likelihood(spec, Resources())
-        baseline = Accuracy.of(_margins(untrained, test, "likelihoods"))
+    untrained = load_likelihood(LikelihoodSpec(name="untrained", directory=backbone), Resources())
+    baseline = Accuracy.of(_margins(untrained, test, "likelihoods"))
     report = Report(method, len(pairs) - arguments.test, len(test), right, baseline)
     (out / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report
@@ -158,20 +163,14 @@ def read_pairs(path: Path) -> list[Pair]:
 
 def _pair(line: str, where: str) -> Pair:
     try:
-        data = json.loads(line)
-        turns = data.get("messages") or [{"role": "user", "content": data["prompt"]}]
-        messages = tuple(Message(str(turn["role"]), str(turn["content"])) for turn in turns)
-        pair = Pair(Prompt(messages=messages), data["chosen"], data["rejected"], where)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        read = _Line.model_validate_json(line)
+        if not read.messages and read.prompt is None:
+            raise ValueError("neither prompt nor messages")
+    except ValueError as error:
         needs = "must be {prompt or messages, chosen, rejected}"
         raise BadPairs(f"{where}: {needs}: {error}") from None
-    if not isinstance(pair.chosen, str) or not isinstance(pair.rejected, str):
-        raise BadPairs(f"{where}: chosen and rejected must be texts")
-    try:
-        "".join([*(turn.content for turn in messages), pair.chosen, pair.rejected]).encode()
-    except UnicodeEncodeError as error:
-        raise BadPairs(f"{where}: {error}") from None
-    return pair
+    prompt = Prompt(read.messages) if read.messages else Prompt.from_user(read.prompt or "")
+    return Pair(prompt, read.chosen, read.rejected, where)
 
 
 def _check_prompts(pairs: Sequence[Pair], backbone: Path) -> None:
@@ -193,7 +192,7 @@ def share_right(margins: Sequence[float]) -> float:
 
 def _margins(reward: Reward, pairs: Sequence[Pair], what: str) -> list[float]:
     """Scores of the chosen answers less those of the rejected ones."""
-    margins = []
+    margins: list[float] = []
     for number, pair in enumerate(pairs, 1):
         chosen, rejected = score(reward, pair.prompt, [pair.chosen, pair.rejected]).values
         margins.append(chosen - rejected)
@@ -220,24 +219,18 @@ def fit_head(differences: Tensor, validation: Tensor) -> tuple[Tensor, float]:
     """The head's weights [hidden], and the weight decay that was chosen.
 
     The head is the linear map under which it is likeliest that chosen answers beat rejected ones
-    (Bradley and Terry 1952). differences: chosen - rejected features [pairs, hidden]. Decays are
-    tried from strong to weak, until the held-out loss has risen twice; with the best of them, all
-    pairs are fitted again.
+    (Bradley and Terry 1952). differences: chosen - rejected features [pairs, hidden]. The decay
+    is the one with the least held-out loss; with it, all pairs are fitted again.
     """
     scale = torch.cat((differences, validation)).std(dim=0).clamp(min=1e-6)
-    best_decay, best_loss, rises = _DECAYS[0], math.inf, 0
+    losses: dict[float, float] = {}
     for decay in _DECAYS:
         margins = validation / scale @ _fit(differences / scale, decay)
-        loss = -F.logsigmoid(margins).mean().item()
+        losses[decay] = -F.logsigmoid(margins).mean().item()
         right = share_right(margins.tolist())
-        note(f"decay {decay}: held-out loss {loss:.4f}, accuracy {right:.3f}")
-        if loss < best_loss:
-            best_decay, best_loss = decay, loss
-        else:
-            rises += 1
-        if rises == 2:
-            break
-    return _fit(torch.cat((differences, validation)) / scale, best_decay) / scale, best_decay
+        note(f"decay {decay}: held-out loss {losses[decay]:.4f}, accuracy {right:.3f}")
+    decay = min(losses, key=losses.__getitem__)
+    return _fit(torch.cat((differences, validation)) / scale, decay) / scale, decay
 
 
 def _fit(inputs: Tensor, decay: float) -> Tensor:
@@ -297,9 +290,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--validation", type=_count, default=200, help="pairs to choose by")
     parser.add_argument("--test", type=_count, default=300, help="last pairs, only reported on")
     parser.add_argument("--seed", type=int, default=0, help="selects the pairs to choose by")
-    parser.add_argument(
-        "--no-baseline", action="store_true", help="do not compare with the backbone's likelihood"
-    )
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Serves one reward: checks what it returns, measures it, and bounds the calls that wait or run.
 
 A reward of this process has a thread of its own, which keeps torch and tokenizers off the event
-loop. It computes pass after pass; before each it takes in what has arrived, drops abandoned
+loop. It computes pass after pass. Before each it takes in what has arrived, drops abandoned
 batches, and takes a fair part of each batch under way, of all sessions. A reward of another server
 is awaited on the event loop: a slow server delays its own callers only, and waiting for it does not
 count for the heartbeat. Imports no torch and no grpc.
@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from reward_service.reward import (
     RemoteReward,
@@ -30,7 +30,6 @@ from reward_service.reward import (
     take_fairly,
     whole_answers,
 )
-from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
@@ -38,42 +37,21 @@ from specrej.threads import ComputeThread, WorkClock, settle
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
 
 # Errors of torch, which is not imported here, after which a process can use its device no more.
 _LOST = ("AcceleratorError",)
 
 
-async def start_worker(
-    spec: RewardSpec, resources: Resources, queue_limit: int = 64, merge_s: float = 0.002
-) -> Worker:
-    """A worker of the reward that a spec describes. Raises as `Worker.start` and `Spec.load` do."""
-    return await Worker.start(partial(spec.load, resources), queue_limit, merge_s)
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Request(Generic[T]):
-    """What the thread receives; `abandoned` once its caller has left."""
-
-    future: Future[T] = field(default_factory=Future)
-    abandoned: bool = False
-
-
 @dataclass(eq=False, slots=True)
-class _Call(_Request[T]):
-    """A short call, made between two passes."""
+class _Request:
+    """A call to the thread. It is done when `do` returns; if `do` returns a task, when the task is
+    computed."""
 
-    do: Callable[[], T]
-
-
-@dataclass(eq=False, slots=True)
-class _Batch(_Request[Scores]):
-    """A session's candidates to be scored; `task` once the thread has begun with them."""
-
-    session: Any
-    candidates: Sequence[Candidate]
+    do: Callable[[], Any]
+    session: Any = None  # the task's, freed if the task fails
+    future: Future[Any] = field(default_factory=Future)
+    is_abandoned: bool = False  # its caller has left
     task: Task | None = None
     given: int = 0  # tokens of its task in passes so far
     is_alone: bool = False  # in passes of its own, since a pass that it shared failed
@@ -90,20 +68,18 @@ class WorkerSession:
         """Raises as `Worker.score` does."""
         began, label = time.perf_counter(), {names.REWARD: self._name}
         scores = await self._score(candidates)
-        self._check(scores, len(candidates))
+        problem = ""
+        if len(scores.values) != len(candidates):
+            problem = f"{len(scores.values)} scores for {len(candidates)} texts"
+        elif not all(map(math.isfinite, scores.values)):
+            problem = "a score that is not finite"
+        if problem:
+            text = f"reward {self._name} returned {problem}"
+            raise RewardInvalid(text, metadata={"reward": self._name})
         metrics.record(names.REWARD_DURATION, time.perf_counter() - began, **label)
         metrics.record(names.REWARD_BATCH, len(candidates), **label)
         metrics.add(names.REWARD_TOKENS, scores.computed_tokens, **label)
         return scores
-
-    def _check(self, scores: Scores, num_texts: int) -> None:
-        num_scores, metadata = len(scores.values), {"reward": self._name}
-        if num_scores != num_texts:
-            text = f"reward {self._name} returned {num_scores} scores for {num_texts} texts"
-            raise RewardInvalid(text, metadata=metadata)
-        if not all(map(math.isfinite, scores.values)):
-            text = f"reward {self._name} returned a score that is not finite"
-            raise RewardInvalid(text, metadata=metadata)
 
 
 class Worker:
@@ -119,7 +95,7 @@ class Worker:
         self._queue_limit = queue_limit
         self._merge_s = merge_s
         self._room = threading.Semaphore(queue_limit)
-        self._arrivals: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
         self._dead = False  # the thread has ended without `close`
@@ -127,7 +103,7 @@ class Worker:
         self._clock = WorkClock()
         self._reward: Reward
         self._remote: RemoteReward | None = None
-        self._loaded: Future[Reward | RemoteReward] = Future()
+        self._loaded: Future[None] = Future()
         self._thread = ComputeThread("reward", self._serve, load)
         self._thread.start()
 
@@ -194,7 +170,7 @@ class Worker:
             answer = partial(self._answer, self._remote, prompt)
             yield WorkerSession(self._remote.name, answer)
             return
-        opening = _Call(partial(self._open, prompt, once))
+        opening = _Request(partial(self._open, prompt, once))
         try:
             session = await self._submit(opening)
         except asyncio.CancelledError:
@@ -202,7 +178,7 @@ class Worker:
             opening.future.add_done_callback(self._free_late)
             raise
         try:
-            yield WorkerSession(self._reward.name, partial(self._score, session))
+            yield WorkerSession(self._reward.name, partial(self._compute_batch, session))
         finally:
             self._free_session(session)
 
@@ -224,9 +200,7 @@ class Worker:
         died."""
         if self._remote:
             return 0.0
-        if self._dead or (not self._thread.is_alive() and not self._closed):
-            return math.inf
-        return self._clock.oldest_s()
+        return math.inf if self._dead else self._clock.oldest_s()
 
     async def _answer(
         self, remote: RemoteReward, prompt: Prompt, candidates: Sequence[Candidate]
@@ -239,10 +213,13 @@ class Worker:
         finally:
             self._make_room()
 
-    async def _score(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
-        return await self._submit(_Batch(session, candidates))
+    async def _compute_batch(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
+        scores: Scores = await self._submit(
+            _Request(partial(self._reward.begin, session, candidates), session)
+        )
+        return scores
 
-    async def _submit(self, request: _Request[T]) -> T:
+    async def _submit(self, request: _Request) -> Any:
         """The result of a request to the thread.
 
         Raises:
@@ -259,7 +236,7 @@ class Worker:
         try:
             return await asyncio.wrap_future(request.future)
         except asyncio.CancelledError:
-            request.abandoned = True
+            request.is_abandoned = True
             raise
 
     def _take_room(self) -> None:
@@ -276,7 +253,7 @@ class Worker:
     def _free_session(self, session: Any) -> None:
         with self._closing:
             if not (self._closed or self._dead):  # queued, as its batch may still be under way
-                self._arrivals.put(_Call(partial(self._free, session)))
+                self._arrivals.put(_Request(partial(self._free, session)))
 
     def _free_late(self, opened: Future[Any]) -> None:
         with suppress(BaseException):
@@ -293,20 +270,18 @@ class Worker:
         self._num_sessions -= 1
         self._reward.free(session)
 
+    def _load(self, load: Callable[[], Reward | RemoteReward]) -> None:
+        loaded = load()
+        if isinstance(loaded, Reward):
+            self._reward = loaded
+        else:
+            self._remote = loaded
+
     def _serve(self, load: Callable[[], Reward | RemoteReward]) -> None:
         """Load, then compute pass after pass until closed."""
-
-        def load_here() -> Reward | RemoteReward:
-            loaded = load()
-            if isinstance(loaded, Reward):
-                self._reward = loaded
-            else:
-                self._remote = loaded
-            return loaded
-
-        if not settle(self._loaded, load_here) or self._remote:
+        if not settle(self._loaded, partial(self._load, load)) or self._remote:
             return
-        under_way: list[_Batch] = []
+        under_way: list[_Request] = []
         try:
             while self._take_in(under_way):
                 with self._clock.working():
@@ -318,14 +293,13 @@ class Worker:
             log.critical("the thread of reward %s ends", self._reward.name, exc_info=True)
         with self._closing:
             self._dead = not self._closed  # no request arrives after this
-        for batch in under_way:
-            _fail(batch, _worker_closed())
-        with suppress(queue.Empty):
-            while True:
-                if request := self._arrivals.get_nowait():
-                    _fail(request, _worker_closed())
+        while not self._arrivals.empty():
+            if request := self._arrivals.get():
+                under_way.append(request)
+        for request in under_way:
+            _fail(request, _worker_closed())
 
-    def _take_in(self, under_way: list[_Batch]) -> bool:
+    def _take_in(self, under_way: list[_Request]) -> bool:
         """Begin with what has arrived, and wait if nothing is under way; False once closed.
 
         What arrives during this is left for the next pass, so that arrivals cannot delay passes
@@ -345,29 +319,42 @@ class Worker:
             num_arrivals -= 1
             if arrived is None:
                 return False
-            if not under_way and self._num_sessions > 1 and isinstance(arrived, _Batch):
-                merge_until = time.monotonic() + self._merge_s
             with self._clock.working():
-                self._take(arrived, under_way)
+                if not (arrived.future.set_running_or_notify_cancel() and self._begin(arrived)):
+                    continue
+            if not under_way and self._num_sessions > 1:
+                merge_until = time.monotonic() + self._merge_s
+            # Not 0: it would take all passes until it caught up with the others.
+            arrived.given = min((batch.given for batch in under_way), default=0)
+            under_way.append(arrived)
 
-    def _take(self, arrived: _Request[Any], under_way: list[_Batch]) -> None:
-        """Make a call, or begin with a batch."""
-        match arrived:
-            case _Call():
-                _carry_out(arrived)
-            case _Batch():
-                # Not 0: it would take all passes until it caught up with the others.
-                arrived.given = min((batch.given for batch in under_way), default=0)
-                if arrived.future.set_running_or_notify_cancel() and self._begin(arrived):
-                    under_way.append(arrived)
+    def _begin(self, request: _Request) -> bool:
+        """Run `do`; whether the request now has a task to compute."""
+        try:
+            result = request.do()
+        except BaseException as error:
+            self._fail_task(request, error)
+            return False
+        if isinstance(result, Task):
+            request.task = result
+            return True
+        request.future.set_result(result)
+        return False
 
-    def _is_dropped(self, batch: _Batch) -> bool:
-        if abandoned := batch.abandoned:  # read once: another thread sets it
+    def _fail_task(self, request: _Request, error: BaseException) -> None:
+        try:
+            if request.session is not None:
+                self._reward.free(request.session)  # it counts on what was not computed
+        finally:
+            _fail(request, error)
+
+    def _is_dropped(self, batch: _Request) -> bool:
+        if abandoned := batch.is_abandoned:  # read once: another thread sets it
             self._reward.free(batch.session)  # it counts on what will not be computed
             batch.future.set_result(Scores(()))
         return abandoned
 
-    def _compute(self, batches: Sequence[_Batch]) -> None:
+    def _compute(self, batches: Sequence[_Request]) -> None:
         """One pass, of a batch that is to be alone or of all others, whichever has had less.
 
         If it fails, each batch that took part begins again in passes of its own, so that only the
@@ -389,35 +376,24 @@ class Worker:
             pairs = zip(sharing, given, strict=True)
             took_part = [batch for batch, tokens in pairs if tokens > batch.given] or sharing
             for batch in took_part:
-                self._reward.free(batch.session)
                 if len(took_part) == 1:
-                    _fail(batch, error)
+                    self._fail_task(batch, error)
                 else:
+                    self._reward.free(batch.session)
                     batch.is_alone = True
                     self._begin(batch)
         for batch, tokens in zip(sharing, given, strict=True):
             batch.given = tokens
 
-    def _is_done(self, batch: _Batch) -> bool:
+    def _is_done(self, batch: _Request) -> bool:
         if not batch.future.done() and batch.task and not batch.task.next_tokens:
             try:
                 batch.future.set_result(batch.task.scores())
             except BaseException as error:
                 if _is_lost(error):  # a device fails as late as here
                     raise
-                self._reward.free(batch.session)
-                _fail(batch, error)
+                self._fail_task(batch, error)
         return batch.future.done()
-
-    def _begin(self, batch: _Batch) -> bool:
-        """Make the batch's task; False if its reward raises."""
-        try:
-            batch.task = self._reward.begin(batch.session, batch.candidates)
-        except BaseException as error:
-            self._reward.free(batch.session)
-            _fail(batch, error)
-            return False
-        return True
 
 
 def _is_lost(error: BaseException) -> bool:
@@ -428,15 +404,7 @@ def _worker_closed() -> Unavailable:
     return Unavailable("the reward is being stopped")
 
 
-def _carry_out(call: _Call[T]) -> None:
-    if call.future.set_running_or_notify_cancel():
-        try:
-            call.future.set_result(call.do())
-        except BaseException as error:
-            _fail(call, error)
-
-
-def _fail(request: _Request[Any], error: BaseException) -> None:
+def _fail(request: _Request, error: BaseException) -> None:
     # Asyncio's futures refuse a StopIteration, so its caller would wait for ever. A TimeoutError or
     # CancelledError would be taken for the call's own. Anything that is not an `Exception`, such as
     # a SystemExit in a user's function, would end the event loop.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from reward_service.conversation import Conversation, Tokenized, Turns, load_conversation
+from reward_service.conversation import Conversation, Tokens, Turns, load_conversation
 from reward_service.reward import Reward, Task, distinct
 from reward_service.specs import CausalSpec, Resources
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
@@ -41,35 +41,11 @@ Head = Callable[[Tensor, Tensor], Tensor]
 ToScores = Callable[[list[Tensor]], list[float]]
 
 
-@dataclass(slots=True)
-class Value:
-    """The head's output at a mark [width], None until computed; valid only if the token after the
-    mark is `following`."""
+# Where a head is read: the position, and the token after it, or 0 if the head does not look ahead.
+Mark = tuple[int, int]
 
-    following: int
-    output: Tensor | None = None
-
-
-Values = dict[int, Value]  # by position
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One text's tokens and its marks, ascending, at least one.
-
-    Only the first `keep` tokens can begin a longer text: the others' keys and values are not kept.
-    Tokens after the last mark are not computed.
-    """
-
-    key: int
-    token_ids: Sequence[int]
-    keep: int
-    marks: Sequence[int]
-
-    @property
-    def end(self) -> int:
-        """The number of tokens to compute."""
-        return self.marks[-1] + 1
+# The head's outputs [width] at marks; None until computed.
+Outputs = dict[Mark, Tensor | None]
 
 
 @dataclass(slots=True)
@@ -79,7 +55,7 @@ class _KeptText:
     shared: int = 0
     token_ids: Sequence[int] = ()
     store: PromptKV | None = None
-    values: Values = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -99,7 +75,7 @@ class KeptSession:
     keeps_texts: bool = True
     is_busy: bool = False
     prompt: PromptKV | None = None
-    prompt_values: Values = field(default_factory=dict)
+    prompt_outputs: Outputs = field(default_factory=dict)
     texts: dict[int, _KeptText] = field(default_factory=dict)
 
     @property
@@ -108,12 +84,12 @@ class KeptSession:
         prompt = self.prompt.num_tokens if self.prompt else 0
         return prompt + sum(text.room for text in self.texts.values())
 
-    def parents(self, sequences: Sequence[Tokens]) -> dict[int, int]:
+    def parents(self, sequences: Mapping[int, Tokens]) -> dict[int, int]:
         """For each text that is not kept, the key of the kept text with the most tokens in common.
 
         The two are neighbors in sorted order, so not all pairs are compared.
         """
-        if not self.texts or all(sequence.key in self.texts for sequence in sequences):
+        if not self.texts or sequences.keys() <= self.texts.keys():
             return {}
         ranked = sorted((kept.shared, [*kept.token_ids], key) for key, kept in self.texts.items())
         starts = {shared for shared, _, _ in ranked}
@@ -122,7 +98,8 @@ class KeptSession:
             return match(ids, self.prompt_ids, kept.shared, kept.token_ids)[1]
 
         parents: dict[int, int] = {}
-        for key, ids in ((s.key, s.token_ids) for s in sequences if s.key not in self.texts):
+        for key in [key for key in sequences if key not in self.texts]:
+            ids = sequences[key].token_ids
             places = [bisect(ranked, (start, [*ids[start:]], -1)) for start in starts]
             near = [other for at in places for *_, other in ranked[max(0, at - 1) : at + 1]]
             parents[key] = max(near, key=lambda other: num_common(ids, self.texts[other]))
@@ -133,26 +110,26 @@ class KeptSession:
 class _Span:
     """Consecutive tokens to compute, from position `start` on.
 
-    They are stored in the last of `pieces`, from its token `offset` on. `values` are filled at the
-    marks that lie in the span.
+    They are stored in the last of `pieces`, from its token `offset` on. `outputs` are computed at
+    the marks that lie in the span.
     """
 
     pieces: tuple[PromptKV, ...]
     token_ids: Sequence[int]
     start: int
     offset: int
-    values: Values
+    outputs: Outputs
 
     @property
-    def marks(self) -> list[int]:
+    def marks(self) -> list[Mark]:
         end = self.start + len(self.token_ids)
-        return [mark for mark in self.values if self.start <= mark < end]
+        return [mark for mark in self.outputs if self.start <= mark[0] < end]
 
     def chunks(self) -> Iterator[_Span]:
         """Parts that are attended to at once."""
         for at in range(0, len(self.token_ids), _CHUNK_TOKENS):
             part = self.token_ids[at : at + _CHUNK_TOKENS]
-            yield _Span(self.pieces, part, self.start + at, self.offset + at, self.values)
+            yield _Span(self.pieces, part, self.start + at, self.offset + at, self.outputs)
 
 
 class CausalScorer(SegmentedModel):
@@ -176,7 +153,7 @@ class CausalScorer(SegmentedModel):
     def close(self, session: KeptSession) -> None:
         """Free what a session keeps; if it is used again, it computes everything again."""
         session.prompt = None
-        session.prompt_values = {}
+        session.prompt_outputs = {}
         session.texts = {}
         session.is_busy = False
         self._sessions.pop(session, None)
@@ -186,33 +163,32 @@ class CausalScorer(SegmentedModel):
     def task(
         self,
         session: KeptSession,
-        sequences: Sequence[Tokens],
+        sequences: Mapping[int, Tokens],
         to_scores: ToScores,
         *,
         compare: bool = False,
     ) -> Task:
-        """A task for these texts; what the session keeps of other texts is freed.
+        """A task for these texts by their keys; what the session keeps of other texts is freed.
 
         compare: see `Scores`. If one of its passes fails, the session must be closed: it counts on
         all of them.
         """
         self._touch(session)
         session.is_busy = True
-        wanted = {sequence.key for sequence in sequences}
         parents = session.parents(sequences) if session.keeps_texts else {}
         # First drop texts that are neither in the batch nor copied: copies may need their room.
-        self._drop(session, session.texts.keys() - wanted - {*parents.values()})
-        for sequence in sequences:
-            if sequence.key in parents:
-                self._fork(session, sequence, session.texts[parents[sequence.key]])
-        self._drop(session, session.texts.keys() - wanted)
-        known: list[ChainMap[int, Value]] = []  # each text's own values, then the prompt's
+        self._drop(session, session.texts.keys() - sequences.keys() - {*parents.values()})
+        for key, parent in parents.items():
+            self._fork(session, key, sequences[key], session.texts[parent])
+        self._drop(session, session.texts.keys() - sequences.keys())
+        # Each text's own outputs, then the prompt's.
+        known: list[ChainMap[Mark, Tensor | None]] = []
 
         def finish(num_tokens: int) -> Scores:
             session.is_busy = False
             outputs = [
-                torch.stack([cast(Tensor, values[mark].output) for mark in sequence.marks])
-                for values, sequence in zip(known, sequences, strict=True)
+                torch.stack([cast(Tensor, of_text[mark]) for mark in self._marks(sequence)])
+                for of_text, sequence in zip(known, sequences.values(), strict=True)
             ]
             return Scores(tuple(to_scores(outputs)), num_tokens, compare=compare)
 
@@ -226,20 +202,21 @@ class CausalScorer(SegmentedModel):
         positions: list[int] = []
         segments: list[Segment] = []
         rows: list[int] = []
-        wanted: list[Value] = []
+        wanted: list[tuple[Outputs, Mark]] = []
         for span in spans:
             marks, count = span.marks, len(span.token_ids)
-            rows += [len(token_ids) + mark - span.start for mark in marks]
-            wanted += [span.values[mark] for mark in marks]
+            rows += [len(token_ids) + place - span.start for place, _ in marks]
+            wanted += [(span.outputs, mark) for mark in marks]
             token_ids += span.token_ids
             positions += range(span.start, span.start + count)
             segments.append(PrefillSegment(span.pieces, span.start, span.offset, count))
         network: Any = self._model.base_model
         states = self._run(network, token_ids, positions, segments).last_hidden_state[0]
         if wanted:
-            following = torch.tensor([value.following for value in wanted], device=states.device)
-            for value, output in zip(wanted, self._head(states[rows], following), strict=True):
-                value.output = output
+            following = torch.tensor([token for _, (_, token) in wanted], device=states.device)
+            computed = self._head(states[rows], following)
+            for (outputs, mark), output in zip(wanted, computed, strict=True):
+                outputs[mark] = output
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless `kept_tokens` is the size of all stores, within capacity."""
@@ -247,15 +224,18 @@ class CausalScorer(SegmentedModel):
         assert self.kept_tokens <= self._capacity
 
     def _spans(
-        self, session: KeptSession, sequences: Sequence[Tokens], known: list[ChainMap[int, Value]]
+        self,
+        session: KeptSession,
+        sequences: Mapping[int, Tokens],
+        known: list[ChainMap[Mark, Tensor | None]],
     ) -> Iterator[_Span]:
-        """What is left to compute; adds each text's values, and the prompt's, to `known`."""
+        """What is left to compute; adds each text's outputs, and the prompt's, to `known`."""
         if session.prompt is None:
-            yield from self._prompt_spans(session, sequences)
-        for sequence in sequences:
-            values: Values = {}
-            known.append(ChainMap(values, session.prompt_values))
-            if span := self._rest(session, sequence, values):
+            yield from self._prompt_spans(session, [*sequences.values()])
+        for key, sequence in sequences.items():
+            outputs: Outputs = {}
+            known.append(ChainMap(outputs, session.prompt_outputs))
+            if span := self._rest(session, key, sequence, outputs):
                 yield from span.chunks()
 
     def _prompt_spans(self, session: KeptSession, sequences: Sequence[Tokens]) -> Iterator[_Span]:
@@ -266,38 +246,41 @@ class CausalScorer(SegmentedModel):
             return
         session.prompt = PromptKV(self.shape, len(prompt_ids))
         pairs = zip(sequences, shared, strict=True)
-        marks = sorted({mark for text, count in pairs for mark in text.marks if mark < count})
-        values = session.prompt_values = self._uncomputed(prompt_ids, marks)
-        yield from _Span((session.prompt,), prompt_ids, 0, 0, values).chunks()
+        marks = {mark for text, count in pairs for mark in self._marks(text) if mark[0] < count}
+        outputs = session.prompt_outputs = dict.fromkeys(sorted(marks))
+        yield from _Span((session.prompt,), prompt_ids, 0, 0, outputs).chunks()
 
-    def _rest(self, session: KeptSession, sequence: Tokens, values: Values) -> _Span | None:
+    def _rest(
+        self, session: KeptSession, key: int, sequence: Tokens, outputs: Outputs
+    ) -> _Span | None:
         """The part of a text that is not computed yet, in a store that is kept if there is room.
 
-        `values` gets the text's own values, computed or to be computed by the span.
+        `outputs` gets the text's own outputs, computed or to be computed by the span. Tokens after
+        the last mark are not computed; keys and values of those from `keep` on are not kept.
         """
-        kept = session.texts.get(sequence.key) or _KeptText()
-        shared, start = self._match(session, sequence, kept, values)
-        end, token_ids = sequence.end, sequence.token_ids
+        kept = session.texts.get(key) or _KeptText()
+        shared, start = self._match(session, sequence, kept, outputs)
+        end, token_ids = sequence.marks[-1] + 1, sequence.token_ids
         if start == end:
             return None
         keeps = session.keeps_texts and min(sequence.keep, end) > shared
         store = self._grown(session, kept, end - shared, start - shared) if keeps else None
         if store:
             kept_ids = token_ids[shared : min(sequence.keep, end)]
-            session.texts[sequence.key] = _KeptText(shared, kept_ids, store, values)
+            session.texts[key] = _KeptText(shared, kept_ids, store, outputs)
         else:
             self.kept_tokens -= kept.room
-            session.texts.pop(sequence.key, None)
+            session.texts.pop(key, None)
             store = (kept.store or PromptKV(self.shape, 0)).grown(end - shared, start - shared)
-        values |= self._uncomputed(token_ids, [m for m in sequence.marks if m >= start])
+        outputs |= dict.fromkeys(mark for mark in self._marks(sequence) if mark[0] >= start)
         pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
-        return _Span(pieces, token_ids[start:end], start, start - shared, values)
+        return _Span(pieces, token_ids[start:end], start, start - shared, outputs)
 
     def _drop(self, session: KeptSession, keys: Collection[int]) -> None:
         for key in keys:
             self.kept_tokens -= session.texts.pop(key).room
 
-    def _fork(self, session: KeptSession, sequence: Tokens, kept: _KeptText) -> None:
+    def _fork(self, session: KeptSession, key: int, sequence: Tokens, kept: _KeptText) -> None:
         """Let a new text begin with a copy of a kept one, if they have own tokens in common.
 
         Before any span is made: spans of other texts write into the stores that are copied.
@@ -305,35 +288,33 @@ class CausalScorer(SegmentedModel):
         common = match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
         own = common - kept.shared
         if own > 0 and kept.store and self._reserve(session, kept.room):
-            store, values = kept.store.grown(kept.room, own), dict(kept.values)
-            forked = _KeptText(kept.shared, kept.token_ids[:own], store, values)
-            session.texts[sequence.key] = forked
+            store, outputs = kept.store.grown(kept.room, own), dict(kept.outputs)
+            session.texts[key] = _KeptText(kept.shared, kept.token_ids[:own], store, outputs)
 
     def _match(
-        self, session: KeptSession, sequence: Tokens, kept: _KeptText, values: Values
+        self, session: KeptSession, sequence: Tokens, kept: _KeptText, outputs: Outputs
     ) -> tuple[int, int]:
         """How many tokens of a text are the prompt's, and how many need no computation: those
-        before the first mark without an output. Computed values are added to `values`."""
+        before the first mark without an output. Computed outputs are added to `outputs`."""
         prompt_ids = session.prompt_ids if session.prompt else ()
-        token_ids = sequence.token_ids[: sequence.end]
+        token_ids = sequence.token_ids[: sequence.marks[-1] + 1]
         shared, total = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
-        for mark, value in self._uncomputed(sequence.token_ids, sequence.marks).items():
-            if mark >= total:
+        for mark in self._marks(sequence):
+            place = mark[0]
+            if place >= total:
                 break
-            source = session.prompt_values if mark < shared else kept.values
-            if mark not in source or source[mark].following != value.following:
-                return min(shared, mark), mark
-            if mark >= shared:
-                values[mark] = source[mark]
+            source = session.prompt_outputs if place < shared else kept.outputs
+            if mark not in source:
+                return min(shared, place), place
+            if place >= shared:
+                outputs[mark] = source[mark]
         return shared, total
 
-    def _uncomputed(self, token_ids: Sequence[int], marks: Sequence[int]) -> Values:
-        """Empty values for these marks."""
-        last = len(token_ids) - 1
-        return {
-            mark: Value(token_ids[mark + 1] if self._looks_ahead and mark < last else 0)
-            for mark in marks
-        }
+    def _marks(self, sequence: Tokens) -> list[Mark]:
+        if not self._looks_ahead:
+            return [(place, 0) for place in sequence.marks]
+        token_ids = [*sequence.token_ids, 0]
+        return [(place, token_ids[place + 1]) for place in sequence.marks]
 
     def _grown(
         self, session: KeptSession, kept: _KeptText, room: int, filled: int
@@ -386,7 +367,7 @@ class CausalReward(Reward):
         head: Head,
         score: Callable[[Tensor], float],
         *,
-        marks: Callable[[Tokenized], list[int]] | None = None,
+        marks: Callable[[Tokens], list[int]] | None = None,
         prepare: Callable[[str, bool], str] | None = None,
         conversation: Conversation | None = None,
         looks_ahead: bool = False,
@@ -427,14 +408,11 @@ class CausalReward(Reward):
             closed = closes(candidate, self._closes_unfinished)
             texts.append((self.prepare(turns.last_part(candidate.text), closed), closed))
         unique, where = distinct(texts)
-        keys: dict[int, int] = {}
-        for candidate, place in zip(candidates, where, strict=True):
-            keys.setdefault(place, candidate.id)
+        sequences: dict[int, Tokens] = {}  # by the first candidate with this text
         tokenized = turns.tokenize([text for text, _ in unique], [end for _, end in unique])
-        sequences = [
-            Tokens(keys[place], tokens.token_ids, tokens.keep, self.marks(tokens))
-            for place, tokens in enumerate(tokenized)
-        ]
+        for place, tokens in enumerate(tokenized):
+            tokens.marks = self.marks(tokens)
+            sequences[candidates[where.index(place)].id] = tokens
 
         def to_scores(outputs: list[Tensor]) -> list[float]:
             scores = [self._score(output) for output in outputs]

@@ -49,10 +49,6 @@ class _EncoderReward(Reward):
             self.token_budget = 0
 
     @abstractmethod
-    def _begin(self, question: str, texts: Sequence[str]) -> Task:
-        """A task that scores `texts`."""
-
-    @abstractmethod
     def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
         """A result per row, [rows, n], from padded inputs, each [rows, width]."""
 
@@ -60,10 +56,6 @@ class _EncoderReward(Reward):
         """The question."""
         users = [message.content for message in prompt.messages if message.role == "user"]
         return users[-1] if users else prompt.text
-
-    def begin(self, session: str, candidates: Sequence[Candidate]) -> Task:
-        """A task of the batch's different texts."""
-        return self._begin(session, [candidate.text for candidate in candidates])
 
     @torch.inference_mode()
     def compute(self, pieces: Sequence[Text]) -> None:
@@ -130,8 +122,10 @@ class RelevanceReward(_EncoderReward):
         settings = {"kind": "relevance", "max_tokens": MAX_TOKENS}
         self.fingerprint = fingerprint.of_directory(spec.directory, settings)
 
-    def _begin(self, question: str, texts: Sequence[str]) -> Task:
-        items, where = self._tokenize([question, *texts], truncation=True, max_length=MAX_TOKENS)
+    def begin(self, session: str, candidates: Sequence[Candidate]) -> Task:
+        """A task of the question and the batch's different texts."""
+        texts = [session, *(candidate.text for candidate in candidates)]
+        items, where = self._tokenize(texts, truncation=True, max_length=MAX_TOKENS)
         return text_task(items, where, _cosines)
 
     def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
@@ -179,11 +173,11 @@ class CrossEncoderReward(_EncoderReward):
             positions -= 0 if padding is None else padding + 1
         self._max_tokens: int = min(limit, positions)
 
-    def _begin(self, question: str, texts: Sequence[str]) -> Task:
-        question = self._beginning(question)
+    def begin(self, session: str, candidates: Sequence[Candidate]) -> Task:
+        """A task of the batch's different pairs."""
         items, where = self._tokenize(
-            [question] * len(texts),
-            list(texts),
+            [self._beginning(session)] * len(candidates),
+            [candidate.text for candidate in candidates],
             truncation="longest_first",
             max_length=self._max_tokens,
             return_token_type_ids=True,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import Tokenized, load_conversation
+from reward_service.conversation import Tokens, load_conversation
 from reward_service.kinds.causal import CausalReward
 from reward_service.specs import GatedSpec, Resources
 from specrej.contracts import Prompt
@@ -64,7 +64,7 @@ def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
     if _last_place(tokens.token_ids, pattern) < 0:
         raise ValueError(f"{spec.directory}: gate_at {spec.gate_at!r} is not in its conversations")
 
-    def marks(tokens: Tokenized) -> list[int]:
+    def marks(tokens: Tokens) -> list[int]:
         """The gate's token is where the pattern begins the last time, as in the authors' code."""
         place = _last_place(tokens.token_ids, pattern)
         return sorted({max(0, place), len(tokens.token_ids) - 1})

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ class HTTPReward:
         OSError, ValueError: a file of a header cannot be used.
     """
 
-    def __init__(self, spec: HTTPSpec) -> None:
+    def __init__(self, spec: HTTPSpec, resources: Resources) -> None:
         self.name = spec.name
         selecting = {"headers": spec.headers} if spec.headers else {}
         self.fingerprint = fingerprint.of_values(
@@ -52,7 +51,7 @@ class HTTPReward:
         # Compressed answers are not read: a few bytes could be gigabytes.
         headers = {**spec.headers, "Accept-Encoding": "identity"}
         limits = httpx2.Limits(max_keepalive_connections=_KEPT_CONNECTIONS)
-        # Timeouts are those of `_answering`: httpx2 bounds only the time between two parts.
+        # `answer` has the timeout: httpx2 bounds only the time between two parts.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(spec.url)
         )
@@ -61,18 +60,25 @@ class HTTPReward:
         await self._client.aclose()
 
     async def answer(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        """Raises:
-        Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
-        RewardInvalid: any other answer without scores.
+        """One score per candidate.
+
+        Raises:
+            Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
+            RewardInvalid: any other answer without scores.
         """
         request = {
             "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
             "responses": [candidate.text for candidate in candidates],
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
         }
+        caller_s = time_left_s()
+        left_s = self._timeout_s if caller_s is None else max(0.0, min(self._timeout_s, caller_s))
         try:
-            async with _answering(self.name, self._timeout_s) as timeout_s:
-                status, answer = await self._post(request, timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                status, answer = await self._post(request, left_s)
+        except TimeoutError:
+            text = f"reward {self.name} did not answer within {self._timeout_s:g} s"
+            raise Unavailable(text) from None
         except httpx2.HTTPError as error:
             # Without its text, which holds internal addresses.
             text = f"reward {self.name} cannot be reached: {type(error).__name__}"
@@ -81,9 +87,9 @@ class HTTPReward:
             raise Unavailable(f"reward {self.name} answers with status {status}")
         return self._scores(status, answer)
 
-    async def _post(self, request: dict[str, Any], timeout_s: float) -> tuple[int, bytes]:
+    async def _post(self, request: dict[str, Any], left_s: float) -> tuple[int, bytes]:
         headers = {name: secret.get() for name, secret in self._secrets.items()}
-        headers[_TIMEOUT_HEADER] = str(round(timeout_s * 1000))
+        headers[_TIMEOUT_HEADER] = str(round(left_s * 1000))
         posting = self._client.stream("POST", self._url, json=request, headers=headers)
         answer = bytearray()
         async with posting as response:
@@ -106,27 +112,3 @@ class HTTPReward:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             text = f"reward {self.name} did not return scores: {type(error).__name__}"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
-
-
-def load_http(spec: HTTPSpec, resources: Resources) -> HTTPReward:
-    """The reward; its calls make the connections."""
-    return HTTPReward(spec)
-
-
-@asynccontextmanager
-async def _answering(name: str, timeout_s: float) -> AsyncIterator[float]:
-    """Bound an exchange with a reward's server; yields the seconds that it may take.
-
-    These are `timeout_s`, or less if the caller's deadline comes first.
-
-    Raises:
-        Unavailable: `timeout_s` seconds have passed.
-    """
-    left_s = time_left_s()
-    try:
-        async with asyncio.timeout(timeout_s) as bound:
-            yield timeout_s if left_s is None else max(0.0, min(timeout_s, left_s))
-    except TimeoutError:
-        if not bound.expired():
-            raise
-        raise Unavailable(f"reward {name} did not answer within {timeout_s:g} s") from None

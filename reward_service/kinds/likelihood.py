@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from reward_service.checkpoint import load_backbone
-from reward_service.conversation import Tokenized
+from reward_service.conversation import Tokens
 from reward_service.kinds.causal import CausalReward
 from reward_service.kinds.lm_head import LMHead
 from reward_service.reward import Reward, Task, finite_sum
@@ -55,7 +55,7 @@ def _load_one(spec: LikelihoodSpec, resources: Resources) -> CausalReward:
     )
 
 
-def _before_the_response(tokens: Tokenized) -> list[int]:
+def _before_the_response(tokens: Tokens) -> list[int]:
     """Every position that is followed by a token of the response. For an empty open response, the
     last position is read, and the score is the log-probability of token 0."""
     last = len(tokens.token_ids) - 1

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from reward_service.checkpoint import load_backbone
-from reward_service.conversation import in_parts, load_conversation
-from reward_service.kinds.causal import CausalScorer, KeptSession, Tokens
+from reward_service.conversation import Tokens, in_parts, load_conversation
+from reward_service.kinds.causal import CausalScorer, KeptSession
 from reward_service.kinds.lm_head import LMHead, single_token
 from reward_service.reward import Reward, Task, distinct
 from reward_service.specs import PairwiseSpec, Resources
@@ -70,10 +70,10 @@ class PairwiseReward(Reward):
         texts, where = distinct([self.conversation.as_text(end) for end in ends])
         pairs = _pairs(len(texts), self._spec.opponents)
         encoded = self._encode(context, [(texts[i], texts[j]) for i, j in pairs])
-        sequences = [
-            Tokens(key, ids[-limit:], 0, [min(len(ids), limit) - 1])
+        sequences = {
+            key: Tokens(ids[-limit:], marks=[min(len(ids), limit) - 1])
             for key, ids in enumerate(encoded)
-        ]
+        }
         to_scores = partial(_mean_preferences, pairs, where)
         return self.scorer.task(kept, sequences, to_scores, compare=True)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import SPLICE, Tokenized, load_conversation, without_splices
+from reward_service.conversation import SPLICE, Tokens, load_conversation, without_splices
 from reward_service.kinds.causal import CausalReward, Head
 from reward_service.kinds.lm_head import LMHead, single_token
 from reward_service.specs import ProcessSpec, Resources
@@ -47,7 +47,7 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
             ended, rest = [*ended, rest], ""
         return "".join(step + SPLICE for step in ended) + rest
 
-    def marks(tokens: Tokenized) -> list[int]:
+    def marks(tokens: Tokens) -> list[int]:
         """The step tokens."""
         places = tokens.spliced
         if spec.step_text:

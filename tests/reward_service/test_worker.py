@@ -401,7 +401,9 @@ async def test_when_the_thread_ends_all_calls_are_unavailable(
             waiting = asyncio.ensure_future(worker.score(PROMPT, ["a"]))
             await asyncio.sleep(0)  # it has been sent
             reward.gate.release()
-            for call in (failing, waiting, worker.score(PROMPT, ["b"])):
+            with pytest.raises(ValueError, match="a bad letter"):
+                await asyncio.wait_for(failing, 20)
+            for call in (waiting, worker.score(PROMPT, ["b"])):
                 with pytest.raises(Unavailable):
                     await asyncio.wait_for(call, 20)
         assert worker.heartbeat_s() == math.inf
