@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
@@ -16,14 +15,12 @@ from reward_service import embedded
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
-from specrej.client.channel import open_channel
 from tests.reward_service.tiny import save, save_language_model
-from tests.serving import listening
+from tests.serving import serving
 
-# Starts a service with rewards (none: still loading) and options, returns its address.
-Start = Callable[..., Awaitable[str]]
+MAX_BATCH = 8
 
-# As `Start`, but connects to it.
+# Starts a service with rewards (none: still loading) and options, and connects to it.
 Serve = Callable[..., Awaitable[grpc.aio.Channel]]
 
 
@@ -33,33 +30,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def serve() -> AsyncIterator[Serve]:
     async with AsyncExitStack() as stack:
 
-        async def start(
-            *rewards: Reward,
-            max_batch: int = 8,
-            lease_s: float = 30,
-            queue_limit: int = 4,
-            **settings: Any,
-        ) -> str:
-            workers = [await Worker.start(partial(_same, r), queue_limit) for r in rewards]
+        async def serve(*rewards: Reward, lease_s: float = 30) -> grpc.aio.Channel:
+            workers = [await Worker.start(partial(lambda one: one, reward)) for reward in rewards]
             for worker in workers:
                 stack.callback(worker.close)
-            servicer = RewardServicer(max_batch, lease_s)
+            servicer = RewardServicer(MAX_BATCH, lease_s)
             servicer.serve(workers)
-            return await stack.enter_async_context(listening(servicer.service(), **settings))
-
-        yield start
-
-
-@pytest.fixture
-async def serve(start: Start) -> AsyncIterator[Serve]:
-    async with AsyncExitStack() as stack:
-
-        async def serve(*rewards: Reward, **options: Any) -> grpc.aio.Channel:
-            channel = open_channel(await start(*rewards, **options), retries=False)
-            return await stack.enter_async_context(channel)
+            return await stack.enter_async_context(serving(servicer.service()))
 
         yield serve
 
@@ -82,7 +62,3 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "relevance"
     embedded.place(directory)
     return directory
-
-
-def _same(reward: Reward) -> Reward:
-    return reward

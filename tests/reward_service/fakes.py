@@ -34,32 +34,11 @@ class FinishedReward(Reward):
         return Scores(tuple(float(c.finish is FinishReason.STOP) for c in candidates), 7)
 
 
-class GatedReward(Reward):
-    """Blocks its thread until `gate` is set, after the warm-up; records the texts."""
-
-    fingerprint, description = "f", "Waits."
-
-    def __init__(self, name: str = "gated") -> None:
-        self.name = name
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-        self.seen: list[str] = []
-        self._warm = False
-
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        if self._warm:
-            self.seen.extend(candidate.text for candidate in candidates)
-            self.entered.set()
-            assert self.gate.wait(30)
-        self._warm = True
-        return Scores(tuple(0.0 for _ in candidates))
-
-
 class PiecewiseReward(Reward):
     """Computes letters, `token_budget` of them per pass; a pass with a "!" in it fails.
     The text "?" is refused.
 
-    Records its passes; each pass after the warm-up waits for `gate`.
+    Records its passes after the warm-up; each waits for `gate`.
     """
 
     name, fingerprint, description = "piecewise", "f", "Letter by letter."
@@ -67,7 +46,7 @@ class PiecewiseReward(Reward):
     def __init__(self, token_budget: int = 4) -> None:
         self.token_budget = token_budget
         self.passes: list[str] = []
-        self.gate = threading.Semaphore(1)  # for the warm-up
+        self.gate = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
         self.num_freed = 0
 
@@ -75,12 +54,13 @@ class PiecewiseReward(Reward):
         texts = [candidate.text for candidate in candidates]
         if "?" in texts:
             raise InvalidRequest([])
-        letters = "H" if texts == ["Hello."] else "".join(texts)
         computed: list[str] = []
 
         def finish(num_tokens: int) -> Scores:
             return self.finish((float(len(computed)),) * len(texts), num_tokens)
 
+        is_warm_up = texts == ["Hello."]
+        letters = "" if is_warm_up else "".join(texts)
         return Task([(1, (computed, letter)) for letter in letters], finish)
 
     def finish(self, values: tuple[float, ...], num_tokens: int) -> Scores:

@@ -16,7 +16,6 @@ from reward_service.kinds import causal
 from reward_service.kinds.causal import CausalReward
 from reward_service.reward import score_batch, take_fairly
 from specrej.contracts import FinishReason, Prompt, Scores
-from specrej_models.kv import PromptKV
 from specrej_models.token_prefix import match
 from tests.reward_service.tiny import (
     CONFIGS,
@@ -124,19 +123,6 @@ def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
     assert reward.conversation.max_tokens == 32
 
 
-def test_an_allocation_that_fails_reserves_nothing(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against room that no session has, and that is missing until the process ends."""
-    reward = load("classifier", models["llama"])
-    session = reward.open(PROMPT)
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(PromptKV, "grown", mock.Mock(side_effect=MemoryError))
-        scored(reward, session, {0: "abc"})
-    reward.free(session)
-    assert reward.scorer.kept_tokens == 0
-
-
 def test_what_can_never_fit_evicts_nothing(models: dict[str, Path]) -> None:
     """Guards all idle sessions against one with a prompt beyond what may be kept."""
     reward = load("classifier", models["llama"], kept_tokens=150)
@@ -146,6 +132,18 @@ def test_what_can_never_fit_evicts_nothing(models: dict[str, Path]) -> None:
     assert scored(reward, long, {0: "abc"}).values
     assert reward.scorer.kept_tokens == kept > 0
     assert scored(reward, idle, {0: "abcd"}).computed_tokens == 1 + CLOSING
+
+
+def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> None:
+    """Guards memory against many sessions, and the scores of evicted ones."""
+    reward = load("classifier", models["llama"], kept_tokens=400)
+    sessions = [reward.open(PROMPT) for _ in range(4)]
+    texts = {key: "a" * (20 + key) for key in range(2)}
+    expected, *_ = [scored(reward, session, texts).values for session in sessions]
+    assert scored(reward, sessions[-1], texts).computed_tokens == 2 * CLOSING
+    evicted = scored(reward, sessions[0], texts)
+    assert evicted.computed_tokens > 40
+    assert evicted.values == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -> None:
@@ -193,31 +191,18 @@ def test_forks_have_the_room_of_rejected_texts(models: dict[str, Path]) -> None:
     assert scored(reward, other, {0: "abc"}).computed_tokens == CLOSING
 
 
-def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> None:
-    """Guards memory against many sessions, and the scores of evicted ones."""
-    reward = load("classifier", models["llama"], kept_tokens=400)
-    sessions = [reward.open(PROMPT) for _ in range(4)]
-    texts = {key: "a" * (20 + key) for key in range(2)}
-    scores = [scored(reward, session, texts).values for session in sessions]
-    assert len({tuple(round(value, 4) for value in values) for values in scores}) == 1
-    assert reward.scorer.kept_tokens > 0
-    assert scored(reward, sessions[-1], texts).computed_tokens == 2 * CLOSING
-    evicted = scored(reward, sessions[0], texts)
-    assert evicted.computed_tokens > 40
-    assert evicted.values == pytest.approx(scores[0], abs=1e-4)
-
-
-def test_failed_pass_leaves_nothing_that_counts_as_computed(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["PromptKV.grown", "CausalScorer.compute"])
+def test_a_failure_leaves_nothing_that_counts_as_computed(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """Guards against scores from memory that was reserved but never written."""
+    """Guards against scores from memory that was reserved but never written, and against room that
+    no session has, and that is missing until the process ends."""
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     expected = scored(reward, session, {0: "abcdef"}).values
-    with monkeypatch.context() as patched:
-        patched.setattr(reward.scorer, "compute", mock.Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            scored(reward, session, {0: "abcdefghi"})
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(f"{causal.__name__}.{fails}", mock.Mock(side_effect=MemoryError))
+        scored(reward, session, {0: "abcdef" * 20})
     assert reward.scorer.kept_tokens == 0
     assert scored(reward, session, {0: "abcdef"}).values == pytest.approx(expected, abs=1e-4)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from reward_service.reward import score
 from reward_service.specs import Transform
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
-from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service.tiny import (
     BOS,
     CONFIGS,
@@ -38,10 +35,10 @@ from tests.reward_service.tiny import (
     ("family", "pad", "pad_id"),
     [*((family, None, None) for family in sorted(CONFIGS)), ("llama", EOS, 2), ("llama", PAD, 0)],
 )
-def test_scores_are_plain_transformers_scores_whatever_the_batch(
+def test_scores_are_plain_transformers_scores(
     tmp_path: Path, family: str, pad: str | None, pad_id: int | None
 ) -> None:
-    """Guards the token that is read, whatever else is in the batch.
+    """Guards the token that is read.
 
     With pad == eos every rendered text ends in the pad token, and transformers' own head scores the
     token before it; without a pad token it refuses to batch.
@@ -49,9 +46,8 @@ def test_scores_are_plain_transformers_scores_whatever_the_batch(
     directory = save(tmp_path, make_config(family, pad_id), make_tokenizer(pad))
     expected = references(directory, TEXTS)
     assert max(expected) - min(expected) > 0.1
-    for token_budget in (1, 400, 100_000):
-        reward = load("classifier", directory, token_budget=token_budget)
-        assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+    reward = load("classifier", directory, token_budget=400)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
 
 
 def test_tokens_are_the_templates_with_one_bos_and_no_padding(classifier: Path) -> None:
@@ -71,18 +67,6 @@ def test_prompt_is_all_of_its_turns_and_raw_text_is_one_user_message(classifier:
     earlier = (Message("user", "Hi"), Message("assistant", "Hello"))
     longer = Prompt(messages=(*earlier, *PROMPT.messages))
     assert score(reward, longer, ["no"]).values != score(reward, PROMPT, ["no"]).values
-
-
-def test_a_response_of_megabytes_is_cut_before_it_is_tokenized(
-    classifier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the thread of all callers, and memory."""
-    reward = load("classifier", classifier)
-    limit = reward.conversation.max_tokens * MAX_TOKEN_CHARACTERS
-    mark = mock.Mock(wraps=reward.conversation._control_tokens.mark)
-    monkeypatch.setattr(reward.conversation._control_tokens, "mark", mark)
-    score(reward, PROMPT, ["a" * 10 * limit])
-    assert max(len(call.args[0]) for call in mark.call_args_list) <= limit
 
 
 def test_conversation_that_the_template_rejects_is_an_invalid_request(classifier: Path) -> None:
@@ -147,18 +131,14 @@ def test_several_labels_are_summed_by_weight(tmp_path: Path) -> None:
     assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "strip",
-    [lambda text: text.removeprefix(BOS), lambda text: text.replace(BOS, "")],
-    ids=["Skywork-Reward", "FsfairX, RM-Mistral"],
-)
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_special_tokens_by_the_tokenizer_are_those_of_the_model_cards(
-    tmp_path: Path, writes_bos: bool, strip: Callable[[str], str]
+    tmp_path: Path, writes_bos: bool
 ) -> None:
     """Guards against two BOS tokens, and none: both shift every score.
 
-    The cards remove the template's BOS, and the tokenizer writes one of its own.
+    The cards of Skywork-Reward, FsfairX and RM-Mistral remove the BOS of the template, and the
+    tokenizer writes one of its own.
     """
     tokenizer = make_tokenizer(None)
     if not writes_bos:
@@ -169,7 +149,7 @@ def test_special_tokens_by_the_tokenizer_are_those_of_the_model_cards(
     for text in TEXTS:
         written = conversation(tmp_path, text, AutoModelForSequenceClassification)
         with torch.inference_mode():
-            logits = model(**saved(strip(written), return_tensors="pt")).logits
+            logits = model(**saved(written.removeprefix(BOS), return_tensors="pt")).logits
         expected.append(logits[0, 0].item())
     reward = load("classifier", tmp_path, special_tokens="tokenizer")
     assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)

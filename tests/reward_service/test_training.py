@@ -65,8 +65,7 @@ def test_pairs_are_prompts_or_conversations(tmp_path: Path, name: str) -> None:
     "line",
     [
         [],
-        {},
-        {"prompt": "Hi", "chosen": "a"},
+        {"chosen": "a", "rejected": "b"},
         {"prompt": "Hi", "chosen": 1, "rejected": "b"},
         {"prompt": "Hi", "chosen": "\ud800", "rejected": "b"},
     ],
@@ -174,25 +173,29 @@ def test_shipped_head_prefers_the_harmless_answer() -> None:
     assert better > worse
 
 
-def arguments(backbone: Path, out: Path, *flags: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Arguments of `train` by these flags, on learnable pairs: longer is better."""
+@pytest.fixture
+def arguments(tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Arguments of `train`, on learnable pairs: longer is better. The output is behind a symlink,
+    to guard against a relative path that is resolved from another directory."""
     lines = [
         {"prompt": f"What is {n}?", "chosen": "yes " * (3 + n % 3), "rejected": "y" * (n % 3)}
         for n in range(40)
     ]
-    pairs = written(out.parent / "pairs.jsonl", *lines)
-    command = ["--backbone", str(backbone), "--pairs", str(pairs), "--out", str(out)]
-    command += ["--validation", "8", "--test", "10", *flags]
+    pairs = written(tmp_path / "pairs.jsonl", *lines)
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(deep)
+    command = ["--backbone", str(backbone), "--pairs", str(pairs), "--validation", "8"]
+    command += ["--out", str(tmp_path / "link" / "out"), "--test", "10"]
     monkeypatch.setattr("sys.argv", ["train-reward", *command])
     return training._arguments()
 
 
 def test_trained_directory_loads_as_a_classifier(
-    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backbone: Path, arguments: Any
 ) -> None:
     """Guards against a report about other weights than those that are written."""
-    out = tmp_path / "out"
-    report = training.train(arguments(backbone, out, monkeypatch=monkeypatch))
+    report, out = training.train(arguments), arguments.out
     assert report.test.share > 0.8
     assert report.test.low < report.test.share <= report.test.high
     test = read_pairs(tmp_path / "pairs.jsonl")[-10:]
@@ -202,31 +205,15 @@ def test_trained_directory_loads_as_a_classifier(
         for pair in test:
             chosen, rejected = score(reward, pair.prompt, [pair.chosen, pair.rejected]).values
             margins.append(chosen - rejected)
-        assert accuracy
         assert share_right(margins) == pytest.approx(accuracy.share, abs=1e-3)
     assert json.loads((out / "training.json").read_text())["test"]["share"] == report.test.share
 
 
-def test_a_prompt_that_does_not_fit_is_named_before_training(
-    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_does_not_fit_is_named_before_training(arguments: Any) -> None:
     """Guards against hours of training that end at the last pair."""
-    given = arguments(backbone, tmp_path / "out", monkeypatch=monkeypatch)
-    lines = given.pairs.read_text().splitlines()
+    lines = arguments.pairs.read_text().splitlines()
     last = json.loads(lines[-1]) | {"prompt": "x" * 400}
-    given.pairs.write_text("\n".join([*lines[:-1], json.dumps(last)]))
+    arguments.pairs.write_text("\n".join([*lines[:-1], json.dumps(last)]))
     with pytest.raises(BadPairs, match=rf"pairs\.jsonl:{len(lines)}: .*takes 256"):
-        training.train(given)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_reward_behind_a_symlink_finds_its_backbone(
-    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a relative path that is resolved from another directory."""
-    deep = tmp_path / "a" / "b" / "c"
-    deep.mkdir(parents=True)
-    (tmp_path / "link").symlink_to(deep)
-    out = tmp_path / "link" / "mine"
-    training.train(arguments(backbone, out, "--no-baseline", monkeypatch=monkeypatch))
-    assert load("classifier", out)
+        training.train(arguments)
+    assert not arguments.out.exists()

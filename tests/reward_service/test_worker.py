@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +20,7 @@ from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
-from tests.reward_service.fakes import FixedReward, GatedReward, PiecewiseReward
+from tests.reward_service.fakes import FixedReward, PiecewiseReward
 from tests.serving import until
 
 PROMPT = Prompt.from_user("Write it.")
@@ -34,10 +34,24 @@ async def started(reward: Reward, queue_limit: int = 4) -> AsyncIterator[Worker]
         yield worker
     finally:
         worker.close()
+        if isinstance(reward, PiecewiseReward):
+            reward.gate.release(50)
 
 
-def candidate(number: int, text: str) -> Candidate:
-    return Candidate(number, text, num_tokens=1, logprob=-1.0)
+async def entered(reward: PiecewiseReward) -> None:
+    """Return when the thread is in its next pass."""
+    assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+
+
+async def sent(call: Awaitable[Scores]) -> asyncio.Future[Scores]:
+    """The call, once its request is in the worker's queue."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait({task}, timeout=0)
+    return task
+
+
+def texts(*batch: str) -> list[Candidate]:
+    return [Candidate(number, text, 1, -1.0) for number, text in enumerate(batch)]
 
 
 class RecordingReward(ToyReward):
@@ -119,60 +133,52 @@ async def test_time_size_and_tokens_are_measured_per_batch(
 
 
 async def test_queue_limit_refuses_exactly_the_rest() -> None:
-    reward = GatedReward()
+    reward = PiecewiseReward()
     async with started(reward, queue_limit=3) as worker:
         calls = [asyncio.create_task(worker.score(PROMPT, [str(i)])) for i in range(5)]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        reward.gate.set()
+        reward.gate.release(50)
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [isinstance(result, Overloaded) for result in results] == [False] * 3 + [True] * 2
-        assert reward.seen == ["0", "1", "2"]
+        assert "".join(reward.passes) == "012"
         # All room is free again.
         await asyncio.gather(*(worker.score(PROMPT, [str(i)]) for i in range(3)))
 
 
-async def queued(worker: Worker, text: str) -> asyncio.Task[Scores]:
-    """A call that waits in the worker's queue."""
-    waiting = asyncio.create_task(worker.score(PROMPT, [text]))
-    await asyncio.wait({waiting}, timeout=0)
-    return waiting
-
-
 @asynccontextmanager
 async def busy(
-    reward: GatedReward, queue_limit: int
-) -> AsyncIterator[tuple[Worker, asyncio.Task[Scores]]]:
+    reward: PiecewiseReward, queue_limit: int
+) -> AsyncIterator[tuple[Worker, asyncio.Future[Scores]]]:
     """A worker and the call that its thread is computing."""
     async with started(reward, queue_limit) as worker:
-        running = asyncio.create_task(worker.score(PROMPT, ["running"]))
-        assert await asyncio.to_thread(reward.entered.wait, 10)
+        running = await sent(worker.score(PROMPT, ["r"]))
+        await entered(reward)
         yield worker, running
-        reward.gate.set()
 
 
 async def test_call_cancelled_while_it_waits_is_never_computed() -> None:
     """Guards against a queue full of cancelled work, and against lost room."""
-    reward = GatedReward()
+    reward = PiecewiseReward()
     async with busy(reward, queue_limit=2) as (worker, running):
         for _ in range(3):  # more often than there is room
-            waiting = await queued(worker, "cancelled")
+            waiting = await sent(worker.score(PROMPT, ["c"]))
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        last = await queued(worker, "last")
-        reward.gate.set()
+        last = await sent(worker.score(PROMPT, ["l"]))
+        reward.gate.release(50)
         await asyncio.gather(running, last)
-    assert reward.seen == ["running", "last"]
+    assert reward.passes == ["r", "l"]
 
 
 async def test_cancelled_running_call_keeps_its_room() -> None:
     """Guards against more calls than the limit: the thread is still busy."""
-    async with busy(GatedReward(), queue_limit=1) as (worker, running):
+    async with busy(PiecewiseReward(), queue_limit=1) as (worker, running):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         with pytest.raises(Overloaded):
-            await worker.score(PROMPT, ["next"])
+            await worker.score(PROMPT, ["n"])
 
 
 @pytest.mark.parametrize(
@@ -200,61 +206,47 @@ async def test_one_whole_batch_of_a_pass_fails_alone() -> None:
         assert sorted(reward.texts) == ["!", "Hello.", "a", "b"]
 
 
-async def test_session_is_closed_when_it_ends() -> None:
-    """Guards against keys and values of closed sessions that stay in memory."""
+async def test_a_session_is_freed_when_a_batch_is_refused_and_when_it_ends() -> None:
+    """Guards against keys and values that stay in memory, and against a session that takes for
+    computed what was never computed."""
     reward = PiecewiseReward()
-    async with started(reward) as worker, worker.open(PROMPT):
-        num_freed = reward.num_freed  # that of the warm-up
-    await worker.join(10)
-    assert (num_freed, reward.num_freed) == (1, 2)
-
-
-async def test_refused_batch_frees_what_its_session_keeps() -> None:
-    """Guards against a session that takes for computed what was never computed."""
-    reward = PiecewiseReward()
-    async with started(reward) as worker, worker.open(PROMPT) as session:
-        with pytest.raises(InvalidRequest):
-            await session.score([candidate(3, "?")])
-        assert reward.num_freed == 2
+    async with started(reward) as worker:
+        async with worker.open(PROMPT) as session:
+            assert reward.num_freed == 1  # that of the warm-up
+            with pytest.raises(InvalidRequest):
+                await session.score(texts("?"))
+            assert reward.num_freed == 2
+        await until(lambda: reward.num_freed == 3)
 
 
 async def test_calls_that_wait_when_a_worker_is_closed_are_unavailable() -> None:
     """Guards against calls that are never answered."""
-    reward = GatedReward()
+    reward = PiecewiseReward()
     async with busy(reward, queue_limit=4) as (worker, running):
-        waiting = await queued(worker, "waiting")
+        waiting = await sent(worker.score(PROMPT, ["w"]))
         worker.close()
-        reward.gate.set()
-        for call in (waiting, asyncio.create_task(worker.score(PROMPT, ["late"]))):
+        reward.gate.release(50)
+        for call in (waiting, worker.score(PROMPT, ["late"])):
             with pytest.raises(Unavailable):
                 await asyncio.wait_for(call, 10)
         await asyncio.wait({running}, timeout=10)
         assert running.done()
 
 
-async def passes(reward: PiecewiseReward, count: int) -> None:
-    """Release `count` passes; return when the thread has entered the pass after them."""
-    for _ in range(count):
-        reward.gate.release()
-        assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
-
-
 @asynccontextmanager
 async def two_sessions(reward: PiecewiseReward) -> AsyncIterator[tuple[Worker, Any, Any]]:
-    async with started(reward) as worker:
-        assert reward.entered.acquire(timeout=10)  # the warm-up's
-        reward.passes.clear()
-        try:
-            async with worker.open(PROMPT) as one, worker.open(PROMPT) as two:
-                yield worker, one, two
-        finally:
-            reward.gate.release(50)
+    async with (
+        started(reward) as worker,
+        worker.open(PROMPT) as one,
+        worker.open(PROMPT) as two,
+    ):
+        yield worker, one, two
 
 
-async def begun(reward: PiecewiseReward, session: Any) -> asyncio.Task[Scores]:
+async def begun(reward: PiecewiseReward, session: Any) -> asyncio.Future[Scores]:
     """A batch of three passes of four, whose first pass the thread has entered."""
-    large = asyncio.create_task(session.score([candidate(0, "a" * 12)]))
-    assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+    large = await sent(session.score(texts("a" * 12)))
+    await entered(reward)
     return large
 
 
@@ -263,14 +255,13 @@ async def test_sessions_share_passes_and_a_small_batch_does_not_wait() -> None:
     reward = PiecewiseReward(token_budget=4)
     async with two_sessions(reward) as (_, one, two):
         large = await begun(reward, one)
-        small = asyncio.create_task(two.score([candidate(0, "b"), candidate(1, "b")]))
-        await asyncio.wait({small}, timeout=0)
-        await passes(reward, 2)  # the large one's first, and the first shared one
+        small = await sent(two.score(texts("b", "b")))
+        for _ in range(2):  # the large one's first, and the first shared one
+            reward.gate.release()
+            await entered(reward)
         assert (await asyncio.wait_for(small, 10)).values == (2.0, 2.0)
         assert not large.done()
-        assert reward.passes == ["aaaa", "abab"]
-        await passes(reward, 1)
-        reward.gate.release()
+        reward.gate.release(50)
         assert (await asyncio.wait_for(large, 10)).values == (12.0,)
         assert reward.passes == ["aaaa", "abab", "aaaa", "aa"]
 
@@ -284,43 +275,39 @@ async def test_cancelled_batch_under_way_gets_no_more_passes() -> None:
         with pytest.raises(asyncio.CancelledError):
             await large
         num_freed = reward.num_freed
-        other = asyncio.create_task(two.score([candidate(0, "b")]))
-        await asyncio.wait({other}, timeout=0)
-        await passes(reward, 1)
-        reward.gate.release()
+        other = await sent(two.score(texts("b")))
+        reward.gate.release(50)
         assert (await asyncio.wait_for(other, 10)).values == (1.0,)
         assert reward.passes == ["aaaa", "b"]
         assert reward.num_freed == num_freed + 1
 
 
-async def test_bad_batch_of_a_shared_pass_fails_alone() -> None:
-    """Guards a session against another one's batch in the same pass."""
-    reward = PiecewiseReward(token_budget=8)
-    async with two_sessions(reward) as (worker, one, two):
-        worker._merge_s = 10
-        reward.gate.release(3)
-        good = asyncio.create_task(one.score([candidate(0, "aa")]))
-        bad = asyncio.create_task(two.score([candidate(0, "b!")]))
-        assert (await asyncio.wait_for(good, 20)).values == (2.0,)
-        with pytest.raises(ValueError, match="a bad letter"):
-            await bad
-        assert reward.passes == ["aba!", "aa", "b!"]
-
-
-async def test_batches_of_a_failed_pass_do_not_wait_for_each_other() -> None:
-    """Guards a small batch against the whole of a large one, after a third one has failed."""
+async def test_batches_of_a_failed_pass_begin_again_alone_and_in_turn() -> None:
+    """Guards sessions against another one's batch in the same pass, and a small batch against the
+    whole of a large one after it."""
     reward = PiecewiseReward(token_budget=4)
     async with two_sessions(reward) as (worker, one, two), worker.open(PROMPT) as three:
         large = await begun(reward, one)
-        bad = asyncio.create_task(two.score([candidate(0, "!")]))
-        small = asyncio.create_task(three.score([candidate(0, "bb")]))
-        await asyncio.wait({bad, small}, timeout=0)
+        bad = await sent(two.score(texts("!")))
+        small = await sent(three.score(texts("bb")))
         reward.gate.release(50)
         assert (await asyncio.wait_for(small, 20)).values == (2.0,)
         assert (await asyncio.wait_for(large, 20)).values == (12.0,)
         with pytest.raises(ValueError, match="a bad letter"):
             await bad
         assert "bb" in reward.passes[:5], reward.passes
+        assert not any({*letters} > {"!"} for letters in reward.passes[2:])
+
+
+async def test_a_batch_waits_for_other_sessions_to_share_its_pass() -> None:
+    reward = PiecewiseReward(token_budget=8)
+    async with two_sessions(reward) as (worker, one, two):
+        worker._merge_s = 10
+        reward.gate.release(50)
+        await asyncio.wait_for(
+            asyncio.gather(one.score(texts("aa")), two.score(texts("bb"))), timeout=9
+        )
+        assert reward.passes == ["abab"]
 
 
 @pytest.mark.parametrize("place", ["open", "begin", "compute", "finish", "free"])
@@ -329,7 +316,7 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
 ) -> None:
     """Guards templates and tokenizers, which work between two passes."""
     reward, released = PiecewiseReward(), threading.Event()
-    reward.gate.release(9)
+    reward.gate.release(50)
     async with started(reward) as worker:
         assert worker.heartbeat_s() < 1.0
         method = getattr(reward, place)
@@ -393,18 +380,15 @@ async def test_when_the_thread_ends_all_calls_are_unavailable(
 ) -> None:
     """Guards against callers that wait for ever: computing, queued and late ones."""
     reward = Unfreeable()
-    async with started(reward) as worker:
-        async with worker.open(PROMPT) as session:
-            failing = asyncio.ensure_future(session.score([candidate(0, "!")]))
-            await asyncio.to_thread(reward.entered.acquire)  # the warm-up's
-            await asyncio.to_thread(reward.entered.acquire)
-            waiting = asyncio.ensure_future(worker.score(PROMPT, ["a"]))
-            await asyncio.sleep(0)  # it has been sent
-            reward.gate.release()
-            with pytest.raises(ValueError, match="a bad letter"):
-                await asyncio.wait_for(failing, 20)
-            for call in (waiting, worker.score(PROMPT, ["b"])):
-                with pytest.raises(Unavailable):
-                    await asyncio.wait_for(call, 20)
+    async with started(reward) as worker, worker.open(PROMPT) as session:
+        failing = await sent(session.score(texts("!")))
+        await entered(reward)
+        waiting = await sent(worker.score(PROMPT, ["a"]))
+        reward.gate.release()
+        with pytest.raises(ValueError, match="a bad letter"):
+            await asyncio.wait_for(failing, 20)
+        for call in (waiting, worker.score(PROMPT, ["b"])):
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(call, 20)
         assert worker.heartbeat_s() == math.inf
     assert "the thread of reward piecewise ends" in caplog.text
