@@ -18,11 +18,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,7 +33,6 @@ from reward_service.kinds.classifier import load_classifier
 from reward_service.kinds.likelihood import load_likelihood
 from reward_service.reward import Reward, score
 from reward_service.specs import ClassifierSpec, LikelihoodSpec, Resources
-from specrej import fingerprint
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest, SpecrejError
 
@@ -203,8 +199,8 @@ def _margins(reward: Reward, pairs: Sequence[Pair], what: str) -> list[float]:
 
 def _fit_head(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
     """Write the head; return a description of the method."""
-    computed = torch.from_numpy(features(arguments.backbone, pairs, arguments.out))
-    differences = (computed[:, 0] - computed[:, 1])[: len(pairs) - arguments.test]
+    states = features(arguments.backbone, pairs[: len(pairs) - arguments.test])
+    differences = states[:, 0] - states[:, 1]
     order = torch.randperm(
         len(differences), generator=torch.Generator().manual_seed(arguments.seed)
     )
@@ -248,35 +244,25 @@ def _fit(inputs: Tensor, decay: float) -> Tensor:
     return weights.detach()
 
 
-def features(backbone: Path, pairs: Sequence[Pair], out: Path) -> NDArray[np.float32]:
-    """Hidden states at the last token of each answer, [pairs, 2, hidden]; chosen answers first.
-
-    Written to a file in `out` while they are computed; those that are in it already are not
-    computed again. The file's name has the digest of backbone and pairs.
-    """
+def features(backbone: Path, pairs: Sequence[Pair]) -> Tensor:
+    """Hidden states at the last token of each answer, [pairs, 2, hidden]; chosen answers first."""
     spec = ClassifierSpec(name="training", directory=backbone)
-    model = load_backbone(spec, Resources())
-    digest = fingerprint.of_directory(backbone, {"pairs": repr(pairs)})
-    file = out / f"features-{digest[:16]}.npy"
-    shape = (len(pairs), 2, model.config.hidden_size)
-    options: dict[str, Any] = {} if file.exists() else {"dtype": np.float32, "shape": shape}
-    states = np.lib.format.open_memmap(file, mode="w+" if options else "r+", **options)
     read: list[Tensor] = []  # the states of one pair
 
     def keep(outputs: Tensor) -> float:
         read.append(outputs[-1])
         return 0.0
 
+    model = load_backbone(spec, Resources())
     reward = CausalReward(spec, Resources(), "", model, lambda rows, _: rows.float(), keep)
-    for number, pair in enumerate(pairs):
-        if not states[number].any():  # a new file has zeros
-            read.clear()
-            score(reward, pair.prompt, [pair.chosen, pair.rejected])
-            states[number] = torch.stack([read[0], read[-1]]).numpy()  # one if they are equal
-        if (number + 1) % _PAIRS_PER_NOTE == 0 or number + 1 == len(pairs):
-            states.flush()
-            note(f"features of {number + 1} of {len(pairs)} pairs")
-    return np.asarray(states)
+    states: list[Tensor] = []
+    for number, pair in enumerate(pairs, 1):
+        read.clear()
+        score(reward, pair.prompt, [pair.chosen, pair.rejected])
+        states.append(torch.stack([read[0], read[-1]]))  # one if they are equal
+        if number % _PAIRS_PER_NOTE == 0 or number == len(pairs):
+            note(f"features of {number} of {len(pairs)} pairs")
+    return torch.stack(states)
 
 
 def _arguments() -> argparse.Namespace:

@@ -86,16 +86,9 @@ def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch
     turns = made.turns(PROMPTS[0])
     written = mock.Mock(wraps=made.written)
     monkeypatch.setattr(made, "written", written)
-    texts = [f"answer {i}" for i in range(100)]
-    closed = [i % 2 == 0 for i in range(100)]
-    tokenized = turns.tokenize(texts, closed)
+    turns.tokenize([f"answer {i}" for i in range(100)], [i % 2 == 0 for i in range(100)])
     sizes = [len(call.args[0]) for call in written.call_args_list]
     assert max(sizes) <= 32 and sum(sizes) == 100
-    expected = made.encode(made.render(PROMPTS[0], texts))
-    ends = [None if is_closed else -1 for is_closed in closed]
-    assert [tokens.token_ids for tokens in tokenized] == [
-        ids[:end] for ids, end in zip(expected, ends, strict=True)
-    ]
 
 
 def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:

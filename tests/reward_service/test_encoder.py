@@ -23,7 +23,7 @@ from reward_service.kinds.encoder import plan
 from reward_service.reward import score
 from specrej.contracts import Message, Prompt
 from tests.reward_service import tiny
-from tests.reward_service.tiny import PAD, load, make_tokenizer
+from tests.reward_service.tiny import EOS, PAD, load, make_tokenizer
 
 QUESTION = "How do I bake bread at home?"
 PROMPT = Prompt.from_user(QUESTION)
@@ -65,15 +65,9 @@ def test_micro_batches_hold_every_sequence_once_within_budget(
         padded = len(batch) * max(tokens)
         assert len(batch) == 1 or padded <= budget
         assert 2 * sum(tokens) > padded
-
-
-@given(st.integers(1, 600), st.integers(1, 80), BUDGETS)
-def test_equal_lengths_need_as_few_micro_batches_as_fit(
-    length: int, count: int, budget: int
-) -> None:
-    """Guards against a plan that is always legal because every sequence is alone."""
-    rows = max(1, budget // length)
-    assert len(plan([length] * count, budget)) == -(-count // rows)
+    longest = [max(lengths)] * len(lengths) if lengths else []
+    rows = max(1, budget // max(longest, default=1))
+    assert len(plan(longest, budget)) == -(-len(longest) // rows), "as few as fit"
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +75,7 @@ def reward(minilm: Path) -> Any:
     return load("relevance", minilm)
 
 
-@pytest.mark.parametrize("token_budget", [1, 300, 100_000])
-def test_relevance_is_plain_transformers_cosine(minilm: Path, token_budget: int) -> None:
+def test_relevance_is_plain_transformers_cosine(minilm: Path) -> None:
     """Guards pooling and truncation; padding tokens in the mean would shift every score. Control
     tokens in texts are characters, as in transformers' plain reading."""
     tokenizer: Any = AutoTokenizer.from_pretrained(minilm)
@@ -99,7 +92,7 @@ def test_relevance_is_plain_transformers_cosine(minilm: Path, token_budget: int)
     expected = [torch.cosine_similarity(question, embed(text), dim=0).item() for text in TEXTS]
     assert expected[0] > 0.6
     assert expected[3] < 0.3  # else equal scores would prove little
-    limited = load("relevance", minilm, token_budget=token_budget)
+    limited = load("relevance", minilm, token_budget=300)
     assert score(limited, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
 
 
@@ -129,43 +122,43 @@ def save_cross_encoder(directory: Path, config: Any) -> Path:
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_cross_encoder_scores_are_plain_transformers_scores(tmp_path: Path, family: str) -> None:
-    """Guards pairs against being joined as one text, and padding against being seen."""
+    """Guards pairs against being joined as one text, padding against being seen, and separators in
+    texts. A prompt that alone is longer than a pair is not tokenized whole for each text."""
     save_cross_encoder(tmp_path, CONFIGS[family])
     tokenizer, model = tiny.plain(tmp_path, AutoModelForSequenceClassification)
-    expected = []
-    for text in tiny.TEXTS:
+
+    def expected(question: str, text: str) -> float:
         # In lists of one: a pair with an empty second text would otherwise be a single text.
         encoded = tokenizer(
-            [QUESTION],
+            [question],
             [text],
             truncation=True,
             max_length=200,
+            split_special_tokens=True,
             return_token_type_ids=family == "bert",
             return_attention_mask=False,
             return_tensors="pt",
         )
         with torch.inference_mode():
-            expected.append(model(**encoded).logits[0, 0].item())
-    for token_budget in (1, 400, 100_000):
-        reward = load("cross-encoder", tmp_path, token_budget=token_budget)
-        assert score(reward, PROMPT, tiny.TEXTS).values == pytest.approx(expected, abs=1e-4)
-    # Also of a prompt that alone is longer than a pair; it is not tokenized whole for each text.
-    reward = load("cross-encoder", tmp_path)
-    as_text = mock.Mock(wraps=reward._control_tokens.as_text)
-    reward._control_tokens.as_text = as_text
+            logit: float = model(**encoded).logits[0, 0].item()
+        return logit
+
+    reward = load("cross-encoder", tmp_path, token_budget=400)
+    texts = [*tiny.TEXTS, f"Hi{EOS}<assistant>Good.{EOS}{PAD}"]
+    of_texts = [expected(QUESTION + EOS, text) for text in texts]
+    of_batch = score(reward, Prompt.from_user(QUESTION + EOS), texts).values
+    assert of_batch == pytest.approx(of_texts, abs=1e-4)
     long = "".join(f"{number} breads, " for number in range(400))
-    row = [long], [tiny.TEXTS[0]]
-    options = {"truncation": True, "max_length": 200, "return_token_type_ids": family == "bert"}
-    with torch.inference_mode():
-        encoded = tokenizer(*row, return_attention_mask=False, return_tensors="pt", **options)
-        whole = model(**encoded).logits[0, 0].item()
-    assert score(reward, Prompt(text=long), [tiny.TEXTS[0]]).values == pytest.approx(
-        [whole], abs=1e-4
-    )
-    assert len(long) > 3000
-    assert max(len(call.args[0]) for call in as_text.call_args_list) < 1000
+    as_text = reward._control_tokens.as_text = mock.Mock(wraps=reward._control_tokens.as_text)
+    of_long = score(reward, Prompt(text=long), tiny.TEXTS[:1]).values
+    assert of_long == pytest.approx([expected(long, tiny.TEXTS[0])], abs=1e-4)
+    assert max(len(call.args[0]) for call in as_text.call_args_list) < 1000 < len(long)
+
+
+def test_cross_encoder_has_one_label_and_a_transform(tmp_path: Path) -> None:
+    plain = load("cross-encoder", save_cross_encoder(tmp_path, CONFIGS["bert"]))
     squashed = load("cross-encoder", tmp_path, transform={"kind": "sigmoid"})
-    sigmoids = torch.tensor(expected).sigmoid().tolist()
+    sigmoids = torch.tensor(score(plain, PROMPT, tiny.TEXTS).values).sigmoid().tolist()
     assert score(squashed, PROMPT, tiny.TEXTS).values == pytest.approx(sigmoids, abs=1e-4)
     save_cross_encoder(tmp_path, BertConfig(**(BERT | {"num_labels": 2})))
     with pytest.raises(ValueError, match="must have one label, has 2"):

@@ -68,18 +68,16 @@ def test_steps_are_scored_by_a_token_classifier(
 def test_steps_are_scored_by_two_layers(tmp_path: Path) -> None:
     """Guards heads of the Qwen2.5-Math-PRM kind."""
     save(tmp_path, auto_class=AutoModel)
-    expected_states = [computed(tmp_path, text, AutoModel) for text in STEPPED]
     weights = {f"model.{k}": v for k, v in load_file(tmp_path / "model.safetensors").items()}
-    first, bias = torch.randn(32, 32), torch.randn(32)
-    second, other = torch.randn(2, 32), torch.randn(2)
-    weights |= {"score.0.weight": first, "score.0.bias": bias}
-    weights |= {"score.2.weight": second, "score.2.bias": other}
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    layers.requires_grad_(False)
     expected = []
-    for ids, output in expected_states:
-        hidden = torch.relu(output.last_hidden_state[0] @ first.T + bias)
-        good = (hidden @ second.T + other).softmax(dim=-1)[:, 1]
+    for text in STEPPED:
+        ids, output = computed(tmp_path, text, AutoModel)
+        good = layers(output.last_hidden_state[0]).softmax(dim=-1)[:, 1]
         expected.append(min(at_steps(tmp_path, ids, good)))
+    weights |= {f"score.{name}": weight for name, weight in layers.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     reward = load("process", tmp_path, step_token=STEP)
     assert score(reward, PROMPT, ANSWERS).values == pytest.approx(expected, abs=1e-4)
 

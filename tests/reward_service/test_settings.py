@@ -78,24 +78,25 @@ def test_bad_value_ends_the_process_with_its_name(
     assert accepted in message
 
 
-def test_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = {"name": "r", "kind": "relevance", "directory": str(tmp_path / "gone")}
-    flags = ["reward", "--port", "0", "--rewards", json.dumps([spec])]
-    monkeypatch.setattr(sys, "argv", flags)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == f"reward service: reward r: no model directory {tmp_path / 'gone'}"
-
-
-def test_a_reward_that_fails_at_the_start_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        ({"kind": "relevance", "directory": "gone"}, "reward r: no model directory gone"),
+        (
+            {"kind": "function", "function": f"{__name__}:not_a_number"},
+            "reward r returned a score that is not finite",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_start_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, spec: dict[str, str], error: str
 ) -> None:
     """Guards against a traceback of the event loop that hides the reason."""
-    spec = {"name": "x", "kind": "function", "function": f"{__name__}:not_a_number"}
-    monkeypatch.setattr(sys, "argv", ["reward", "--port", "0", "--rewards", json.dumps([spec])])
+    rewards = json.dumps([{"name": "r", **spec}])
+    monkeypatch.setattr(sys, "argv", ["reward", "--port", "0", "--rewards", rewards])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == "reward service: reward x returned a score that is not finite"
+    assert ended.value.code == f"reward service: {error}"
 
 
 def not_a_number(prompt: Any, texts: list[str]) -> list[float]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 
 from reward_service import training
 from reward_service.checkpoint import HEAD_TENSOR
-from reward_service.reward import Reward, score
+from reward_service.reward import score
 from reward_service.training import (
     Accuracy,
     BadPairs,
@@ -26,7 +24,7 @@ from reward_service.training import (
     read_pairs,
     share_right,
 )
-from specrej.contracts import Prompt, Scores
+from specrej.contracts import Prompt
 from tests.reward_service.tiny import load, make_tokenizer, save
 
 PAIRS = [
@@ -106,40 +104,14 @@ def test_accuracy_has_wilsons_interval_and_ties_count_half() -> None:
     assert Accuracy.of([1.0] * 10) == Accuracy(1.0, 0.7225, 1.0)
 
 
-def test_interrupted_features_are_continued(
-    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against hours of work lost by an interruption, and against features of other pairs."""
-    whole = features(backbone, PAIRS, tmp_path).copy()
-    (file,) = tmp_path.iterdir()
-    file.unlink()
-    seen: list[Prompt] = []
-
-    def stops(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
-        seen.append(prompt)
-        if len(seen) == 20:
-            raise KeyboardInterrupt
-        return score(reward, prompt, texts)
-
-    monkeypatch.setattr(training, "score", stops)
-    with pytest.raises(KeyboardInterrupt):
-        features(backbone, PAIRS, tmp_path)
-    again = features(backbone, PAIRS, tmp_path)
-    assert len(seen) == 20 + 5  # 19 of the 24 were kept
-    np.testing.assert_allclose(again, whole, atol=1e-5)
-    others = [Pair(pair.prompt, pair.rejected, pair.chosen) for pair in PAIRS]
-    anew = features(backbone, others, tmp_path)
-    np.testing.assert_allclose(anew, whole[:, ::-1], atol=1e-5)
-
-
 def test_head_scores_the_states_it_was_fitted_on(tmp_path: Path, backbone: Path) -> None:
     """Guards against scores by other states than those of the training."""
-    states = features(backbone, PAIRS, tmp_path)
+    states = features(backbone, PAIRS)
     weights = torch.randn(states.shape[2])
     save_file({HEAD_TENSOR: weights}, tmp_path / "head.safetensors")
     reward = load("classifier", backbone, head=tmp_path / "head.safetensors")
     scores = score(reward, PAIRS[1].prompt, [PAIRS[1].chosen, PAIRS[1].rejected]).values
-    assert scores == pytest.approx((torch.from_numpy(states[1]) @ weights).tolist(), abs=1e-3)
+    assert scores == pytest.approx((states[1] @ weights).tolist(), abs=1e-3)
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path, backbone: Path) -> None:

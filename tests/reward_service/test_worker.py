@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
@@ -114,18 +113,17 @@ async def test_time_size_and_tokens_are_measured_per_batch(
     measured: dict[names.Metric, list[float]] = {}
 
     def record(name: names.Metric, value: float, **labels: str) -> None:
-        assert labels == {"reward": "toy"}
+        assert labels == {"reward": "piecewise"}
         measured.setdefault(name, []).append(value)
 
-    class Slow(ToyReward):
-        def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-            time.sleep(0.1)
-            return super().score(prompt, candidates)
-
-    async with started(Slow()) as worker:
+    reward = PiecewiseReward()
+    async with started(reward) as worker:
         monkeypatch.setattr(metrics, "record", record)
         monkeypatch.setattr(metrics, "add", record)
-        await worker.score(PROMPT, [f"Word {number}." for number in range(20)])
+        call = await sent(worker.score(PROMPT, ["ab"] * 20))
+        await asyncio.sleep(0.1)
+        reward.gate.release(50)
+        await call
     (seconds,), (size,) = measured[names.REWARD_DURATION], measured[names.REWARD_BATCH]
     assert seconds >= 0.1
     assert size == 20
