@@ -195,7 +195,8 @@ class CPULayers(nn.Module):
         normed, gated = torch.empty_like(rows), rows.new_empty(count, sizes.intermediate)
         joint = rows.new_empty(count, all_heads, sizes.dim)
         mixed = rows.new_empty(count, sizes.heads, sizes.dim)
-        q, k, v = joint.transpose(0, 1).split([sizes.heads, sizes.kv_heads, sizes.kv_heads])
+        by_head = joint.transpose(0, 1)
+        q, k, v = torch.split(by_head, [sizes.heads, sizes.kv_heads, sizes.kv_heads])
         cosines, sines = position_embeddings
         jobs = np.zeros((_END, _JOB_FIELDS), np.int64)
         for place, kind, source, target in (
