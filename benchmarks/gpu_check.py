@@ -136,7 +136,7 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
     try:
         await generator.warm_up()
         config = LlamaConfig(**SHAPES[arguments.shape])
-        roofline = Roofline(ModelSizes.of(partial(getattr, config)))
+        roofline = Roofline(ModelSizes.of(config))
         result["bandwidth_gb_per_s"] = round(roofline.bytes_per_s / 1e9, 1)
         result["product_tflops"] = round(roofline.flops_per_s / 1e12, 2)
         result["speed"] = []

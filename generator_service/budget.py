@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,22 +23,14 @@ from rich.table import Table
 from generator_service.admission import SPARE_BLOCKS, Blocks, Demand, own_slots
 from generator_service.settings import GeneratorSettings
 from specrej.contracts.validation import MAX_BATCH
-from specrej_models.sizes import (
-    CPU_COLUMNS,
-    DRAW_BLOCK,
-    SAMPLING_TENSORS,
-    SCORE_BYTES,
-    SCORES_AT_ONCE,
-    ModelSizes,
-    rows_at_once,
-)
+from specrej_models.sizes import CPU_COLUMNS, SCORE_BYTES, SCORES_AT_ONCE, ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _GIB = 1 << 30
 
-_VLLM_BATCHED_TOKENS = 2048  # vLLM's default
+_DTYPE_BYTES = {"cpu": 4, "cuda": 2}
 _USUAL_PROMPT, _USUAL_ANSWER = 1024, 512  # tokens
 _WORKSPACE_SHARE = 1 / 8  # of what the weights leave
 
@@ -48,7 +39,7 @@ PROMPTS, ANSWERS = (128, 1024, 8192), (128, 512, 2048)  # of the plan's table
 
 def batched_tokens(max_candidates: int) -> int:
     """Tokens of a step in vLLM, which must not be fewer than its candidates."""
-    return max(_VLLM_BATCHED_TOKENS, max_candidates)
+    return max(2048, max_candidates)  # vLLM's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +61,8 @@ class Budget:
     threads: int = 0
 
     @property
-    def dtype_bytes(self) -> int:
-        return 4 if self.device == "cpu" else 2
-
-    @property
     def slot_bytes(self) -> int:
-        return self.sizes.slot_bytes(self.dtype_bytes)
+        return self.sizes.slot_bytes(_DTYPE_BYTES[self.device])
 
     @property
     def workspace_bytes(self) -> int:
@@ -96,11 +83,9 @@ class Budget:
         # Queries, their rotated halves and two orders of them, keys, values, parts of the output.
         attention = 8 * sizes.heads * sizes.head_dim
         widest = 4 * sizes.hidden + max(attention, 4 * sizes.intermediate)
-        layer = (rows + chunk) * widest * self.dtype_bytes
-        logits = (rows + 1) * sizes.vocabulary * (self.dtype_bytes + 4)
-        drawn = min(rows, rows_at_once(sizes.vocabulary, self.device))
-        sampling = drawn * (sizes.vocabulary + DRAW_BLOCK) * 4 * SAMPLING_TENSORS
-        return logprobs + max(layer + scores, logits + sampling)
+        layer = (rows + chunk) * widest * _DTYPE_BYTES[self.device]
+        logits = (rows + 1) * sizes.vocabulary * (_DTYPE_BYTES[self.device] + 4)
+        return logprobs + max(layer + scores, logits + sizes.sampling_bytes(rows, self.device))
 
     @property
     def slots(self) -> int:
@@ -115,10 +100,9 @@ class Budget:
         """Candidates that the slots hold at their first decision token; 0: no answer fits."""
         if prompt_tokens + max_tokens > self.context_tokens:
             return 0
-        shared, slots_of = prompt_tokens, own_slots
-        if self.is_vllm:
-            blocks = Blocks(BLOCK_TOKENS[self.device], prompt_tokens)
-            shared, slots_of = blocks.shared, blocks.own
+        blocks = Blocks(BLOCK_TOKENS[self.device], prompt_tokens)
+        vllm, own = (blocks.shared, blocks.own), (prompt_tokens, own_slots)
+        shared, slots_of = vllm if self.is_vllm else own
         demand = Demand(0, shared, first_tokens, max_tokens, slots_of)
         return demand.max_candidates_within(self.slots - shared)
 
@@ -140,19 +124,16 @@ class Budget:
         """
         prompt = min(_USUAL_PROMPT, self.context_tokens // 2)
         most = self.most_candidates(prompt, first_tokens, min(_USUAL_ANSWER, prompt))
-        planned, room = replace(self, max_candidates=1), self.usable_bytes - self.weight_bytes
         if not most:
+            usable, weights = self.usable_bytes / _GIB, self.weight_bytes / _GIB
             raise ValueError(
-                f"does not fit: {self.usable_bytes / _GIB:.1f} GiB less "
-                f"{self.weight_bytes / _GIB:.1f} GiB of weights and the workspace are "
-                f"{planned.slots} slots"
+                f"does not fit: {usable:.1f} GiB less {weights:.1f} GiB of weights and the"
+                f" workspace are {replace(self, max_candidates=1).slots} slots"
             )
-        least = planned.workspace_bytes
-        while 2 * planned.max_candidates <= most:
-            more = replace(planned, max_candidates=2 * planned.max_candidates)
-            if more.workspace_bytes - least > _WORKSPACE_SHARE * room:
-                break
-            planned = more
+        powers = [replace(self, max_candidates=1 << power) for power in range(most.bit_length())]
+        more_bytes = _WORKSPACE_SHARE * (self.usable_bytes - self.weight_bytes)
+        bound = powers[0].workspace_bytes + more_bytes
+        planned = next(one for one in reversed(powers) if one.workspace_bytes <= bound)
         # vLLM does not start with a context that exceeds its slots, of which this is an estimate.
         most_tokens = planned.slots * 9 // 10 if self.is_vllm else planned.slots
         return replace(planned, context_tokens=min(self.context_tokens, most_tokens))
@@ -192,7 +173,7 @@ def weight_bytes(parameters: int, config: Any, device: str, devices: int, *, is_
     """Bytes of weights on each device. The own engine on CPUs keeps a tied embedding twice."""
     if device == "cpu" and not is_vllm and config.tie_word_embeddings:
         parameters += config.hidden_size * config.vocab_size
-    return (4 if device == "cpu" else 2) * -(-parameters // devices)
+    return _DTYPE_BYTES[device] * -(-parameters // devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -201,12 +182,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: bad usage, or a model that does not fit.
     """
-    given = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="specrej plan", description="Slots, N and settings from a config.json"
+    )
+    add = parser.add_argument
+    text = "directory of a model, or its config.json"
+    add("--model", type=read_config, required=True, metavar="PATH", help=text)
+    text = "of each device: 80GiB, 80GB or bytes"
+    add("--memory", type=TypeAdapter(ByteSize).validate_python, required=True, help=text)
+    text = "share of it for the generator, 0 .. 0.95"
+    add("--memory-fraction", type=float, default=0.9, help=text)
+    text = "bfloat16 on GPUs, float32 on CPUs"
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
+    add("--engine", choices=("auto", "own", "vllm"), default="auto", help="as the setting engine")
+    text = "devices over which each layer is divided"
+    add("--tensor-parallel", type=int, default=1, help=text)
+    add("--context-tokens", type=int, default=0, help="0: the model's, if it fits")
+    add("--first", type=int, default=16, help="the first decision token")
+    add("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(arguments)
     try:
         result = _plan(given)
     except ValueError as error:
-        print(f"specrej: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        parser.exit(1, f"specrej: {error}\n")
     if given.json:
         print(json.dumps(result, indent=2))
     else:
@@ -216,61 +214,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _plan(given: argparse.Namespace) -> dict[str, Any]:
     """The plan in JSON types."""
     config, devices, first = given.model, given.tensor_parallel, given.first
-    if not 0 <= given.memory_fraction <= 0.95:
-        raise ValueError(f"--memory-fraction must be 0 .. 0.95, is {given.memory_fraction}")
+    fraction, device = given.memory_fraction, "cuda" if given.dtype == "bfloat16" else "cpu"
+    if not 0 <= fraction <= 0.95:
+        raise ValueError(f"--memory-fraction must be 0 .. 0.95, is {fraction}")
     if min(devices, first) < 1:
         raise ValueError("--tensor-parallel and --first must be at least 1")
-    whole = ModelSizes.of(partial(getattr, config))
-    settings = GeneratorSettings(context_tokens=given.context_tokens)
     if given.engine == "own" and devices > 1:
         raise ValueError("the own engine uses one device: --tensor-parallel is for vLLM")
-    device = "cuda" if given.dtype == "bfloat16" else "cpu"
     is_vllm = given.engine == "vllm" or (given.engine, device) == ("auto", "cuda") or devices > 1
-    parameters = num_parameters(config)
+    whole, parameters = ModelSizes.of(config), num_parameters(config)
+    settings = GeneratorSettings(context_tokens=given.context_tokens)
     planned = Budget(
         whole.split(devices),
         weight_bytes(parameters, config, device, devices, is_vllm=is_vllm),
-        int(given.memory * given.memory_fraction),
+        int(given.memory * fraction),
         settings.context_of(whole.context_tokens),
         settings.max_candidates,
         settings.prefill_chunk,
         device,
         is_vllm,
-        (settings.threads or os.cpu_count() or 1) if device == "cpu" else 0,
+        (os.cpu_count() or 1) if device == "cpu" else 0,
     ).fitted(first)
     is_shorter = planned.context_tokens < whole.context_tokens
     chosen = {
         "GENERATOR_ENGINE": "vllm" if is_vllm else "own",
-        "GENERATOR_MEMORY_FRACTION": f"{given.memory_fraction:g}",
-        "GENERATOR_KV_SLOTS": "0",  # the engine measures what is free when it starts
+        "GENERATOR_MEMORY_FRACTION": f"{fraction:g}",
         "GENERATOR_MAX_CANDIDATES": f"{planned.max_candidates}",
         "GENERATOR_CONTEXT_TOKENS": f"{planned.context_tokens if is_shorter else 0}",
         "REWARD_MAX_BATCH": f"{planned.max_candidates}",
     }
     if devices > 1:
         chosen["GENERATOR_VLLM_OPTIONS"] = json.dumps({"tensor_parallel_size": devices})
-    most, notes = planned.most_candidates, []
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        notes.append("layers with a sliding window hold all tokens: their slots are full ones")
-    if is_vllm:
-        notes.append("vLLM's workspace is an estimate: it measures its own, and adds CUDA graphs")
     facts = ("usable_bytes", "slot_bytes", "weight_bytes", "workspace_bytes", "slots")
     return {
         "parameters": parameters,
         **{name: getattr(planned, name) for name in facts},
         "first_decision_token": first,
-        "n": [
-            {
-                "prompt_tokens": prompt,
-                "max_tokens": answer,
-                "best_of_n": most(prompt, answer, answer),
-                "speculative_rejection": most(prompt, min(first, answer), answer),
-            }
-            for prompt in PROMPTS
-            for answer in ANSWERS
-        ],
+        "n": [_n_of(planned, first, *lengths) for lengths in product(PROMPTS, ANSWERS)],
         "settings": {f"SPECREJ_{name}": value for name, value in chosen.items()},
-        "notes": notes,
+    }
+
+
+def _n_of(planned: Budget, first: int, prompt: int, answer: int) -> dict[str, int]:
+    """The most candidates after a prompt of so many tokens, by algorithm."""
+    return {
+        "prompt_tokens": prompt,
+        "max_tokens": answer,
+        "best_of_n": planned.most_candidates(prompt, answer, answer),
+        "speculative_rejection": planned.most_candidates(prompt, min(first, answer), answer),
     }
 
 
@@ -291,33 +282,8 @@ def _show(result: Mapping[str, Any]) -> None:
     console.print(facts, table)
     for name, value in result["settings"].items():
         console.print(f"{name}={value}", soft_wrap=True, highlight=False)
-    for text in result["notes"]:
-        console.print(f"note: {text}", soft_wrap=True, style="dim")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="specrej plan", description="Slots, N and settings from a config.json"
-    )
-    add = parser.add_argument
-    text = "directory of a model, or its config.json"
-    add("--model", type=read_config, required=True, metavar="PATH", help=text)
-    add("--memory", type=_bytes, required=True, help="of each device: 80GiB, 80GB or bytes")
-    text = "share of it for the generator, 0 .. 0.95"
-    add("--memory-fraction", type=float, default=0.9, help=text)
-    text = "bfloat16 on GPUs, float32 on CPUs"
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
-    add("--engine", choices=("auto", "own", "vllm"), default="auto", help="as the setting engine")
-    text = "devices over which each layer is divided"
-    add("--tensor-parallel", type=int, default=1, help=text)
-    add("--context-tokens", type=int, default=0, help="0: the model's, if it fits")
-    add("--first", type=int, default=16, help="the first decision token")
-    add("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def _bytes(text: str) -> int:
-    return int(TypeAdapter(ByteSize).validate_python(text))
+    if result["settings"]["SPECREJ_GENERATOR_ENGINE"] == "vllm":
+        console.print("vLLM's workspace is an estimate: it measures its own, and adds CUDA graphs")
 
 
 def read_config(place: str | Path) -> Any:

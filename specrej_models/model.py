@@ -62,7 +62,7 @@ class SegmentedModel:
         if kinds:
             raise ValueError(f"layers of kind {', '.join(sorted(kinds))} are not supported")
         bound_positions(config)
-        self.sizes = ModelSizes.of(partial(getattr, config))
+        self.sizes = ModelSizes.of(config)
         self.shape = KVShape(
             self.sizes.layers,
             self.sizes.kv_heads,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
-
-# Returns a field of a config, or the default.
-Read = Callable[[str, Any], Any]
 
 # Attention in torch operations computes so many scores at once, or those of one row if they are
 # more, and holds so many bytes for each: the product, its float32 softmax and the weights.
@@ -18,11 +14,10 @@ SCORE_BYTES = 12
 CPU_COLUMNS = 64
 
 # Logits drawn from at once; few on a CPU, to bound the memory. Float32 tensors of this size that
-# sampling holds at once at most: weights, weights without the forbidden tokens, a full sort with
-# its indices, running sums and the nucleus.
+# sampling holds at once at most: logits without the forbidden tokens, weights, a full sort with its
+# indices, running sums in float64 and the nucleus.
 LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
-SAMPLING_TENSORS = 8
-DRAW_BLOCK = 256  # tokens: a draw finds its block by the blocks' sums, then its token in the block
+SAMPLING_TENSORS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +35,44 @@ class ModelSizes:
     context_tokens: int
 
     @classmethod
-    def of(cls, read: Read) -> Self:
-        """Of the text part of a config: `partial(getattr, config)`."""
-        heads, hidden = read("num_attention_heads", None), read("hidden_size", None)
+    def of(cls, config: Any) -> Self:
+        """Sizes by a config's text part."""
+        heads, hidden = config.num_attention_heads, config.hidden_size
         return cls(
-            layers=read("num_hidden_layers", None),
+            layers=config.num_hidden_layers,
             hidden=hidden,
-            intermediate=read("intermediate_size", None) or 4 * hidden,
+            intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
             heads=heads,
-            kv_heads=read("num_key_value_heads", None) or heads,
-            head_dim=read("head_dim", None) or hidden // heads,
-            vocabulary=read("vocab_size", None),
-            context_tokens=read("max_position_embeddings", None),
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            vocabulary=config.vocab_size,
+            context_tokens=getattr(config, "max_position_embeddings", 0),
         )
 
     def split(self, devices: int) -> Self:
-        """Sizes on one of the devices of tensor parallelism, which each have some of the heads.
-
-        Fewer key heads than devices are copied.
+        """Sizes on one of the devices of a tensor-parallel model, where few key heads are copied.
 
         Raises:
             ValueError: the heads cannot be divided.
         """
         few, many = sorted((self.kv_heads, devices))
         if self.heads % devices or many % few:
-            heads = f"{self.heads} heads and {self.kv_heads} key heads"
-            raise ValueError(f"{heads} cannot be divided among {devices} devices")
-        return replace(
-            self,
-            heads=self.heads // devices,
-            kv_heads=max(1, self.kv_heads // devices),
-            intermediate=-(-self.intermediate // devices),
-        )
+            names = f"{self.heads} heads and {self.kv_heads} key heads"
+            raise ValueError(f"{names} cannot be divided among {devices} devices")
+        heads, kv_heads = self.heads // devices, max(1, self.kv_heads // devices)
+        intermediate = -(-self.intermediate // devices)
+        return replace(self, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
 
     def slot_bytes(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token across all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
 
+    def sampling_bytes(self, rows: int, device: str) -> int:
+        """The most that drawing a token for each of so many rows allocates."""
+        drawn = min(rows, rows_at_once(self.vocabulary, device))
+        return drawn * self.vocabulary * 4 * SAMPLING_TENSORS
+
 
 def rows_at_once(vocabulary: int, device: str) -> int:
-    """Rows with which tokens are drawn in one block."""
-    return max(1, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["cpu"]) // vocabulary)
+    """Rows with which tokens are drawn in one block, on a device of type "cpu" or "cuda"."""
+    return max(1, LOGITS_AT_ONCE[device] // vocabulary)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from generator_service.engine.grammar import unpacked
 from specrej.contracts import Sampling
-from specrej_models.sizes import DRAW_BLOCK, rows_at_once
+from specrej_models.sizes import rows_at_once
 
 # top_p usually needs far fewer tokens than this; a full sort is the fallback.
 _NUCLEUS_GUESS = 256
@@ -179,23 +179,17 @@ def _sample_block(
     step: int,
     forbidden: Collection[int],
 ) -> tuple[Tensor, Tensor]:
-    highest = logits.amax(dim=-1, keepdim=True)
-    weights = (logits - highest).exp_()
-    sums = _block_sums(weights)
-    allowed = adjusted
     if forbidden:
         index = torch.tensor(sorted(forbidden), device=logits.device)
-        allowed = adjusted.index_fill(1, index, -torch.inf)
+        adjusted = adjusted.index_fill(1, index, -torch.inf)
     if sampling.temperature == 0:
-        tokens = allowed.argmax(dim=-1)
+        tokens = adjusted.argmax(dim=-1, keepdim=True)
     else:
         uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
-        is_weighed = allowed is logits and sampling.temperature == 1
-        if not is_weighed:
-            weights = _tempered(allowed, sampling.temperature)
-        tokens = _draw(allowed, weights, sums if is_weighed else None, sampling, uniform)
-    chosen = logits.gather(1, tokens[:, None]) - highest
-    return tokens, (chosen[:, 0] - sums.sum(dim=-1).log()).float()
+        tokens = _draw(_weights(adjusted, sampling.temperature), sampling, uniform[:, None])
+    chosen = logits.gather(1, tokens) - logits.amax(dim=-1, keepdim=True)
+    logprobs = chosen - _total(_weights(logits, 1.0)).log()
+    return tokens[:, 0], logprobs[:, 0].float()
 
 
 def uniforms(seed: int, candidate_ids: list[int], step: int, device: torch.device) -> Tensor:
@@ -218,34 +212,26 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _draw(
-    logits: Tensor, weights: Tensor, sums: Tensor | None, sampling: Sampling, uniform: Tensor
-) -> Tensor:
-    """Inverse-CDF draw from the tempered distribution `weights` cut by min_p, top_k, top_p.
+def _draw(weights: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw [rows, 1] from the tempered distribution cut by min_p, top_k, top_p.
 
-    The largest weight of a row is 1, so that min_p is a bound of the weights. sums: `_block_sums`
-    of the weights, if they are known.
+    The largest weight of a row is 1, so that min_p is a bound of the weights.
     """
-    vocabulary = logits.shape[1]
+    vocabulary = weights.shape[1]
     top_k = min(sampling.top_k or vocabulary, vocabulary)
-    if top_k < vocabulary:
-        values, tokens = logits.topk(top_k)
-        weights = _tempered(values, sampling.temperature)
     if sampling.min_p:
-        weights, sums = weights.masked_fill(weights < sampling.min_p, 0.0), None
-    if sums is None or top_k < vocabulary:
-        sums = _block_sums(weights)
+        weights = weights.masked_fill(weights < sampling.min_p, 0.0)
     if top_k == vocabulary and sampling.top_p == 1:
-        return _invert(weights, sums, uniform)
-    # By blocks: torch divides the sum of a single row among threads, which changes its last bit.
+        return _invert(weights, uniform)
     share = sampling.top_p if sampling.top_p < 1 else torch.inf
-    enough = share * sums.sum(dim=-1, keepdim=True)
     if top_k < vocabulary:
-        return _drawn(weights, tokens, enough, uniform)
+        values, tokens = weights.topk(top_k)
+        return _drawn(values, tokens, share * _total(values), uniform)
+    enough = share * _total(weights)
     values, tokens = weights.topk(min(_NUCLEUS_GUESS, vocabulary))
     drawn = _drawn(values, tokens, enough, uniform)
     # Only these rows are drawn again: a sort orders equal weights differently from topk.
-    short = (values.sum(dim=-1, keepdim=True) < enough)[:, 0]
+    short = (_total(values) < enough)[:, 0]
     if bool(short.any()):
         values, tokens = weights[short].sort(dim=-1, descending=True)
         drawn[short] = _drawn(values, tokens, enough[short], uniform[short])
@@ -253,13 +239,14 @@ def _draw(
 
 
 def _drawn(descending: Tensor, tokens: Tensor, enough: Tensor, uniform: Tensor) -> Tensor:
-    """Draws from the smallest prefixes of weights, whose tokens are `tokens`, that reach `enough`
-    [rows, 1]."""
-    weights = _nucleus(descending, enough)
-    return tokens.gather(1, _invert(weights, _block_sums(weights), uniform)[:, None])[:, 0]
+    """Draw [rows, 1] from the smallest prefixes of weights, whose tokens are `tokens`, that reach
+    `enough` [rows, 1]; the first weight is in each of them."""
+    excluded = descending.cumsum(dim=-1) - descending >= enough
+    excluded[:, 0] = False
+    return tokens.gather(1, _invert(descending.masked_fill(excluded, 0.0), uniform))
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
+def _weights(logits: Tensor, temperature: float) -> Tensor:
     """Weights exp(logits / temperature), scaled so that a row's largest is 1: none overflows."""
     weights = logits - logits.amax(dim=-1, keepdim=True)
     if temperature != 1:
@@ -267,51 +254,17 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
     return weights.exp_()
 
 
-def _nucleus(descending: Tensor, enough: Tensor) -> Tensor:
-    """Zero all but the smallest prefix that reaches `enough` [rows, 1]; the first always stays."""
-    excluded = descending.cumsum(dim=-1) - descending >= enough
-    excluded[:, 0] = False  # of a tiny top_p, `enough` is 0 in float32
-    return descending.masked_fill(excluded, 0.0)
+def _total(weights: Tensor) -> Tensor:
+    """Float64 [rows, 1]. A float32 sum of a single row is divided among threads, which changes its
+    last bit."""
+    return weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
-def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
-    """[rows]: index at which the running sum of `weights` [rows, m] exceeds `uniform` of the total.
-
-    First the block, then the token in it, so that the running sum of a vocabulary is not stored.
-    On a GPU, launching these few operations takes longer than executing them.
-    """
-    running = sums.cumsum(dim=-1)
-    target = uniform[:, None] * running[:, -1:]
-    block = _pass(running, target)
-    before = running.gather(1, block) - sums.gather(1, block)
-    inside = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
-    if weights.shape[1] % DRAW_BLOCK == 0:
-        within = weights.gather(1, inside).double()
-    else:
-        within = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
-        within.masked_fill_(inside >= weights.shape[1], 0.0)
-    at = _pass(within.cumsum(dim=-1), target - before)
-    return (block * DRAW_BLOCK + at)[:, 0].clamp_(max=weights.shape[1] - 1)
-
-
-def _block_sums(weights: Tensor) -> Tensor:
-    """Float64 [rows, blocks]."""
-    return torch.cat([part.sum(dim=-1) for part in _blocks(weights)], dim=-1).double()
-
-
-def _blocks(weights: Tensor) -> list[Tensor]:
-    """Views [rows, blocks, DRAW_BLOCK] of the whole blocks and [rows, 1, rest] of the rest."""
-    whole = weights.shape[1] // DRAW_BLOCK * DRAW_BLOCK
-    blocks = torch.unflatten(weights[:, :whole], 1, (whole // DRAW_BLOCK, DRAW_BLOCK))
-    return [part for part in (blocks, weights[:, None, whole:]) if part.numel()]
-
-
-def _pass(running: Tensor, target: Tensor) -> Tensor:
-    """First index at which the running sum exceeds the target, [rows, 1]; its weight is > 0.
-
-    Rounding may move a target past the end or below 0: then the last or first index of such weight.
-    Of weights that are not finite the last index.
-    """
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first index [rows, 1] at which the running sum of `weights` exceeds `uniform` [rows, 1]
+    of their total; its weight is above 0. Of weights that are not finite the last index."""
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
     total = running[:, -1:]
-    below = torch.minimum(target.clamp(min=0.0), torch.nextafter(total, torch.zeros_like(total)))
+    # Rounding may move a target to the end: then it is the last index of a weight above 0.
+    below = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(running, below, right=True).clamp_(max=running.shape[1] - 1)

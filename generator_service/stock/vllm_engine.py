@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ class Shape:
     def read(cls, directory: Path, dtype: str, stored: str) -> Shape:
         """Keys and values are of the type `stored`, a name of vLLM's."""
         config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-        sizes = ModelSizes.of(partial(getattr, config))
+        sizes = ModelSizes.of(config)
         return cls(
             context_tokens=sizes.context_tokens,
             vocabulary=sizes.vocabulary,

@@ -101,7 +101,7 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
     allocated = _allocated(model_directory)
     config = read_config(model_directory)
     planned = Budget(
-        ModelSizes.of(partial(getattr, config)),
+        ModelSizes.of(config),
         weight_bytes=weight_bytes(num_parameters(config), config, "cpu", 1, is_vllm=True),
         usable_bytes=0,
         context_tokens=256,
