@@ -24,7 +24,6 @@ from specrej.contracts import (
     FinishReason,
     Forks,
     GeneratorDescription,
-    Prompt,
     Pruned,
     Round,
     RoundEnd,
@@ -36,6 +35,8 @@ from specrej_models.slots import SlotLedger
 
 # Of different lengths, so that texts shifted by a word are noticed.
 _WORDS = ("ash", "birch", "clouds", "delta", "elm", "fjords", "grove", "heather")
+_IDS = range(len(_WORDS))
+_TOKENS = [f" {word}".encode() for word in _WORDS]
 _FAILING_STEP = 10
 _AUTO_CANDIDATES = 8
 
@@ -48,7 +49,8 @@ class ToySession:
     def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
         self.id = session_id
         self.n, self.reduced = 0, False  # until it is admitted
-        self.prompt_tokens = _num_words(spec.prompt)
+        text = spec.prompt.text or " ".join(message.content for message in spec.prompt.messages)
+        self.prompt_tokens = max(1, len(text.split()))
         first, longest = spec.first_round_tokens, spec.sampling.max_tokens
         self.demand = Demand(spec.n, self.prompt_tokens, first, longest, lambda tokens: tokens)
         self._generator = generator
@@ -77,26 +79,25 @@ class ToySession:
             self._step()
             self._generator.on_step(Step(step_s, rows, generated=rows))
         candidates = tuple(map(self._report, self._unreported))
-        tokens = named_tokens(candidates, _token) if self._sampling.logprobs else ()
+        tokens = named_tokens(candidates, _TOKENS.__getitem__) if self._sampling.logprobs else ()
         self._unreported = list(self._live)
         ended_by = ended_by if self._live else RoundEnd.ALL_FINISHED
         return Round(candidates, ended_by, self._num_tokens, self._gauge(), token_texts=tokens)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         live = {candidate.id: candidate for candidate in self._live}
-        survivors = [candidate for candidate in self._live if candidate.id in keep]
+        survivors = [live[number] for number in live if number in keep]
         freed = (len(live) - len(survivors)) * self._num_tokens
         self._ledger.give_back(self.id, freed)
         made = self._generator.queue.with_room(self, forks, live, len(survivors), self._num_tokens)
         self._ledger.take(self.id, len(made) * self._num_tokens)
-        forked = (live[parent].fork(number) for number, parent in made.items())
-        self._live = sorted([*survivors, *forked], key=lambda candidate: candidate.id)
+        self._live = [*survivors, *(live[parent].fork(number) for number, parent in made.items())]
         self._unreported = list(self._live)
         return Pruned(freed, self._gauge(), tuple(sorted(forks.keys() - made.keys())))
 
     def _step(self) -> None:
-        failing = self._sampling.seed == self._generator.failing_seed
-        if failing and self._num_tokens == _FAILING_STEP:
+        failing = self._generator.failing_seed, _FAILING_STEP
+        if (self._sampling.seed, self._num_tokens) == failing:
             raise RuntimeError("the toy fails at its failing_seed")
         self._ledger.take(self.id, len(self._live))
         for candidate in self._live:
@@ -110,26 +111,22 @@ class ToySession:
         sampling, step = self._sampling, self._num_tokens
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
-        word, logprob = draw % len(_WORDS), -(draw % 1000) / 500
         stops = sampling.stop_token_ids
-        if step < sampling.min_tokens:  # the next word that is not a stop token
-            shifted = ((word + shift) % len(_WORDS) for shift in range(len(_WORDS)))
-            word = next((other for other in shifted if other not in stops), word)
+        words = [w for w in _IDS if w not in stops or step >= sampling.min_tokens] or _IDS
+        word, logprob = words[draw % len(words)], -(draw % 1000) / 500
         candidate.append(word, logprob)
         if sampling.top_logprobs:
-            others = [other for other in range(len(_WORDS)) if other != word]
-            ids = [word, *others][: sampling.top_logprobs]
+            ids = sorted(_IDS, key=lambda other: other != word)[: sampling.top_logprobs]
             candidate.note_top((ids, [logprob - rank for rank in range(len(ids))]))
         may_end = not sampling.ignore_eos and step >= sampling.min_tokens
-        if (may_end and draw // 1000 % self._generator.end_every == 0) or word in stops:
+        if word in stops or (may_end and draw // 1000 % self._generator.end_every == 0):
             candidate.finish = FinishReason.STOP
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
 
     def _report(self, candidate: GrowingCandidate) -> Candidate:
-        prefix = candidate.report()
-        written = [w for w in prefix.token_ids if w not in self._sampling.stop_token_ids]
-        text = " ".join(_WORDS[word] for word in written)
+        prefix, stops = candidate.report(), self._sampling.stop_token_ids
+        text = " ".join(_WORDS[word] for word in prefix.token_ids if word not in stops)
         return prefix.candidate(text, logprobs=self._sampling.logprobs)
 
     def _gauge(self) -> SlotGauge:
@@ -221,12 +218,3 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep = lambda _: None) 
         raise FileNotFoundError(f"no such toy: {model}; options: step_ms=5,failing_seed=13")
     step_s, seed = float(match[1] or 0) / 1e3, int(match[2] or -1)
     return ToyGenerator(capacity_slots, step_s=step_s, failing_seed=seed, on_step=on_step)
-
-
-def _token(word: int) -> bytes:
-    return f" {_WORDS[word]}".encode()
-
-
-def _num_words(prompt: Prompt) -> int:
-    text = prompt.text or " ".join(message.content for message in prompt.messages)
-    return max(1, len(text.split()))

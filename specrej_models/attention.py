@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +33,11 @@ class PrefillSegment:
     offset: int
     num_rows: int
     stored: bool = False
+
+    @property
+    def position(self) -> int:
+        """Where the last row's token stands."""
+        return self.start + self.num_rows - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,112 +168,81 @@ def _attend(segment: Segment, layer: int, query: Tensor, output: Tensor, scaled:
 
     In blocks of rows, so that the scores of a long text fit the memory.
     """
-    if isinstance(segment, PrefillSegment):
-        num_seen = segment.start + segment.num_rows
-    else:
-        num_seen = segment.position + 1
-    at_once = max(1, SCORES_AT_ONCE // (query.shape[0] * num_seen))
+    at_once = max(1, SCORES_AT_ONCE // (query.shape[0] * (segment.position + 1)))
     for first in range(0, segment.num_rows, at_once):
         rows = slice(first, first + at_once)
+        block = query[:, rows].transpose(0, 1)
         if isinstance(segment, PrefillSegment):
-            output[rows] = _prefill(segment, layer, first, query[:, rows], scaled)
+            output[rows] = _prefill(segment, layer, first, block, scaled)
         else:
-            output[rows] = _decode(segment, layer, first, query[:, rows].transpose(0, 1), scaled)
+            output[rows] = _decode(segment, layer, first, block, scaled)
 
 
 def _prefill(
     segment: PrefillSegment, layer: int, first: int, query: Tensor, scaled: Scaling
 ) -> Tensor:
-    """Causal attention of a chunk's rows from `first` on to the prompt so far.
-
-    query [heads, rows, d]; returns [rows, heads, d].
-    """
-    heads, num_rows, dim = query.shape
-    start = segment.start + first
-    end, last = start + num_rows, segment.offset + first + num_rows
+    """Causal attention of a chunk's rows from `first` on, query [rows, heads, d], to the prompt so
+    far."""
+    start, last = segment.start + first, segment.offset + first + len(query)
     *earlier, own = segment.pieces
-    keys = [*(piece.keys[layer] for piece in earlier), own.keys[layer][:, :last]]
-    values = [*(piece.values[layer] for piece in earlier), own.values[layer][:, :last]]
-    kv_heads = keys[0].shape[0]
-    grouped = query.reshape(kv_heads, -1, dim)  # [kv_heads, group * rows, d]
-    # Pieces side by side under one softmax; their keys and values are not copied together.
-    scores = _joined([torch.bmm(grouped, part.transpose(1, 2)) for part in keys], scaled)
-    scores = scores.view(kv_heads, -1, num_rows, end)
-    if scaled.window is None:
-        # All that stands before the rows is seen.
-        scores[..., start:].masked_fill_(_later(num_rows, query.device), -torch.inf)
-    else:
-        hidden = _hidden(start, num_rows, scaled.window, query.device)
-        scores.masked_fill_(hidden, -torch.inf)
-    weights = _softmax(scores).view(kv_heads, -1, end)
-    shares = torch.split(weights, [part.shape[1] for part in keys], dim=-1)
-    output = torch.bmm(shares[0], values[0])
-    for share, part in zip(shares[1:], values[1:], strict=True):
-        output.baddbmm_(share, part)
-    return output.view(heads, num_rows, dim).transpose(0, 1)
-
-
-@lru_cache(maxsize=64)
-def _later(chunk: int, device: torch.device) -> Tensor:
-    """[chunk, chunk], True where a key lies after its query; the same in every layer."""
-    return torch.ones(chunk, chunk, dtype=torch.bool, device=device).triu(1)
-
-
-def _hidden(start: int, chunk: int, window: int, device: torch.device) -> Tensor:
-    """[chunk, start + chunk], True where a key lies after its query or before the window."""
-    queries = torch.arange(start, start + chunk, device=device)[:, None]
-    keys = torch.arange(start + chunk, device=device)[None, :]
-    return (keys > queries) | (keys <= queries - window)
+    parts = [(piece.keys[layer], piece.values[layer]) for piece in earlier]
+    parts.append((own.keys[layer][:, :last], own.values[layer][:, :last]))
+    queries = torch.arange(start, start + len(query), device=query.device)[:, None]
+    keys = torch.arange(start + len(query), device=query.device)
+    hidden = keys > queries
+    if scaled.window is not None:
+        hidden |= keys <= queries - scaled.window
+    return _mixed(query, parts, None, hidden, scaled)
 
 
 def _decode(
-    segment: DecodeSegment, layer: int, first_row: int, query: Tensor, scaled: Scaling
+    segment: DecodeSegment, layer: int, first: int, query: Tensor, scaled: Scaling
 ) -> Tensor:
-    """Attention of the new tokens of rows, from `first_row` on, to prompt and own suffix.
-
-    query [rows, heads, d]; returns the same.
-
-    Scores of both parts stand side by side under one softmax, so that the split is exact. All rows
-    are at one position, so a sliding window only shortens both parts.
-    """
-    suffix = segment.suffix
-    num_rows, heads, dim = query.shape
-    rows = slice(first_row, first_row + num_rows)
+    """Attention of the new tokens of rows from `first` on, query [rows, heads, d], to the prompt
+    and their suffixes. All rows are at one position, so a sliding window only shortens both."""
+    suffix, rows = segment.suffix, slice(first, first + len(query))
     length = suffix.length + 1
-    pieces, first = segment.seen(scaled.window)
+    pieces, seen = segment.seen(scaled.window)
     parts = [(piece.keys[layer][:, at:], piece.values[layer][:, at:]) for piece, at in pieces]
     # Only the tokens that are set: beyond them lies uninitialised memory.
-    own_keys = suffix.keys(layer)[rows, :, first:length].flatten(0, 1)  # [rows*kv_heads, own, d]
-    own_values = suffix.values(layer)[rows, :, first:length].flatten(0, 1)
-    kv_heads = own_keys.shape[0] // num_rows
-    group = heads // kv_heads
-
-    # The shared parts are one dense product per head for all rows together.
-    by_head = query.reshape(num_rows, kv_heads, group, dim).transpose(0, 1)
-    by_head = by_head.reshape(kv_heads, num_rows * group, dim)
-    by_row = query.reshape(num_rows * kv_heads, group, dim)
-    shape = (kv_heads, num_rows, group, -1)
-    of_parts = [torch.bmm(by_head, keys.transpose(1, 2)).view(shape) for keys, _ in parts]
-    of_own = torch.bmm(by_row, own_keys.transpose(1, 2)).view(num_rows, kv_heads, group, -1)
-    sizes = [scores.shape[-1] for scores in (*of_parts, of_own)]
-    weights = _softmax(_joined([*(s.transpose(0, 1) for s in of_parts), of_own], scaled))
-    *shared_weights, own_weights = torch.split(weights, sizes, dim=-1)
-    output = torch.bmm(own_weights.flatten(0, 1), own_values).view(num_rows, kv_heads, group, dim)
-    for (_, values), part in zip(parts, shared_weights, strict=True):
-        by_head = part.transpose(0, 1).reshape(kv_heads, num_rows * group, -1)
-        output += torch.bmm(by_head, values).view(shape).transpose(0, 1)
-    return output.view(num_rows, heads, dim)
+    keys, values = (kv[rows, :, seen:length] for kv in (suffix.keys(layer), suffix.values(layer)))
+    return _mixed(query, parts, (keys, values), None, scaled)
 
 
-def _joined(parts: list[Tensor], scaled: Scaling) -> Tensor:
-    """Scores side by side, scaled and capped; `parts` is empty afterwards, to free its memory."""
-    scores = torch.cat(parts, dim=-1)
-    parts.clear()
-    scores *= scaled.scale
+def _mixed(
+    query: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor]],
+    own: tuple[Tensor, Tensor] | None,
+    hidden: Tensor | None,
+    scaled: Scaling,
+) -> Tensor:
+    """Attention of rows, [rows, heads, d] to the same, to tokens that all of them share and to
+    their own.
+
+    parts: keys and values [kv_heads, tokens, d]; own: of each row, [rows, kv_heads, tokens, d];
+    hidden: bool [rows, tokens]. The scores of all parts stand side by side under one softmax, so
+    that the split is exact; keys and values are not copied together.
+    """
+    rows, heads, dim = query.shape
+    kv_heads = (own or parts[0])[0].shape[-3]
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
+    scores = [torch.einsum("rkgd,ktd->rkgt", grouped, keys) for keys, _ in parts]
+    if own:
+        scores.append(torch.einsum("rkgd,rktd->rkgt", grouped, own[0]))
+    sizes = [part.shape[-1] for part in scores]
+    joined = torch.cat(scores, dim=-1)
+    scores.clear()  # frees their memory
+    joined *= scaled.scale
     if scaled.softcap is not None:
-        scores.div_(scaled.softcap).tanh_().mul_(scaled.softcap)
-    return scores
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+        joined.div_(scaled.softcap).tanh_().mul_(scaled.softcap)
+    if hidden is not None:
+        joined.masked_fill_(hidden[:, None, None], -torch.inf)
+    weights = torch.softmax(joined, dim=-1, dtype=torch.float32).to(joined.dtype)
+    shares = torch.split(weights, sizes, dim=-1)
+    mixed = [
+        torch.einsum("rkgt,ktd->rkgd", share, values)
+        for share, (_, values) in zip(shares, parts, strict=False)
+    ]
+    if own:
+        mixed.append(torch.einsum("rkgt,rktd->rkgd", shares[-1], own[1]))
+    return sum(mixed[1:], mixed[0]).reshape(rows, heads, dim)

@@ -8,6 +8,7 @@ independent of sessions, shares and sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -77,33 +78,19 @@ class PromptKV:
     def split(self, at: int) -> tuple[PromptKV, PromptKV]:
         """The first `at` tokens and the rest, copied layer by layer; gives up this store.
 
-        If memory runs out on the way, this store is put together again: others may use it.
+        Layers for which there is no memory stay where they are: both parts are views of them.
         """
         front, rest = PromptKV(self._shape, 0), PromptKV(self._shape, 0)
         front.num_tokens, rest.num_tokens = at, self.num_tokens - at
-        stores = ((self.keys, front.keys, rest.keys), (self.values, front.values, rest.values))
-        try:
-            for store, fronts, rests in stores:
-                for layer, whole in enumerate(store):
-                    fronts[layer], rests[layer] = whole[:, :at].clone(), whole[:, at:].clone()
-                    store[layer] = fronts[layer]  # the whole is not needed any more
-        except BaseException:
-            for store, fronts, rests in stores:
-                _rejoin(store, fronts, rests)
-            raise
+        for layer in range(self._shape.layers):
+            whole = self.keys[layer], self.values[layer]
+            fronts, rests = [kv[:, :at] for kv in whole], [kv[:, at:] for kv in whole]
+            with suppress(MemoryError, RuntimeError):
+                fronts, rests = [kv.clone() for kv in fronts], [kv.clone() for kv in rests]
+            front.keys[layer], front.values[layer] = fronts
+            rest.keys[layer], rest.values[layer] = rests
+            self.keys[layer], self.values[layer] = fronts  # frees the whole layer
         return front, rest
-
-
-def _rejoin(store: list[Tensor], fronts: list[Tensor], rests: list[Tensor]) -> None:
-    """Undo an incomplete split; empty a store that cannot be restored, so that no half of it is
-    used."""
-    try:
-        for layer, front in enumerate(fronts):
-            if store[layer] is front:
-                store[layer] = torch.cat((front, rests[layer]), dim=1)
-    except BaseException:
-        store.clear()
-        raise
 
 
 class SuffixKV:

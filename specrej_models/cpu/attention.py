@@ -394,7 +394,7 @@ class _Tables:
             record["new_key"] = [key.data_ptr() + offset for key in own.keys]
             record["new_value"] = [value.data_ptr() + offset for value in own.values]
             record["store_row"] = 4 * self._shape.head_dim
-            record["store_head"] = 4 * own.keys[0].stride(0)
+            record["store_head"] = [4 * key.stride(0) for key in own.keys]
         return segment.start - first + segment.num_rows
 
     def _fill_rows(self, record: Table, segment: DecodeSegment, window: int | None) -> int:
@@ -427,6 +427,6 @@ class _Tables:
                 part["keys"] = [key.data_ptr() + first * token for key in piece.keys]
                 part["values"] = [value.data_ptr() + first * token for value in piece.values]
                 part["key_row"] = part["value_row"] = token
-                part["key_head"] = part["value_head"] = 4 * piece.keys[0].stride(0)
+                part["key_head"] = part["value_head"] = [4 * key.stride(0) for key in piece.keys]
                 self._parts.append(part)
             first = max(0, first - count)

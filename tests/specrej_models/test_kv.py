@@ -106,8 +106,24 @@ def test_a_split_takes_one_layer_more() -> None:
     """A prompt that fills the memory can be split all the same."""
     shape = shape_of()
     memory = allocated(lambda prompt: prompt.split(400), lambda: PromptKV(shape, 1000))
-    assert memory.peak <= 1000 * shape.slot_bytes // shape.layers // 2
+    assert memory.peak <= 1000 * shape.slot_bytes // shape.layers
     assert memory.stays == 0
+
+
+def test_a_split_without_memory_shares_what_it_cannot_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards sessions on a prompt that another one splits when the memory has run out."""
+    prompt, keys, values = written(shape_of(), 10)
+    copies, clone = iter(range(7)), Tensor.clone
+
+    def scarce(tensor: Tensor) -> Tensor:
+        if next(copies, None) is None:
+            raise RuntimeError("out of memory")
+        return clone(tensor)
+
+    monkeypatch.setattr(Tensor, "clone", scarce)
+    front, rest = prompt.split(3)
+    assert is_whole(front, [k[:, :3] for k in keys], [v[:, :3] for v in values])
+    assert is_whole(rest, [k[:, 3:] for k in keys], [v[:, 3:] for v in values])
 
 
 def grown(shape: KVShape, rows: int, tokens: int, live: int | None = None) -> SuffixKV:
