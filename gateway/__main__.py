@@ -15,6 +15,7 @@ from gateway.connection import Connection, Handshakes, displace
 from gateway.settings import GatewaySettings
 from specrej import telemetry
 from specrej.client import Client
+from specrej.security import tls_files
 from specrej.server.serving import ServerGauges, Signals
 from specrej.settings import load
 
@@ -38,7 +39,9 @@ class Server:
         self._state = ServerState()
         files = settings.tls_files
         self._certificates = files.watch() if files else None
-        self._gauges = ServerGauges(self._certificates)
+        self._gauges = ServerGauges(
+            self._certificates, tls_files(settings.orchestrator_credentials)
+        )
         self._is_draining = False
         self._listener: asyncio.Server
         self.port = 0

@@ -1,7 +1,7 @@
 """OpenAI's completions: requests as calls of specrej's client, answers as OpenAI's objects.
 
-A field of OpenAI's API is one row of `TABLE`, and its type in a request class. Options without a
-field there are in `specrej`, which is built from the contract's options.
+A field of OpenAI's API is one line of a request class, with its type and its rule. Options without
+a field there are in `specrej`, which is built from the contract's options.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +25,15 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
     create_model,
+    field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from specrej.contracts import (
-    MAX_RETURN_CANDIDATES,
     MAX_SEED,
-    Algorithm,
     CacheControl,
     Generation,
     JsonObject,
@@ -86,90 +86,60 @@ _TOOLS = "is not supported: tools do not work here"
 _AUDIO = "is not supported: there is only text"
 _THOUGHT = "is not supported: no setting of the models here"
 _HOSTING = "a feature of OpenAI's hosting"
+_OF_ANSWERS = "part of an answer"
 
-TABLE: Mapping[str, Rule] = {
-    "model": Maps("model"),
-    "messages": Maps("prompt.messages"),
-    "prompt": Maps("prompt.text"),
-    "n": Maps("selection.return_candidates"),
-    "best_of": Maps("selection.n"),
-    "max_tokens": Maps("sampling.max_tokens"),
-    "max_completion_tokens": Maps("sampling.max_tokens"),
-    "temperature": Maps("sampling.temperature"),
-    "top_p": Maps("sampling.top_p"),
-    "stop": Maps("sampling.stop"),
-    "presence_penalty": Maps("sampling.presence_penalty"),
-    "frequency_penalty": Maps("sampling.frequency_penalty"),
-    "logit_bias": Maps("sampling.logit_bias"),
-    "seed": Maps("sampling.seed"),
-    "logprobs": Maps("sampling.logprobs"),
-    "top_logprobs": Maps("sampling.top_logprobs"),
-    "response_format": Maps("sampling.structured_output"),
-    "stream": Maps("stream"),
-    "stream_options": Maps("stream"),
-    "specrej": Maps("specrej"),
-    "audio": Refused(_AUDIO),
-    "echo": Refused("is not supported: prompts are not repeated", (False,)),
-    "function_call": Refused(_TOOLS, ("none", "auto")),
-    "functions": Refused(_TOOLS, ([],)),
-    "modalities": Refused(_AUDIO, (["text"],)),
-    "moderation": Refused("is not supported: answers are not moderated"),
-    "reasoning_effort": Refused(_THOUGHT, ("none",)),
-    "store": Refused("is not supported: conversations are not stored", (False,)),
-    "suffix": Refused("is not supported: text is only continued", ("",)),
-    "tool_choice": Refused(_TOOLS, ("none", "auto")),
-    "tools": Refused(_TOOLS, ([],)),
-    "verbosity": Refused(_THOUGHT, ("medium",)),
-    "web_search_options": Refused("is not supported: there is no search"),
-    "metadata": Ignored("it labels stored conversations"),
-    "parallel_tool_calls": Ignored("there are no tools"),
-    "prediction": Ignored("it changes the speed only"),
-    "prompt_cache_key": Ignored("equal beginnings are shared without it"),
-    "prompt_cache_options": Ignored(_HOSTING),
-    "prompt_cache_retention": Ignored(_HOSTING),
-    "safety_identifier": Ignored(_HOSTING),
-    "service_tier": Ignored(_HOSTING),
-    "user": Ignored("the token identifies the tenant"),
+# Options that only a field of OpenAI's sets. `specrej` has all others.
+_OWN = {
+    *("model", "return_candidates", "max_tokens", "temperature", "top_p", "stop", "seed"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"),
 }
-
-# The same for the fields of a message, of its parts, and of stream_options.
-MESSAGE_TABLE: Mapping[str, Rule] = {
-    "tool_calls": Refused(_TOOLS, ([],)),
-    "tool_call_id": Refused(_TOOLS),
-    "function_call": Refused(_TOOLS),
-    "audio": Refused(_AUDIO),
-    "name": Ignored("chat templates have no names"),
-    "refusal": Ignored("part of an answer"),
-    "parsed": Ignored("part of an answer"),
-    "annotations": Ignored("part of an answer"),
-    "reasoning_content": Ignored("part of an answer"),
-}
-PART_TABLE: Mapping[str, Rule] = {
-    "type": Maps("prompt.messages.content"),
-    "text": Maps("prompt.messages.content"),
-    "prompt_cache_breakpoint": Ignored(_HOSTING),
-}
-STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are not padded")}
-
 # Options that are fields of OpenAI's and of `specrej`, which has more values; not both at once.
 _BOTH = {"selection.n": "best_of", "sampling.structured_output": "response_format"}
 
 # Tags of the two forms of rewards, and pydantic's mark of a wrong key: not parts of a field's path.
 _BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
 
-# Unknown fields are kept, for the tables.
-_JSON = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+def rules_of(model: type[BaseModel]) -> dict[str, Rule]:
+    """The rule of each field that has one."""
+    rules = {name: _rule_of(info) for name, info in model.model_fields.items()}
+    return {name: rule for name, rule in rules.items() if rule}
 
 
-class StreamOptions(BaseModel):
-    model_config = _JSON
+def _rule_of(field: FieldInfo) -> Rule | None:
+    return next((item for item in field.metadata if isinstance(item, Rule)), None)
 
+
+class _Checked(BaseModel):
+    """Fields with rules, and options with the ranges of the contract.
+
+    All are checked while a request is parsed, so that its errors are reported together.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _follow_the_rule(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        rule = _rule_of(cls.model_fields[name])
+        if isinstance(rule, Refused) and value is not None and value not in rule.harmless:
+            raise ValueError(rule.why)
+        path = rule.path if isinstance(rule, Maps) else name
+        option = declared_options().get(path.rpartition(".")[2])
+        accepted = option and option.accepted
+        if accepted and isinstance(value, int | float) and not accepted.contains(value):
+            raise ValueError(f"must be {accepted.text}, is {value}")
+        return value
+
+
+class StreamOptions(_Checked):
     include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, Ignored("chunks are not padded")] = None
 
 
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
-    own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)} - _BOTH.keys()
     types = {
         "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
         "rewards": Annotated[
@@ -181,14 +151,12 @@ def _options_of(part: str = "") -> dict[str, Any]:
     return {
         name: (types.get(name, option.type) | None, None)
         for name, option in declared_options().items()
-        if option.path not in own and option.path.startswith(part)
+        if name not in _OWN and option.path.startswith(part)
     }
 
 
-class _Extension(BaseModel):
+class _Extension(_Checked):
     """What OpenAI's API has no field for."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     timeout_s: Annotated[float | None, Field(gt=0)] = None
     events: Literal["rounds", "reasoning", "all"] | None = None
@@ -209,25 +177,53 @@ def _texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class Request(BaseModel):
+class Request(_Checked):
     """The fields that both endpoints have."""
 
-    model_config = _JSON
+    model: Annotated[str, Maps("model"), Field(min_length=1)]
+    n: Annotated[int | None, Maps("selection.return_candidates")] = None
+    best_of: Annotated[int | None, Maps("selection.n"), Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1)] = None
+    temperature: Annotated[float | None, Maps("sampling.temperature")] = None
+    top_p: Annotated[float | None, Maps("sampling.top_p")] = None
+    stop: Annotated[list[str] | None, Maps("sampling.stop"), BeforeValidator(_texts)] = None
+    presence_penalty: Annotated[float | None, Maps("sampling.presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, Maps("sampling.frequency_penalty")] = None
+    logit_bias: Annotated[dict[int, float] | None, Maps("sampling.logit_bias")] = None
+    seed: Annotated[int | None, Maps("sampling.seed")] = None
+    stream: Annotated[bool | None, Maps("stream")] = None
+    stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
+    specrej: Annotated[Extension, Maps("specrej")] = Field(default_factory=Extension)
 
-    model: Annotated[str, Field(min_length=1)]
-    n: Annotated[int | None, Field(ge=1, le=MAX_RETURN_CANDIDATES)] = None
-    best_of: Annotated[int | None, Field(ge=1)] = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_texts)] = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    specrej: Extension = Field(default_factory=Extension)
+    audio: Annotated[Any, Refused(_AUDIO)] = None
+    echo: Annotated[Any, Refused("is not supported: prompts are not repeated", (False,))] = None
+    function_call: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
+    functions: Annotated[Any, Refused(_TOOLS, ([],))] = None
+    modalities: Annotated[Any, Refused(_AUDIO, (["text"],))] = None
+    moderation: Annotated[Any, Refused("is not supported: answers are not moderated")] = None
+    reasoning_effort: Annotated[Any, Refused(_THOUGHT, ("none",))] = None
+    store: Annotated[Any, Refused("is not supported: conversations are not stored", (False,))] = (
+        None
+    )
+    suffix: Annotated[Any, Refused("is not supported: text is only continued", ("",))] = None
+    tool_choice: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
+    tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
+    verbosity: Annotated[Any, Refused(_THOUGHT, ("medium",))] = None
+    web_search_options: Annotated[Any, Refused("is not supported: there is no search")] = None
+
+    metadata: Annotated[Any, Ignored("it labels stored conversations")] = None
+    parallel_tool_calls: Annotated[Any, Ignored("there are no tools")] = None
+    prediction: Annotated[Any, Ignored("it changes the speed only")] = None
+    prompt_cache_key: Annotated[Any, Ignored("equal beginnings are shared without it")] = None
+    prompt_cache_options: Annotated[Any, Ignored(_HOSTING)] = None
+    prompt_cache_retention: Annotated[Any, Ignored(_HOSTING)] = None
+    safety_identifier: Annotated[Any, Ignored(_HOSTING)] = None
+    service_tier: Annotated[Any, Ignored(_HOSTING)] = None
+    user: Annotated[Any, Ignored("the token identifies the tenant")] = None
+
+
+# Of parts of a text; the last one is ignored.
+PART_FIELDS = {"type", "text", "prompt_cache_breakpoint"}
 
 
 def _joined(value: object) -> object:
@@ -237,7 +233,7 @@ def _joined(value: object) -> object:
     texts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
     if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text, or parts of type text: no images, audio or files")
-    if unknown := sorted({name for part in value for name in part} - PART_TABLE.keys()):
+    if unknown := sorted({name for part in value for name in part} - PART_FIELDS):
         raise ValueError(f"its parts have unknown fields: {', '.join(unknown)}")
     return "".join(map(str, texts))
 
@@ -248,17 +244,24 @@ def _role(value: object) -> object:
     return "system" if value == "developer" else value
 
 
-class ChatMessage(BaseModel):
-    model_config = _JSON
-
+class ChatMessage(_Checked):
     role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_joined)] = ""
 
+    tool_calls: Annotated[Any, Refused(_TOOLS, ([],))] = None
+    tool_call_id: Annotated[Any, Refused(_TOOLS)] = None
+    function_call: Annotated[Any, Refused(_TOOLS)] = None
+    audio: Annotated[Any, Refused(_AUDIO)] = None
 
-class SchemaFormat(BaseModel):
+    name: Annotated[Any, Ignored("chat templates have no names")] = None
+    refusal: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+    parsed: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+    annotations: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+    reasoning_content: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+
+
+class SchemaFormat(_Checked):
     """A JSON schema with its name; answers always conform, also where `strict` is false."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
     description: str | None = None
@@ -271,9 +274,7 @@ class SchemaFormat(BaseModel):
         return json.dumps(self.schema_, ensure_ascii=False, separators=(",", ":"))
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(_Checked):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
@@ -293,11 +294,11 @@ class ResponseFormat(BaseModel):
 class ChatRequest(Request):
     """A conversation."""
 
-    response_format: ResponseFormat | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    response_format: Annotated[ResponseFormat | None, Maps("sampling.structured_output")] = None
+    messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1)] = None
+    logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
+    top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
 
 def _one(value: object) -> object:
@@ -309,8 +310,8 @@ def _one(value: object) -> object:
 class CompletionRequest(Request):
     """Raw text, without the model's chat template. `logprobs`: so many of each step's tokens."""
 
-    prompt: Annotated[str, BeforeValidator(_one), Field(min_length=1)]
-    logprobs: int | None = None
+    prompt: Annotated[str, Maps("prompt.text"), BeforeValidator(_one), Field(min_length=1)]
+    logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
 
 
 R = TypeVar("R", bound=Request)
@@ -322,7 +323,7 @@ def parsed(model: type[R], body: bytes) -> R:
     """The request in a JSON body.
 
     Raises:
-        InvalidRequest: every field that is unknown, refused or of a wrong type.
+        InvalidRequest: every field that is unknown, refused, of a wrong type or out of range.
     """
     try:
         request = model.model_validate_json(body)
@@ -334,7 +335,7 @@ def parsed(model: type[R], body: bytes) -> R:
         texts = (item["msg"].removeprefix("Value error, ") for item in problems)
         raise_if_any(map(Violation, (_name(item["loc"]) for item in problems), texts))
         raise
-    raise_if_any(_violations(request))
+    raise_if_any(_contradictions(request))
     return request
 
 
@@ -345,33 +346,15 @@ def _name(location: tuple[int | str, ...]) -> str:
     return path.lstrip(".") or "body"
 
 
-def _violations(request: Request) -> Iterator[Violation]:
-    yield from _extra(request, TABLE)
-    if isinstance(request, ChatRequest):
-        for index, message in enumerate(request.messages):
-            yield from _extra(message, MESSAGE_TABLE, f"messages[{index}].")
-        if None not in (request.max_tokens, request.max_completion_tokens):
-            yield Violation("max_tokens", "is max_completion_tokens: set one of them")
-    if request.stream_options:
-        yield from _extra(request.stream_options, STREAM_TABLE, "stream_options.")
-        if not request.stream:
-            yield Violation("stream_options", "needs stream: true")
+def _contradictions(request: Request) -> Iterator[Violation]:
+    if None not in (request.max_tokens, getattr(request, "max_completion_tokens", None)):
+        yield Violation("max_tokens", "is max_completion_tokens: set one of them")
+    if request.stream_options and not request.stream:
+        yield Violation("stream_options", "needs stream: true")
     for path, name in _BOTH.items():
         option = path.rpartition(".")[2]
         if None not in (getattr(request, name, None), getattr(request.specrej, option, None)):
             yield Violation(f"specrej.{option}", f"is {name}: set one of them")
-
-
-def _extra(given: BaseModel, table: Mapping[str, Rule], path: str = "") -> Iterator[Violation]:
-    for name, value in (given.model_extra or {}).items():
-        match table.get(name):
-            case Ignored():
-                pass
-            case Refused(why, harmless):
-                if value is not None and value not in harmless:
-                    yield Violation(path + name, why)
-            case _:
-                yield Violation(path + name, "unknown field")
 
 
 # Calls
@@ -424,8 +407,8 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             if (value := getattr(part, name)) is not None:
                 options[name] = value
                 sources[paths[name]] = prefix + name
-    for name in type(request).model_fields:
-        rule, value = TABLE[name], getattr(request, name)
+    for name, rule in rules_of(type(request)).items():
+        value = getattr(request, name)
         if isinstance(rule, Maps) and value is not None:
             sources[rule.path] = name
             option = rule.path.rpartition(".")[2]
@@ -462,23 +445,10 @@ def _too_large(call: Call) -> Iterator[Violation]:
 
 
 def _unfit(options: Mapping[str, Any]) -> set[str]:
-    """Options that the others make invalid: a preset's are left out then."""
+    """Options of a preset that are left out, because the request's own contradict them."""
     if options.get("temperature") == 0:  # greedy candidates would all be equal
         return {"n", "min_answers", "branching"}
-    unfit: set[str] = set()
-    num_choices, least = options.get("return_candidates", 1), options.get("min_answers", 1)
-    branching, most = options.get("branching"), options.get("n") or math.inf
-    if most < num_choices:
-        unfit.add("n")
-        most = math.inf
-    if branching:
-        most = min(most, branching.keep)
-        is_best_of_n = options.get("algorithm") is Algorithm.BEST_OF_N
-        if is_best_of_n or branching.keep < max(num_choices, least):
-            unfit.add("branching")
-    if not num_choices <= least <= most:
-        unfit.add("min_answers")
-    return unfit
+    return {"n"} if 0 < options.get("n", 0) < options.get("return_candidates", 1) else set()
 
 
 def _fill_in(options: dict[str, Any]) -> None:
@@ -493,7 +463,7 @@ def _fill_in(options: dict[str, Any]) -> None:
     if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
         options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:
-        options.setdefault("min_answers", num_choices)
+        options["min_answers"] = max(num_choices, options.get("min_answers", 1))
 
 
 def _prompt(request: Request) -> Prompt:

@@ -27,6 +27,7 @@ from specrej.client.channel import open_channel
 from specrej.contracts import BackendKind, BackendState, GeneratorDescription, RewardDescription
 from specrej.contracts.errors import SpecrejError
 from specrej.remote import RemoteGenerator, RemoteRewards
+from specrej.security import tls_files
 from specrej.server.serving import Server
 from specrej.settings import load
 
@@ -68,6 +69,7 @@ async def _serve(settings: OrchestratorSettings) -> None:
             [servicer.service()],
             default_deadline_s=settings.deadline_s,
             max_deadline_s=settings.max_deadline_s,
+            client_tls=tls_files(settings.backend_credentials),
         )
         try:
             await server.run(partial(_backends_ready, orchestrator, generators, rewards))

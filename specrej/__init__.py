@@ -15,87 +15,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from specrej.contracts import (
-    Admitted,
-    Algorithm,
-    Branching,
-    CacheControl,
-    Event,
-    Finished,
-    FinishReason,
-    Generation,
-    Message,
-    Normalization,
-    Progress,
-    Prompt,
-    RankedCandidate,
-    RoundCompleted,
-    RoundTrace,
-    Schedule,
-    ServiceDescription,
-    TextDelta,
-    Timings,
-    Usage,
-    WeightedReward,
-)
-from specrej.contracts.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    SpecrejError,
-    Unauthenticated,
-    Unavailable,
-    Violation,
-)
+from specrej.contracts import Admitted as Admitted
+from specrej.contracts import Algorithm as Algorithm
+from specrej.contracts import Branching as Branching
+from specrej.contracts import CacheControl as CacheControl
+from specrej.contracts import Event as Event
+from specrej.contracts import Finished as Finished
+from specrej.contracts import FinishReason as FinishReason
+from specrej.contracts import Generation as Generation
+from specrej.contracts import Message as Message
+from specrej.contracts import Normalization as Normalization
+from specrej.contracts import Progress as Progress
+from specrej.contracts import Prompt as Prompt
+from specrej.contracts import RankedCandidate as RankedCandidate
+from specrej.contracts import RoundCompleted as RoundCompleted
+from specrej.contracts import RoundTrace as RoundTrace
+from specrej.contracts import Schedule as Schedule
+from specrej.contracts import ServiceDescription as ServiceDescription
+from specrej.contracts import TextDelta as TextDelta
+from specrej.contracts import Timings as Timings
+from specrej.contracts import Usage as Usage
+from specrej.contracts import WeightedReward as WeightedReward
+from specrej.contracts.errors import Cancelled as Cancelled
+from specrej.contracts.errors import DeadlineExceeded as DeadlineExceeded
+from specrej.contracts.errors import InternalError as InternalError
+from specrej.contracts.errors import InvalidRequest as InvalidRequest
+from specrej.contracts.errors import NotFound as NotFound
+from specrej.contracts.errors import Overloaded as Overloaded
+from specrej.contracts.errors import PermissionDenied as PermissionDenied
+from specrej.contracts.errors import SpecrejError as SpecrejError
+from specrej.contracts.errors import Unauthenticated as Unauthenticated
+from specrej.contracts.errors import Unavailable as Unavailable
+from specrej.contracts.errors import Violation as Violation
 
 if TYPE_CHECKING:
-    from specrej.client import Client, Retries, RewardClient, SyncClient
-
-__all__ = [
-    "Client",
-    "Retries",
-    "RewardClient",
-    "SyncClient",
-    # What goes in
-    "Algorithm",
-    "Branching",
-    "CacheControl",
-    "Message",
-    "Normalization",
-    "Prompt",
-    "Schedule",
-    "WeightedReward",
-    # What comes out
-    "Admitted",
-    "Event",
-    "Finished",
-    "FinishReason",
-    "Generation",
-    "Progress",
-    "RankedCandidate",
-    "RoundCompleted",
-    "RoundTrace",
-    "ServiceDescription",
-    "TextDelta",
-    "Timings",
-    "Usage",
-    # What goes wrong
-    "Cancelled",
-    "DeadlineExceeded",
-    "InternalError",
-    "InvalidRequest",
-    "NotFound",
-    "Overloaded",
-    "PermissionDenied",
-    "SpecrejError",
-    "Unauthenticated",
-    "Unavailable",
-    "Violation",
-]
+    from specrej.client import Client as Client
+    from specrej.client import Retries as Retries
+    from specrej.client import RewardClient as RewardClient
+    from specrej.client import SyncClient as SyncClient
 
 
 def __getattr__(name: str) -> object:

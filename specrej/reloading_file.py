@@ -1,4 +1,4 @@
-"""Values read from files that may change while a service runs. Standard library only."""
+"""Values read from files that may change while a service runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-from weakref import WeakSet
+from typing import Generic, TypeVar
+
+from specrej.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +16,6 @@ T = TypeVar("T")
 
 _MAX_LINE_CHARACTERS = 8192
 
-_adding = threading.Lock()
-_all: WeakSet[ReloadingFile[Any]] = WeakSet()
 _State = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -40,8 +39,7 @@ class ReloadingFile(Generic[T]):
         self._rejected: _State | None = None
         self._is_final = True  # whether what is rejected stays so until it changes
         self._value = read()
-        with _adding:
-            _all.add(self)
+        metrics.add(names.FILES_REJECTED, 0)  # the metric is exported from now on
 
     @property
     def is_rejected(self) -> bool:
@@ -53,10 +51,15 @@ class ReloadingFile(Generic[T]):
         with self._lock:
             state = _state(self._paths)
             if state == self._used:
-                self._rejected = None
+                self._accept()
             elif state != self._rejected or not self._is_final:
                 self._read_again(state)
             return self._value
+
+    def _accept(self) -> None:
+        if self._rejected is not None:
+            metrics.add(names.FILES_REJECTED, -1)
+            self._rejected = None
 
     def _read_again(self, state: _State) -> None:
         problem: Exception | None = None
@@ -68,22 +71,16 @@ class ReloadingFile(Generic[T]):
             return  # replaced while being read: the next call reads again
         names = ", ".join(str(path) for path in self._paths)
         if problem is None:
-            self._value, self._used, self._rejected = value, state, None
+            self._accept()
+            self._value, self._used = value, state
             log.info("%s changed and is in use", names)
             return
+        if self._rejected is None:
+            metrics.add(names.FILES_REJECTED, 1)
         is_final = not isinstance(problem, OSError)
         if (state, is_final) != (self._rejected, self._is_final):
             log.warning("%s changed and cannot be used, keeping the last: %s", names, problem)
         self._rejected, self._is_final = state, is_final
-
-
-def num_rejected() -> int:
-    """Read this process's files that have changed; returns the number of those rejected."""
-    with _adding:
-        files = tuple(_all)
-    for file in files:
-        file.get()
-    return sum(file.is_rejected for file in files)
 
 
 def _state(paths: Sequence[Path]) -> _State:

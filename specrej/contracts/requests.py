@@ -321,6 +321,7 @@ class Option(NamedTuple):
     type: Any
     default: Any
     help_text: str
+    accepted: Accepted | None
 
 
 @cache
@@ -336,6 +337,11 @@ def declared_options() -> Mapping[str, Option]:
         for item in fields(contract):
             if "help" in item.metadata:
                 wire_name = "cache_control" if item.name == "cache" else item.name
-                hint, help_text = hints[item.name], item.metadata["help"]
-                options[item.name] = Option(part + wire_name, hint, item.default, help_text)
+                options[item.name] = Option(
+                    part + wire_name,
+                    hints[item.name],
+                    item.default,
+                    item.metadata["help"],
+                    item.metadata["accepted"],
+                )
     return options

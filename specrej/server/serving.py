@@ -24,8 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
-from specrej.reloading_file import ReloadingFile, num_rejected
-from specrej.security import PEM, Access
+from specrej.reloading_file import ReloadingFile
+from specrej.security import PEM, Access, TLSFiles
 from specrej.server.call_bounds import Context as Context
 from specrej.server.health import Health
 from specrej.server.interceptor import StatusInterceptor
@@ -94,8 +94,12 @@ class Server:
         *,
         default_deadline_s: float | None = None,
         max_deadline_s: float | None = None,
+        client_tls: TLSFiles | None = None,
     ) -> None:
-        """`default_deadline_s`, `max_deadline_s`: see `StatusInterceptor`."""
+        """`default_deadline_s`, `max_deadline_s`: see `StatusInterceptor`.
+
+        `client_tls`: the files of this service's own calls, whose expiry is measured.
+        """
         self._settings = settings
         self._services = services
         self._heartbeats: list[Heartbeat] = []
@@ -105,7 +109,7 @@ class Server:
         self._access = Access(settings.tokens_path, settings.allowed_names)
         files = settings.tls_files
         self._certificates = files.watch() if files else None
-        self._gauges = ServerGauges(self._certificates)
+        self._gauges = ServerGauges(self._certificates, client_tls)
         self._calls = StatusInterceptor(
             default_deadline_s, self._access, max_deadline_s, max_calls=settings.max_calls
         )
@@ -370,20 +374,20 @@ def _certificates(pem: PEM) -> grpc.ServerCertificateConfiguration:
 
 
 class ServerGauges:
-    """What every server measures of itself: delays of its event loop, the state of its files."""
+    """What every server measures of itself: delays of its event loop, the life of certificates."""
 
-    def __init__(self, certificates: ReloadingFile[PEM] | None) -> None:
+    def __init__(
+        self, certificates: ReloadingFile[PEM] | None, client_tls: TLSFiles | None
+    ) -> None:
         self._certificates = certificates
+        # A client reads its certificate once.
+        self._client_expires = client_tls.read().expires if client_tls else math.inf
         self._lags: deque[tuple[float, float]] = deque()  # (when, delay of the event loop)
 
     def observe(self) -> None:
         """Export them from now on."""
-        for metric, values in (
-            (telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag),
-            (telemetry.names.FILES_REJECTED, self._files_rejected),
-            (telemetry.names.CERTIFICATE_LIFE, self._certificate_life),
-        ):
-            telemetry.metrics.observe(metric, values)
+        telemetry.metrics.observe(telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag)
+        telemetry.metrics.observe(telemetry.names.CERTIFICATE_LIFE, self._certificate_life)
 
     async def sleep(self, seconds: float) -> None:
         """Sleep; what it takes beyond these seconds is a delay of the event loop."""
@@ -398,12 +402,10 @@ class ServerGauges:
         # Of a time, not since the last export: there may be several exporters.
         yield max((lag_s for _, lag_s in tuple(self._lags)), default=0.0), {}
 
-    def _files_rejected(self) -> Iterator[telemetry.metrics.Observed]:
-        yield num_rejected(), {}
-
     def _certificate_life(self) -> Iterator[telemetry.metrics.Observed]:
-        if self._certificates:
-            yield self._certificates.get().expires - time.time(), {}
+        own_expires = self._certificates.get().expires if self._certificates else math.inf
+        if (expires := min(own_expires, self._client_expires)) < math.inf:
+            yield expires - time.time(), {}
 
 
 class Signals:

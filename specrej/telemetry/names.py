@@ -72,9 +72,9 @@ HEARTBEAT_AGE = _gauge("specrej.heartbeat.age", "s", "time without progress of a
 EVENT_LOOP_LAG = _gauge(
     "specrej.event_loop.lag", "s", "longest delay of the event loop in the last minute"
 )
-FILES_REJECTED = _gauge("specrej.files.rejected", "{file}", "changed files that cannot be used")
+FILES_REJECTED = _up_down("specrej.files.rejected", "{file}", "changed files that cannot be used")
 CERTIFICATE_LIFE = _gauge(
-    "specrej.certificate.life", "s", "time until the server's certificate chain expires"
+    "specrej.certificate.life", "s", "time until the first certificate of the process expires"
 )
 LEASES_EXPIRED = _counter("specrej.leases.expired", "{session}", "streams whose lease ran out")
 

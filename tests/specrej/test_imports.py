@@ -27,31 +27,3 @@ def test_contracts_need_no_grpc() -> None:
     run(
         "import sys; sys.modules['grpc'] = None; import specrej.contracts, specrej.contracts.errors"
     )
-
-
-BARE = """
-import asyncio, sys
-from importlib.machinery import ModuleSpec
-
-class Bare:
-    def find_spec(name, path=None, target=None):
-        return ModuleSpec(name, None, is_package=True) if name == "opentelemetry" else None
-
-sys.meta_path.insert(0, Bare)
-from specrej import Client, Unavailable
-
-async def main():
-    async with Client("127.0.0.1:1", timeout_s=5) as client:
-        try:
-            await client.describe()
-        except Unavailable:
-            return
-    sys.exit("no error")
-
-asyncio.run(main())
-"""
-
-
-def test_a_bare_namespace_of_opentelemetry_is_no_opentelemetry() -> None:
-    """Guards clients beside a package that brings only a part of the namespace."""
-    run(BARE)
