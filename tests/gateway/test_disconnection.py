@@ -94,17 +94,6 @@ async def test_a_body_that_ends_early_begins_nothing(stack: Stack) -> None:
     assert await num_calls(stack) == calls
 
 
-async def test_a_client_that_sends_no_more_has_left(stack: Stack) -> None:
-    """A half-closed connection is closed: its client looks like one that left."""
-    before = await num_answers(stack)
-    connection = await Connection.open(stack.ports.gateway, request(CHAT, WHOLE))
-    await until_running(stack)
-    connection.writer.write_eof()
-    await until(lambda: all_free(stack))
-    connection.leave()
-    assert await num_answers(stack) == before
-
-
 async def test_a_killed_orchestrator_is_an_error_event(stack: Stack) -> None:
     """Guards against a stream that goes silent, or ends as if it were complete."""
     connection = await Connection.open(

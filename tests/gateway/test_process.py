@@ -17,8 +17,6 @@ from tests.programs import ROOT, outcome_of
 from tests.serving import until
 from tests.specrej.fakes import FakeOrchestrator
 
-MAX_BYTES_OF_STREAMS = 60 * 2**20
-
 
 @asynccontextmanager
 async def process(address: str, **settings: str) -> AsyncIterator[tuple[Process, int]]:

@@ -14,10 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import telemetry
 from specrej.client.channel import open_channel
-from specrej.contracts.errors import Overloaded
-from specrej.security import TENANT_METADATA
 from specrej.server import health, interceptor
-from specrej.server.call_bounds import Waits
 from specrej.server.health import Health
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -97,17 +94,6 @@ async def test_a_call_without_a_message_ends(
     assert refused == ["no_message"]
 
 
-@pytest.mark.parametrize("method", [CHECK, WATCH, GENERATE])
-async def test_a_call_that_is_closed_without_a_message_ends(
-    method: str, channel: grpc.aio.Channel
-) -> None:
-    """Guards against a call that grpc never ends."""
-    call = begun(channel, method)
-    await call.done_writing()
-    error = await failure_of(call.read)
-    assert error.code() is Code.INVALID_ARGUMENT
-
-
 @pytest.mark.parametrize("method", [CHECK, GENERATE])
 async def test_newer_calls_displace_those_without_a_message(
     method: str,
@@ -157,32 +143,6 @@ async def test_calls_beyond_the_limit_are_refused(
         await other.Generate(request, timeout=BOUND_S)
 
 
-async def test_half_of_the_calls_are_left_to_other_tenants(
-    orchestrator: FakeOrchestrator, refused: list[str]
-) -> None:
-    """Guards against a tenant whose calls leave no room for those of another."""
-    orchestrator.hangs = True
-    async with (
-        listening(orchestrator.service(), max_calls=2) as address,
-        open_channel(address, retries=False) as channel,
-        open_channel(address, retries=False, max_message_bytes=2**20) as other_channel,
-    ):
-        stub: Any = OrchestratorServiceStub(channel)
-        other: Any = OrchestratorServiceStub(other_channel)
-        request = orchestrator_pb2.GenerateRequest()
-        one, two = ({"metadata": ((TENANT_METADATA, name),)} for name in ("one", "two"))
-        running = [asyncio.ensure_future(stub.Generate(request, timeout=BOUND_S, **one))]
-        await asyncio.wait_for(orchestrator.received.wait(), BOUND_S)
-        error = await failure_of(other.Generate(request, timeout=BOUND_S, **one))
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert refused == ["tenant_calls"]
-        running.append(asyncio.ensure_future(other.Generate(request, timeout=BOUND_S, **two)))
-        orchestrator.released.set()
-        await asyncio.gather(*running)
-        await stub.Generate(request, timeout=BOUND_S, **one)
-    assert refused == ["tenant_calls"]
-
-
 @pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION, GENERATE])
 async def test_a_client_that_does_not_read_loses_its_connection(
     method: str,
@@ -204,55 +164,6 @@ async def test_a_client_that_does_not_read_loses_its_connection(
             await probe(channel)
     assert "connection" in refused
     assert not caplog.messages
-
-
-async def test_a_reply_to_a_client_that_is_gone_is_no_bug(
-    orchestrator: FakeOrchestrator, caplog: pytest.LogCaptureFixture, refused: list[str]
-) -> None:
-    """Guards against a log of errors that clients cause by leaving before they have the reply."""
-    orchestrator.failures = [grpc.aio.InternalError("grpc raises it for a call that is over")]
-    async with listening(orchestrator.service()) as address, open_channel(address) as channel:
-        stub: Any = OrchestratorServiceStub(channel)
-        call = stub.Generate(orchestrator_pb2.GenerateRequest())
-        assert await call.code() is Code.CANCELLED
-    assert not caplog.messages
-    assert not refused
-
-
-async def test_late_calls_do_not_shut_their_connection(
-    orchestrator: FakeOrchestrator, refused: list[str]
-) -> None:
-    """Guards the other calls of a client: where its deadline and the server's come at the same
-    time, grpc refuses the status."""
-    orchestrator.hangs = True
-    async with listening(orchestrator.service()) as address, open_channel(address) as channel:
-        stub: Any = OrchestratorServiceStub(channel)
-        health: Any = health_pb2_grpc.HealthStub(channel)
-        watch = health.Watch(health_pb2.HealthCheckRequest())
-        assert await watch.read()
-        request = orchestrator_pb2.GenerateRequest()
-        for _ in range(5):
-            deadlines = (0.02 + number / 2000 for number in range(200))
-            calls = [stub.Generate(request, timeout=timeout_s) for timeout_s in deadlines]
-            codes = {await call.code() for call in calls}
-            assert codes == {Code.DEADLINE_EXCEEDED}
-        assert not watch.done()
-    assert not refused
-
-
-async def test_newer_replies_displace_those_that_are_not_read(
-    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch, refused: list[str]
-) -> None:
-    """Guards a probe against a flood of calls whose replies are not read."""
-    monkeypatch.setattr(interceptor, "_MAX_UNREAD_PROBES", 2)
-    monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", BOUND_S)
-    async with (
-        listening(orchestrator.service()) as address,
-        unread(address, CHECK),
-        open_channel(address, retries=False) as channel,
-    ):
-        await probe(channel)
-    assert set(refused) == {"displaced", "connection"}
 
 
 async def test_watches_are_bounded_in_number_and_time(
@@ -347,17 +258,3 @@ async def test_a_watcher_that_does_not_read_delays_nothing(monkeypatch: pytest.M
     assert reading.states == [states.SERVING, states.NOT_SERVING]
     assert (await servicer.Check(request, None)).status == states.NOT_SERVING
     watches[1].cancel()
-
-
-async def test_a_call_displaces_one_whose_time_has_just_run_out() -> None:
-    """Guards a valid call against the RuntimeError of a timeout that has fired."""
-    waits, never = Waits(1, 0.02), asyncio.get_running_loop().create_future()
-    late = asyncio.ensure_future(waits.result(never, "late"))
-    await asyncio.sleep(0)
-    (bound,) = waits._peers
-    bound.reschedule(asyncio.get_running_loop().time() - 1)
-
-    await until(bound.expired)
-    assert await waits.result(asyncio.sleep(0, "message"), "other") == "message"
-    with pytest.raises((TimeoutError, Overloaded)):
-        await late

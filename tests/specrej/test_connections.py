@@ -6,11 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-import pytest
-
-from specrej.server import connections
-from specrej.server.connections import Connections, shut
-from tests.serving import until
+from specrej.server.connections import shut
 
 
 def test_only_the_connection_of_the_peer_is_shut() -> None:
@@ -33,26 +29,3 @@ def test_no_file_stays_open() -> None:
     assert len(list(Path("/dev/fd").iterdir())) == before
     for end in ends:
         os.close(end)
-
-
-def test_sockets_without_a_host_are_skipped() -> None:
-    """Guards against an error at a socket that a lookup of names has open."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0):
-        shut(["ipv4:127.0.0.1:1"])
-
-
-async def test_a_failed_scan_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the process against clients that do not read, after it was once at its limit of open
-    files."""
-    scans: list[set[str]] = []
-
-    def scan(peers: set[str]) -> None:
-        scans.append(peers)
-        if len(scans) == 1:
-            raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(connections, "shut", scan)
-    monkeypatch.setattr(connections, "_PAUSE_S", 0.01)
-    Connections().shut("ipv4:127.0.0.1:1")
-    await until(lambda: len(scans) == 2)
-    assert scans == [{"ipv4:127.0.0.1:1"}] * 2

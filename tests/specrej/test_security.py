@@ -248,31 +248,6 @@ async def test_every_kind_of_call_needs_a_token(
     assert await health_of(address) == "SERVING"
 
 
-async def test_a_token_permits_the_calls_of_its_role(channel: grpc.aio.Channel) -> None:
-    """Guards against tokens that permit everything, and a check that breaks permitted calls."""
-    kinds = calls(channel)
-    for kind in ("unary", "stream"):
-        failure = await failure_of(kinds[kind](bearer("ops-token")))
-        assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert reason_of(failure) == "PERMISSION_DENIED"
-    for kind in ("unary", "describe", "stream"):
-        await kinds[kind](bearer("acme-token"))
-    failure = await failure_of(kinds["unknown"](bearer("acme-token")))
-    assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_the_handler_receives_the_tenant_of_each_call(
-    address: str, orchestrator: FakeOrchestrator
-) -> None:
-    """Guards against a tenant that is lost on the way, or left over from the call before."""
-    for tenant in ("acme", "both", "acme"):
-        async with Client(address, token=f"{tenant}-token") as client:
-            await client.generate("why?")
-            async for _ in client.stream("why?"):
-                pass
-    assert orchestrator.tenants == ["acme", "acme", "both", "both", "acme", "acme"]
-
-
 async def test_token_files_of_both_sides_are_read_again(
     address: str, path: Path, tmp_path: Path
 ) -> None:

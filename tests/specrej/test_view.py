@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import math
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -23,15 +21,12 @@ from specrej.client.view import (
     plain_line,
     record_lines,
     reward_cell,
-    rounds_table,
     saved_text,
     strip,
     summary_line,
     survivors_bar,
     watch,
 )
-from specrej.contracts import errors
-from tests.specrej.conftest import Command
 from tests.specrej.fakes import EVENTS, GENERATION, RECORD, trace
 from tests.specrej.test_wire import RECORDS
 
@@ -134,12 +129,6 @@ def test_every_reward_has_a_cell(one: float, other: float, share: float) -> None
         assert (reward_cell(low, ends), reward_cell(high, ends)) == (0, STRIP_CELLS - 1)
 
 
-@pytest.mark.parametrize("ends", [(-1.5e308, 1.5e308), (0.0, math.inf), (1.0, 1.0)])
-def test_rewards_without_a_finite_span_are_in_the_middle(ends: tuple[float, float]) -> None:
-    """Guards against a trace that fails where the span of the rewards overflows."""
-    assert {reward_cell(end, ends) for end in ends} == {STRIP_CELLS // 2}
-
-
 def test_the_strip_has_a_mark_per_fate() -> None:
     """Guards against a kept candidate hidden behind a rejected one, and an invisible answer."""
     fates = [
@@ -151,18 +140,6 @@ def test_the_strip_has_a_mark_per_fate() -> None:
     ]
     assert re.sub("·+", "·", strip(fates, (0.0, 1.0), 0)) == "✗·●·★"
     assert re.sub("·+", "·", strip(fates, (0.0, 1.0), None)) == "✗·●·◆"
-
-
-def test_rounds_share_one_axis_of_rewards() -> None:
-    """Guards against strips that cannot be compared, and a table wider than a terminal."""
-    traces = [
-        trace(number, candidates=(c.CandidateTrace(number, float(number), c.Fate.KEPT),))
-        for number in (1, 2)
-    ]
-    head, *lines = printed(rounds_table(traces, 8, 2)).splitlines()
-    assert head.split()[-3:] == ["1.000", "rewards", "2.000"]
-    assert [line.index(mark) - line.index("·", 20) for line, mark in zip(lines, "●★", strict=True)]
-    assert lines[0].rstrip()[-STRIP_CELLS:][0] == "●" and lines[1].rstrip()[-1] == "★"
 
 
 @pytest.mark.parametrize(
@@ -189,12 +166,3 @@ def test_rounds_and_totals_are_shown(changes: dict[str, Any], texts: list[str]) 
 def test_any_record_is_drawn(record: c.RequestRecord) -> None:
     """Guards against a picture that fails where it would be needed most."""
     assert printed(drawing(record)) and [*record_lines(record)]
-
-
-async def test_the_command(address: str, command: Command) -> None:
-    shown, _ = await command("trace", "r1", "--address", address)
-    assert "8→4" in shown
-    plain, _ = await command("trace", "r1", "--address", address, "--json")
-    assert json.loads(plain)["rounds"][1]["start_ms"] == 1071.0
-    with pytest.raises(errors.NotFound, match="no record of such a request"):
-        await command("trace", "r2", "--address", address)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import grpc.aio
@@ -23,7 +22,7 @@ from specrej.client.client import build_request
 from specrej.contracts import CacheControl, Event, Options, wire
 from specrej.telemetry import names, traces
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-from tests.collector import CLIENT, SERVER, Collector, Seen, collecting
+from tests.collector import SERVER, Collector, Seen, collecting
 from tests.endpoints import Scrape, scrape
 from tests.serving import until
 
@@ -153,20 +152,6 @@ def below(trace: Iterable[Seen], parent: Seen) -> list[Seen]:
     """The children of a span, in the order of their starts."""
     children = [seen for seen in trace if seen.span.parent_span_id == parent.span.span_id]
     return sorted(children, key=lambda seen: seen.span.start_time_unix_nano)
-
-
-def covered(trace: Sequence[Seen], server: Seen) -> float:
-    """The part of a server span that the steps of its call, which follow each other, account for.
-
-    Calls to backends are not counted, because each lasts for nearly the whole request.
-    """
-    steps = [seen for seen in below(trace, server) if seen.span.kind != CLIENT]
-    for one, other in pairwise(steps):
-        assert one.span.end_time_unix_nano <= other.span.start_time_unix_nano, one.name
-    whole_ns, *steps_ns = (
-        seen.span.end_time_unix_nano - seen.span.start_time_unix_nano for seen in (server, *steps)
-    )
-    return float(sum(steps_ns) / whole_ns)
 
 
 def calls_by_code(values: Scrape, method: str) -> Counter[str]:

@@ -8,11 +8,9 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from orchestrator.cache import tenant_digest
@@ -125,31 +123,6 @@ def test_an_exception_is_logged_without_its_text(log: logging.Logger, as_json: b
         assert fields["message"] == "failed" and "\n" not in error
         error = fields["error"]
     assert __file__ in error and error.endswith("ValueError\nafter:\nKeyError")
-
-
-def test_the_first_failure_of_a_group_is_logged(log: logging.Logger) -> None:
-    """Guards against a line without the type and place of what failed in a TaskGroup."""
-    text = lines_of(log)
-    try:
-        raise ExceptionGroup("tasks", [ZeroDivisionError(), KeyError()])
-    except ExceptionGroup:
-        log.exception("failed")
-    assert text.getvalue().endswith("ExceptionGroup\nafter:\nZeroDivisionError\n")
-
-
-def test_callers_cannot_choose_span_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards trace backends against one name per request."""
-    span_names = []
-
-    def current(name: str, *_: object) -> Any:
-        span_names.append(name)
-        return nullcontext(trace.INVALID_SPAN)
-
-    monkeypatch.setattr("specrej.telemetry.traces._current", current)
-    for method in ("GET", "X" * 5000, "Y"):
-        with telemetry.served_http(method, "/a", ()):
-            pass
-    assert span_names == ["GET /a", "_OTHER /a", "_OTHER /a"]
 
 
 @pytest.fixture

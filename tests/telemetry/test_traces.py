@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from specrej import Client
-from specrej.contracts import CacheControl, Finished, Schedule
+from specrej.contracts import Schedule
 from specrej.telemetry import names
 from tests.collector import CLIENT, SERVER, Seen
 from tests.serving import until
@@ -161,30 +161,6 @@ async def test_a_deadline_ends_the_span_with_its_code(service: Observed) -> None
     outcome = await streamed(service.stub, message, timeout=1.0)
     assert outcome.code == "DEADLINE_EXCEEDED"
     await coded(service, GENERATE_STREAM, "DEADLINE_EXCEEDED")
-
-
-async def test_a_cached_answer_is_a_short_trace(service: Observed) -> None:
-    """Guards against a cache hit with the spans of a run."""
-    message = request(PROMPT, cache=CacheControl.USE, max_tokens=8, seed=9)
-    await streamed(service.stub, message)
-    (finished,) = (await streamed(service.stub, message)).events
-    assert isinstance(finished, Finished)
-    spans: list[Seen] = []
-
-    def has_arrived() -> bool:
-        servers = service.collector.named(GENERATE_STREAM, kind=SERVER)
-        request_id = finished.generation.request_id
-        spans[:] = [s for s in servers if s.attributes.get(names.REQUEST_ID) == request_id]
-        return bool(spans)
-
-    await until(has_arrived)
-    assert spans[0].attributes[names.SOURCE] == "cache"
-    below_it = below(service.collector.trace(spans[0].span.trace_id), spans[0])
-    assert [seen.name for seen in below_it] == [
-        names.SPAN_PLAN,
-        names.SPAN_FLIGHT,
-        names.SPAN_LOOKUP,
-    ]
 
 
 async def test_logs_of_a_request_are_in_its_trace(service: Observed, trace: list[Seen]) -> None:

@@ -39,7 +39,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from deploy.local.processes import Processes
-from tests.specrej.test_processes import program
+from tests.deploy.test_processes import program
 async def main():
     async with Processes([program(Path(sys.argv[1]), "child")], Path(sys.argv[1])) as children:
         print(children.pids["child"], flush=True)
@@ -130,17 +130,6 @@ async def test_a_second_cancellation_kills_at_once(tmp_path: Path) -> None:
     task.cancel()
     await asyncio.wait({task}, timeout=20)
     assert task.cancelled() and all_dead(pids)
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-async def test_restart_replaces_the_process(tmp_path: Path, is_killed: bool) -> None:
-    """Guards against a restart that leaves the old process beside the new one."""
-    async with children(tmp_path, program(tmp_path, "a")) as running:
-        old = running.pids["a"]
-        if is_killed:
-            os.kill(old, signal.SIGKILL)
-        await running.restart("a")
-        assert running.pids["a"] != old and not pid_exists(old) and pid_exists(running.pids["a"])
 
 
 async def test_an_ended_or_stuck_child_is_restarted(tmp_path: Path) -> None:
