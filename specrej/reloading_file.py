@@ -69,17 +69,17 @@ class ReloadingFile(Generic[T]):
             problem = error
         if _state(self._paths) != state:
             return  # replaced while being read: the next call reads again
-        names = ", ".join(str(path) for path in self._paths)
+        paths = ", ".join(str(path) for path in self._paths)
         if problem is None:
             self._accept()
             self._value, self._used = value, state
-            log.info("%s changed and is in use", names)
+            log.info("%s changed and is in use", paths)
             return
         if self._rejected is None:
             metrics.add(names.FILES_REJECTED, 1)
         is_final = not isinstance(problem, OSError)
         if (state, is_final) != (self._rejected, self._is_final):
-            log.warning("%s changed and cannot be used, keeping the last: %s", names, problem)
+            log.warning("%s changed and cannot be used, keeping the last: %s", paths, problem)
         self._rejected, self._is_final = state, is_final
 
 

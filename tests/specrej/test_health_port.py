@@ -30,7 +30,7 @@ async def secured(folder: Path, **settings: Any) -> AsyncIterator[tuple[str, str
     port, tokens = Ports.free().generator, folder / "tokens"
     place(tokens, token_line("acme", "acme-token"))
     pair = Authority(folder).issue().settings
-    files = {"tokens_file": str(tokens), "health_port": port, **pair}
+    files: dict[str, Any] = {"tokens_file": str(tokens), "health_port": port, **pair}
     async with listening(FakeOrchestrator().service(), **files, **settings) as address:
         yield address, f"{HOST}:{port}"
 
