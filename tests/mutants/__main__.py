@@ -2,8 +2,9 @@
 
 Each mutant of `mutants.toml` is applied to a copy of the tree. Test files that import its module
 run first, then those that do so through a helper, then all tests of its package. A test that fails
-or hangs kills the mutant. The exit code is 1 if one survives, or is stale: its old text is not in
-its file exactly once. The last line on stdout is one JSON object.
+kills the mutant; a module that cannot be imported, a fixture that fails and a test that hangs do
+not, and are reported as `ERROR`. The exit code is 1 if a mutant survives, or is stale: its old text
+is not in its file exactly once. The last line on stdout is one JSON object.
 """
 
 import argparse
@@ -86,26 +87,30 @@ class Selection:
         yield [f"tests/{place.parts[0]}"]
 
 
-def killer_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]]) -> str:
-    """The first line about the test that kills the mutant in a copy of the tree; empty: none."""
+def outcome_of(mutant: Mutant, tree: Path, groups: Iterator[list[str]]) -> str:
+    """What happens to the mutant in a copy of the tree: `FAILED` and the test that kills it,
+    `ERROR` if a run ends badly without a failed test, or `SURVIVED`."""
     path = tree / mutant.file
     text = path.read_text("utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
     pytest = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", *_OPTIONS)
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    outcome = f"SURVIVED: {mutant.seen}"
     try:
         for group in filter(None, (list(mutant.tests), *groups)):
             command = (*pytest, "-m", "not long", *group)
             run = subprocess.run(
                 command, cwd=tree, env=environment, capture_output=True, text=True, check=False
             )
+            lines = run.stdout.splitlines()
+            if killer := next((line for line in lines if line.startswith("FAILED")), ""):
+                return killer
             if run.returncode not in (0, 5):  # 5: no test was selected
-                lines = run.stdout.splitlines()
-                failed = (line for line in lines if line.startswith(("FAILED", "ERROR")))
-                return next(failed, f"exit code {run.returncode}: {run.stderr.strip()[-100:]}")
+                error = next((line for line in lines if line.startswith("ERROR")), "")
+                outcome = error or f"ERROR: exit code {run.returncode}: {run.stderr.strip()[-100:]}"
     finally:
         path.write_text(text, "utf-8")
-    return ""
+    return outcome
 
 
 @contextmanager
@@ -138,10 +143,10 @@ def main() -> None:
 
         def run(mutant: Mutant) -> None:
             tree = trees.get()
-            killer = killer_of(mutant, tree, selection.groups(mutant))
+            outcome = outcome_of(mutant, tree, selection.groups(mutant))
             trees.put(tree)
-            print(f"{mutant.id}: {killer or f'SURVIVED: {mutant.seen}'}", flush=True)
-            if not killer:
+            print(f"{mutant.id}: {outcome}", flush=True)
+            if not outcome.startswith("FAILED"):
                 survivors.append(mutant.id)
 
         list(pool.map(run, fresh))
