@@ -25,8 +25,8 @@ PROGRAMS = {
     "js": ("node", "--input-type=module", "--eval"),
 }
 EXAMPLES = [
-    pytest.param(language, code, id=f"{page.name}-{number}")
-    for page in (ROOT / "README.md", ROOT / "docs" / "gateway.md")
+    pytest.param(language, code, id=f"{page.name}-{number}", marks=marks)
+    for page, marks in ((ROOT / "README.md", ()), (ROOT / "docs" / "gateway.md", pytest.mark.long))
     for number, (language, code) in enumerate(
         re.findall(r"^```(python|sh|js)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     )
@@ -72,6 +72,7 @@ class Weather(BaseModel):
     wind: Wind | None
 
 
+@pytest.mark.long
 async def test_a_pydantic_model_is_the_answer(service: Observed) -> None:
     """The official client's `parse`; and any object, which may be cut off."""
     url = f"{service.stack.gateway_url}/v1"

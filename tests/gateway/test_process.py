@@ -92,7 +92,6 @@ async def test_a_taken_port_and_a_bad_setting_stop_the_process(address: str) -> 
         for variables, text in (
             ({"PORT": str(server.port)}, "gateway: "),
             ({"ORCHESTRATOR_TLS_CA": "/missing"}, "orchestrator_*"),
-            ({"KEEP_ALIVE_S": "0"}, "bad setting keep_alive_s"),
         ):
             names = {f"SPECREJ_GATEWAY_{name}": value for name, value in variables.items()}
             command = (sys.executable, "-m", "gateway")

@@ -14,6 +14,7 @@ from tests.loadtest.commands import latency_vs_n
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+@pytest.mark.long
 async def test_both_algorithms_at_each_n(toys: Stack, tmp_path: Path) -> None:
     small = ("--n", "1,4", "--step-seconds", "2", "--max-tokens", "16", "--out", str(tmp_path))
     run = await latency_vs_n("--address", toys.orchestrator_address, *small)

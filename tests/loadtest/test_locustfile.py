@@ -43,6 +43,7 @@ async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
     assert (ended - began).total_seconds() > 1.9
 
 
+@pytest.mark.long
 async def test_steps_end_with_the_last_n_and_the_cache_answers(toys: Stack, tmp_path: Path) -> None:
     """Guards against cached answers that count as generated ones, or never come, and against a
     step without its own requests."""
@@ -58,6 +59,7 @@ async def test_steps_end_with_the_last_n_and_the_cache_answers(toys: Stack, tmp_
         assert row["total_content_length"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rate", ["0", "5"])
 async def test_calls_that_hang_are_unfinished(rate: str) -> None:
     """Guards the closed loop, too, against a run that measures only the calls that end."""
@@ -70,6 +72,7 @@ async def test_calls_that_hang_are_unfinished(rate: str) -> None:
     assert run.rows("failed")[FAST]["num_failures"] >= 4
 
 
+@pytest.mark.long
 async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> None:
     """Requests, rounds and tokens of two workers come together."""
     options = ("--processes", "2", "--algorithm", "both", "--max-p95-ms", "1", "--run-time", "6s")
@@ -81,6 +84,7 @@ async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> 
     assert run.rows("first round")[FAST]["num_requests"] > 0
 
 
+@pytest.mark.long
 async def test_open_loop_accounts_for_every_arrival(toys: Stack) -> None:
     open_loop = (*USERS, "--rate", "4", "--max-late-ratio", "1", "--n", "4")
     run = await locust(*open_loop, "--host", toys.orchestrator_address, "StreamingUser")
@@ -101,6 +105,7 @@ async def test_open_loop_counts_requests_it_did_not_send(toys: Stack) -> None:
     assert "limit broken: late ratio" in run.err
 
 
+@pytest.mark.long
 async def test_refusals_are_one_row_by_status_name(toys: Stack, tmp_path: Path) -> None:
     """They break no limit that --max-failure-ratio allows."""
     limits = {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1", "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "0"}

@@ -41,6 +41,7 @@ VIOLATIONS = """
     return violations.map(({ id, nodes }) => [id, nodes[0].html]);"""
 
 
+@pytest.mark.long
 async def test_axe_finds_nothing(fresh: Window) -> None:
     """Guards against missing names, roles and contrast, in every view and both color schemes."""
     source = need(AXE, "axe-core").read_text()

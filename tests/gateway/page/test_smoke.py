@@ -45,6 +45,7 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     assert await fresh.text("#live .said") == "The request was stopped."
 
 
+@pytest.mark.long
 async def test_a_record_replays_step_by_step_and_at_any_speed(
     fresh: Window, client: Client
 ) -> None:
@@ -73,6 +74,7 @@ async def test_a_record_replays_step_by_step_and_at_any_speed(
     assert {*(await fresh.fates("past")).values()} == {None}  # of the start, not of the end
 
 
+@pytest.mark.long
 async def test_a_token_stays_in_the_session_and_goes_to_the_gateway(
     fresh: Window, stack: Stack
 ) -> None:
