@@ -17,10 +17,10 @@ from rich.text import Text
 
 from deploy.local.stack import Stack
 from specrej.client import Client
-from specrej.client.view import saved_text, watch
+from specrej.client.view import watch
 from specrej.contracts import Generation, Options, Schedule
 from specrej.contracts.errors import InternalError, SpecrejError
-from specrej.security import Credentials, credentials_from
+from specrej.security import credentials_from
 
 PROMPT = "Give three tips for staying focused while studying."
 OPTIONS = Options(
@@ -44,13 +44,14 @@ async def run(prompt: str, console: Console, *, holds: bool = False) -> None:
         took_s = time.monotonic() - started
         console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
         try:
-            address = stack.orchestrator_address
-            generation = await _generate(address, credentials, prompt, console)
+            async with Client(stack.orchestrator_address, **credentials) as client:
+                generation = await _answer_twice(client, prompt, console)
         except SpecrejError:
             console.print(stack.log_tails(), style="dim", markup=False, highlight=False)
             raise
         page = f"{stack.gateway_url}/#record={generation.request_id}"
-        _fact(console, "replay", page if holds else f"{page} (with specrej demo --hold)")
+        note = "" if holds else " (with specrej demo --hold)"
+        console.print(Text.assemble(("replay    ", "dim"), f"{page}{note}"), soft_wrap=True)
         if holds:
             console.print("\nCtrl-C stops everything", style="dim")
             with suppress(asyncio.CancelledError):  # the normal end of this command
@@ -58,43 +59,15 @@ async def run(prompt: str, console: Console, *, holds: bool = False) -> None:
     console.print("everything is stopped", style="dim")
 
 
-async def _generate(
-    address: str, credentials: Credentials, prompt: str, console: Console
-) -> Generation:
-    async with Client(address, **credentials) as client:
-        console.print(Text.assemble(("prompt  ", "dim"), prompt))
-        generation = await watch(client.stream(prompt, **OPTIONS), console)
-        show_answer(generation, console)
-        await _repeat(client, prompt, generation, console)
-        return generation
-
-
-def show_answer(generation: Generation, console: Console) -> None:
-    """The best answer, its reward and what it cost."""
-    best, usage, timings = generation.best, generation.usage, generation.timings
-    console.print(Padding(Text(best.text.strip(), "bold"), (1, 2), expand=False))
-    phases = {
-        "waiting": timings.queue_ms + timings.open_ms,
-        "making tokens": timings.extend_ms,
-        "scoring": timings.score_ms,
-        "pruning": timings.prune_ms,
-    }
-    spent = ", ".join(f"{name} {ms / 1000:.2f} s" for name, ms in phases.items())
-    _fact(console, "reward", f"{best.score:.3f}, the best of {generation.n} candidates")
-    _fact(console, "tokens", f"{usage.generated_tokens:,} made")
-    estimate = f"about {usage.best_of_n_tokens_estimate:,}{saved_text(usage)}"
-    _fact(console, f"best-of-{generation.n}", estimate)
-    _fact(console, "time", f"{timings.total_ms / 1000:.2f} s: {spent}")
-
-
-async def _repeat(client: Client, prompt: str, first: Generation, console: Console) -> None:
+async def _answer_twice(client: Client, prompt: str, console: Console) -> Generation:
+    console.print(Text.assemble(("prompt    ", "dim"), prompt))
+    generation = await watch(client.stream(prompt, **OPTIONS), console)
+    console.print(Padding(Text(generation.best.text.strip(), "bold"), (1, 2), expand=False))
     sent = time.monotonic()
     second = await client.generate(prompt, **OPTIONS)
     took_ms = 1000 * (time.monotonic() - sent)
-    if not second.cached or second.best != first.best:
+    if not second.cached or second.best != generation.best:
         raise InternalError("the second request was not answered from the cache")
-    _fact(console, "repeated", f"the same answer, from the cache, in {took_ms:.0f} ms")
-
-
-def _fact(console: Console, name: str, value: str) -> None:
-    console.print(Text.assemble((f"{name:<13}", "dim"), value), soft_wrap=True)
+    repeated = f"the same answer, from the cache, in {took_ms:.0f} ms"
+    console.print(Text.assemble(("repeated  ", "dim"), repeated))
+    return generation

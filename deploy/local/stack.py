@@ -59,15 +59,13 @@ class Ports:
     def check_free(self) -> None:
         """Raises ProcessError if something listens on one of them."""
         for item in fields(self):
-            check_free(getattr(self, item.name), item.name)
-
-
-def check_free(port: int, name: str) -> None:
-    """Raises ProcessError, with this name of the port, if something listens on it."""
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError as error:
-        raise ProcessError(f"cannot listen on port {port} ({name}): {error.strerror}") from None
+            port = getattr(self, item.name)
+            try:
+                socket.create_server((HOST, port)).close()
+            except OSError as error:
+                raise ProcessError(
+                    f"cannot listen on port {port} ({item.name}): {error.strerror}"
+                ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class Stack(Processes):
         secured = self._has_tls(replica.kind)
         if replica.kind == "gateway":
             tls = _tls_context(self._credentials) if secured else None
-            is_ready = partial(_replies, replica.port, _READYZ, b" 200 ", tls)
+            is_ready = partial(replies, replica.port, _READYZ, b" 200 ", tls)
             return Program(replica.name, arguments, is_ready, environment)
         states = health_pb2.HealthCheckResponse
         credentials = self._credentials if secured else Credentials()
@@ -191,7 +189,7 @@ class Stack(Processes):
         settings = {"bind": HOST, "port": str(self.ports.redis), "dir": tempfile.gettempdir()}
         settings |= {"save": "", "appendonly": "no"}
         options = (part for key, value in settings.items() for part in (f"--{key}", value))
-        is_ready = partial(_replies, self.ports.redis, b"PING\r\n", b"+PONG")
+        is_ready = partial(replies, self.ports.redis, b"PING\r\n", b"+PONG")
         return Program("redis", (_valkey_server(), *options), is_ready)
 
 
@@ -244,22 +242,18 @@ async def _has_state(state: int, service: str, address: str, credentials: Creden
     return bool(answer.status == state)
 
 
-async def _replies(
+async def replies(
     port: int, request: bytes, expected: bytes, tls: ssl.SSLContext | None = None
 ) -> bool:
-    return expected in await first_line(port, request, tls)
-
-
-async def first_line(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
-    """The first line of the reply; empty: there is none."""
+    """Whether the first line of the reply contains `expected`; not without a reply."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port, ssl=tls)
     except OSError:
-        return b""
+        return False
     try:
         writer.write(request)
-        return await reader.readline()
+        return expected in await reader.readline()
     except OSError:
-        return b""  # it ended meanwhile
+        return False  # it ended meanwhile
     finally:
         writer.close()

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.local.__main__ import main
 from deploy.local.processes import ProcessError
-from deploy.local.stack import Ports, Stack, first_line
+from deploy.local.stack import Ports, Stack, replies
 from tests.faults.proxy import reset
 
 
@@ -31,7 +31,7 @@ async def test_a_reset_connection_is_no_answer() -> None:
         reset(writer)
 
     async with await asyncio.start_server(leave, "127.0.0.1", 0) as server:
-        assert await first_line(server.sockets[0].getsockname()[1], b"PING\r\n") == b""
+        assert not await replies(server.sockets[0].getsockname()[1], b"PING\r\n", b"")
 
 
 async def test_a_service_that_cannot_start_raises(
