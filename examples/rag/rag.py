@@ -1,4 +1,4 @@
-"""Answer a question from a folder of documents: BM25 finds passages, specrej writes the answer.
+"""Answer a question from a folder of documents: shared words find passages, specrej answers.
 
 The reward `relevance` compares each candidate with its prompt, which has the passages and the
 question. A candidate below a threshold is vetoed, and if all are, there is no answer.
@@ -31,35 +31,17 @@ class Passage(NamedTuple):
     text: str
 
 
-class BM25:
-    """Ranks passages by the words that they share with a question.
-
-    Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009, with
-    the usual constants k1 = 1.5 and b = 0.75.
-    """
-
-    def __init__(self, passages: Sequence[Passage]) -> None:
-        self._passages = passages
-        self._counts = [Counter(words(passage.text)) for passage in passages]
-        self._mean_words = sum(map(Counter.total, self._counts)) / max(1, len(passages))
-        self._num_with = Counter(word for counts in self._counts for word in counts)
-
-    def search(self, question: str, limit: int = 3) -> list[Passage]:
-        """The best passages first, without those that share no word with the question."""
-        scores = [self._score(set(words(question)), counts) for counts in self._counts]
-        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-        return [self._passages[index] for index in ranked[:limit] if scores[index] > 0]
-
-    def _score(self, question: set[str], counts: Counter[str]) -> float:
-        norm = 1.5 * (0.25 + 0.75 * counts.total() / self._mean_words)
-        return sum(
-            self._rarity(word) * counts[word] * 2.5 / (counts[word] + norm)
-            for word in question & counts.keys()
-        )
-
-    def _rarity(self, word: str) -> float:
-        num_with = self._num_with[word]
-        return math.log(1 + (len(self._passages) - num_with + 0.5) / (num_with + 0.5))
+def search(passages: Sequence[Passage], question: str, limit: int = 3) -> list[Passage]:
+    """The passages that share the most and the rarest words with a question, the best first;
+    without those that share none."""
+    words_of = [set(words(passage.text)) for passage in passages]
+    num_with = Counter(word for own in words_of for word in own)
+    scores = [
+        sum(math.log(1 + len(passages) / num_with[word]) for word in own & set(words(question)))
+        for own in words_of
+    ]
+    ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return [passages[index] for index in ranked[:limit] if scores[index] > 0]
 
 
 def words(text: str) -> list[str]:
@@ -101,7 +83,7 @@ async def answer(
 
 
 async def run(options: argparse.Namespace) -> None:
-    passages = BM25(read_passages(options.documents)).search(options.question)
+    passages = search(read_passages(options.documents), options.question)
     async with Client(options.address, timeout_s=120) as client:
         generation = await answer(client, options.question, passages, options.veto_below)
     if generation:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.rag.rag import BM25, DOCUMENTS, answer, read_passages
+from examples.rag.rag import DOCUMENTS, answer, read_passages, search
 from specrej import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -24,19 +24,19 @@ PASSAGES = read_passages(DOCUMENTS)
     ],
 )
 async def test_the_best_passage_has_the_answer(question: str, source: str) -> None:
-    assert BM25(PASSAGES).search(question)[0].source == source
+    assert search(PASSAGES, question)[0].source == source
 
 
 async def test_passages_without_a_shared_word_are_left_out(client: Client, tmp_path: Path) -> None:
-    assert BM25(PASSAGES).search("Who wrote Hamlet?") == []
+    assert search(PASSAGES, "Who wrote Hamlet?") == []
     assert await answer(client, "Who wrote Hamlet?", [], veto_below=-1) is None
     (tmp_path / "empty.md").write_text("\n\n---\n")
-    assert BM25(read_passages(tmp_path)).search("anything") == []
+    assert search(read_passages(tmp_path), "anything") == []
 
 
 async def test_an_answer_is_given_unless_every_candidate_is_vetoed(client: Client) -> None:
     """Guards the threshold: a toy's scores are above -1 and below 1."""
-    passages = BM25(PASSAGES).search("library card")
+    passages = search(PASSAGES, "library card")
     generation = await answer(client, "library card", passages, veto_below=-1)
     assert generation
     assert -1 < generation.best.score < 1
