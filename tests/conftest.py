@@ -51,7 +51,6 @@ _SERVICES = (
     "faults",
     "loadtest",
     "telemetry",
-    "multihost",
     "deploy",
     "gateway",
     "examples",

@@ -1,4 +1,4 @@
-"""A second of fuzzing in `make test`: mutations of valid examples."""
+"""Parsers of untrusted input: mutations of valid examples raise only documented errors."""
 
 from __future__ import annotations
 
