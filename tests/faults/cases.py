@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.faults import (
-    cancellation,
     engines,
     load,
     processes,
@@ -18,7 +17,6 @@ from tests.faults.case import Case
 CASES: tuple[Case, ...] = (
     *processes.CASES,
     *redis_faults.CASES,
-    *cancellation.CASES,
     *readers.CASES,
     *wire.CASES,
     *load.CASES,

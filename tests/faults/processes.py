@@ -110,18 +110,13 @@ def _candidates(outcome: Outcome) -> Any:
     return outcome.generation and outcome.generation.candidates
 
 
-async def bad_reward(name: str, world: World, *, allow_degraded: bool = False) -> list[str]:
+async def bad_reward(name: str, world: World) -> list[str]:
     """Send a unary and a streaming request with a reward that misbehaves."""
-    options = {"rewards": {name: 1.0}, "allow_degraded": allow_degraded}
-    outcomes = [await world.generate(stream=stream, **options) for stream in (False, True)]
+    calls = [world.call(stream=stream, rewards={name: 1.0}) for stream in (False, True)]
+    outcomes = [await call.outcome() for call in calls]
     for error in (outcome.error for outcome in outcomes if outcome.error):
         assert "secret" not in (error.details() or ""), "an internal error text reached the client"
     return [outcome.label for outcome in outcomes]
-
-
-async def out_of_time(world: World) -> list[str]:
-    """The time ends; the request allows a degraded answer."""
-    return [(await world.generate(max_tokens=2000, timeout_s=1.5, allow_degraded=True)).label]
 
 
 async def failing_step(world: World) -> list[str]:
@@ -172,17 +167,11 @@ _STOPPED: dict[str, tuple[Play, str]] = {
     "reward": (partial(stop_backend, "reward", phases.SCORING), "DEADLINE_EXCEEDED"),
     "orchestrator": (stop_orchestrator, "OK"),
 }
-# Requests that allow degraded answers, and how many they are.
-_DEGRADED: dict[str, tuple[Play, int]] = {
-    "reward-killed": (partial(kill, "reward", phases.SCORING, allow_degraded=True), 1),
-    "generator-killed": (
-        partial(kill, "generator", phases.PRUNING, allow_degraded=True, ignore_eos=False),
-        1,
-    ),
-    "reward-nan": (partial(bad_reward, "nan", allow_degraded=True), 2),
-    "deadline": (out_of_time, 1),
+# A request that allows a degraded answer, by the process that is killed.
+_DEGRADED: dict[str, Play] = {
+    "reward": partial(kill, "reward", phases.SCORING, allow_degraded=True),
+    "generator": partial(kill, "generator", phases.PRUNING, allow_degraded=True, ignore_eos=False),
 }
-_BAD_REWARDS = {"nan": "INTERNAL", "exiting": "INTERNAL", "exhausted": "RESOURCE_EXHAUSTED"}
 
 CASES: tuple[Case, ...] = (
     *(
@@ -200,12 +189,12 @@ CASES: tuple[Case, ...] = (
     *(case(f"stop/{name}", play, code) for name, (play, code) in _STOPPED.items()),
     *(case(f"starve/{name}", partial(starve, name), "OK", limit_s=_START_S) for name in SERVICES),
     *(
-        case(f"reward/{name}", partial(bad_reward, name), f"{code} x 2", fast=name == "nan")
-        for name, code in _BAD_REWARDS.items()
+        case(f"reward/{name}", partial(bad_reward, name), "INTERNAL x 2", fast=name == "nan")
+        for name in ("nan", "exiting")
     ),
     *(
-        case(f"degraded/{name}", play, f"OK degraded x {n}", limit_s=_START_S)
-        for name, (play, n) in _DEGRADED.items()
+        case(f"degraded/{name}-killed", play, "OK degraded", limit_s=_START_S)
+        for name, play in _DEGRADED.items()
     ),
     case("step-raises", failing_step, "INTERNAL", "OK", fast=True),
     case("client/killed", dead_client, "SIGKILL", fast=True),

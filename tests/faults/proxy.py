@@ -18,10 +18,9 @@ _PIECE_BYTES = 65536
 
 
 class Lane:
-    """The replies of all connections: open, shut, or cut after a number of bytes."""
+    """The replies of all connections: open or shut."""
 
     def __init__(self) -> None:
-        self.cut_after: int | None = None  # bytes that still pass before the connection is reset
         self.held = asyncio.Event()  # set once bytes wait at the shut lane
         self._open = asyncio.Event()
         self._open.set()
@@ -35,21 +34,11 @@ class Lane:
         """Forward the held bytes and all that follow."""
         self._open.set()
 
-    async def passes(self, piece: bytes) -> bytes:
-        """Return the bytes to forward: all of them unless the lane is cut."""
+    async def passed(self) -> None:
+        """Wait while the lane is shut."""
         if not self._open.is_set():
             self.held.set()
             await self._open.wait()
-        if self.cut_after is None:
-            return piece
-        passing = piece[: self.cut_after]
-        self.cut_after -= len(passing)
-        return passing
-
-    def heal(self) -> None:
-        """Remove the cut, and open the lane."""
-        self.cut_after = None
-        self.open()
 
 
 class Proxy:
@@ -90,7 +79,7 @@ class Proxy:
     async def heal(self) -> None:
         """Remove all faults."""
         self._hold_after = b""
-        self.replies.heal()
+        self.replies.open()
         if self._server is None:
             await self.listen()
 
@@ -137,10 +126,8 @@ class Proxy:
     async def _return(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
             while piece := await reader.read(_PIECE_BYTES):
-                passing = await self.replies.passes(piece)
-                client.write(passing)
-                if len(passing) < len(piece):
-                    break
+                await self.replies.passed()
+                client.write(piece)
                 await client.drain()
         # The client's connection ends with the server's.
         reset(client)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from specrej.contracts import Prompt
-from specrej.contracts.errors import Overloaded
 
 Score = Callable[[Prompt, Sequence[str]], list[float]]
 _kept: list[str] = []
@@ -35,4 +34,3 @@ def leaky(_: Prompt, texts: Sequence[str]) -> list[float]:
 nan = _misbehaving(lambda texts: [math.nan] * len(texts))
 raising = _misbehaving(lambda _: _raise(RuntimeError("secret: the reward fails")))
 exiting = _misbehaving(lambda _: _raise(SystemExit("secret: the reward exits")))  # ends a thread
-exhausted = _misbehaving(lambda _: _raise(Overloaded("the reward is busy", retry_after_s=2)))

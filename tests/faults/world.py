@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ FAILING_SEED = 666
 # The prompt of requests under attack, which proxies recognise.
 PROMPT = "An unmistakable prompt of nine words, one two three"
 SERVICES = ("orchestrator", "generator", "reward")
-_REWARDS = ("nan", "exiting", "exhausted", "leaky")
+_REWARDS = ("nan", "exiting", "leaky")
 _REFERENCE: Mapping[str, Any] = {
     "prompt": "What stays the same?",
     "max_tokens": 12,
@@ -148,10 +148,6 @@ class Call:
     def resume(self) -> None:
         """Read without pauses from now on."""
         self._resumed.set()
-
-    async def close_channel(self) -> None:
-        """Close the channel during the call."""
-        await self._channel.close()
 
     async def _run(self) -> Outcome:
         began = time.monotonic()
@@ -306,7 +302,12 @@ class World:
         Raises:
             NotRecovered: not within 10 s.
         """
-        return await settle(self.wrong, RECOVERY_S)
+        began = time.monotonic()
+        while problem := await self.wrong():
+            if time.monotonic() - began > RECOVERY_S:
+                raise NotRecovered(problem)
+            await asyncio.sleep(0.02)
+        return time.monotonic() - began
 
     async def wrong(self) -> str:
         """Return the first violation of the invariant; empty if it holds."""
@@ -344,20 +345,6 @@ class World:
         if not _is_same(outcome.generation, self._answer):
             return f"the next answer is {outcome.generation.best.text!r}"
         return ""
-
-
-async def settle(wrong: Callable[[], Awaitable[str]], bound_s: float) -> float:
-    """Return the seconds until nothing is wrong.
-
-    Raises:
-        NotRecovered: something is wrong for `bound_s` seconds.
-    """
-    began = time.monotonic()
-    while problem := await wrong():
-        if time.monotonic() - began > bound_s:
-            raise NotRecovered(problem)
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began
 
 
 @asynccontextmanager
