@@ -38,11 +38,11 @@ logging.getLogger("asyncio").addFilter(
 )
 # Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
 # `make test-long` runs property tests with the profile `long`.
-settings.register_profile("specrej", deadline=None, max_examples=40)
+settings.register_profile("specrej", deadline=None, max_examples=25)
 settings.register_profile("long", deadline=None, max_examples=200)
 # `make mutants` needs a failure, not its smallest example.
 _NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
-settings.register_profile("mutants", deadline=None, max_examples=40, phases=_NO_SHRINKING)
+settings.register_profile("mutants", deadline=None, max_examples=25, phases=_NO_SHRINKING)
 settings.load_profile("specrej")
 
 _SERVICES = (

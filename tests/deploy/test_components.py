@@ -86,6 +86,7 @@ def checked(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_custom_resources_are_valid(checked: Path) -> None:
     """Guards against a field that a controller would reject or drop."""
     objects = [item for name in (*OVERLAYS, *VARIANTS) for item in rendered(name).objects]

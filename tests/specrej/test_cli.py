@@ -184,6 +184,7 @@ async def all_services() -> tuple[Process, str, str]:
             assert b"cannot listen on" in ended.partial, ended.partial
 
 
+@pytest.mark.long
 async def test_up_serves_the_page_and_openais_api() -> None:
     """Guards against a command without a gateway, or with one that ignores SPECREJ_GATEWAY_PORT."""
     async with asyncio.timeout(120):
