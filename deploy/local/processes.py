@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Self
 
 _POLL_S = 0.1
-_STUCK_POLL_S = 1.0
 _TAIL_LINES = 15
 
 
@@ -29,14 +28,12 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command (an absolute path and arguments), and checks of its process: `is_ready`, and
-    `is_stuck` for one that runs without making progress."""
+    """A command (an absolute path and arguments), and whether its process is ready."""
 
     name: str
     arguments: tuple[str, ...]
     is_ready: Callable[[], Awaitable[bool]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    is_stuck: Callable[[], Awaitable[bool]] | None = None
 
 
 # A generator may fetch its model first: as long as the startup probes in Kubernetes.
@@ -102,37 +99,22 @@ class Processes:
         return "\n".join(f"{name}:\n{self.log_tail(name)}" for name in self._running)
 
     async def keep_alive(self, report: Callable[[str], None], *, delay_s: float = 1.0) -> None:
-        """Restart children that end or are stuck, after a delay; runs until cancelled."""
+        """Restart children that end, after a delay; runs until cancelled."""
+
+        async def keep(program: Program) -> None:
+            while True:
+                code = await self._running[program.name].wait()
+                report(f"{program.name} {_how(code)}; restarting it in {delay_s:g} s")
+                await asyncio.sleep(delay_s)
+                try:
+                    await self._start(program)
+                    report(f"{program.name} is back")
+                except (ProcessError, OSError) as error:
+                    report(str(error))
+
         async with asyncio.TaskGroup() as group:
             for program in self._programs.values():
-                group.create_task(self._keep_alive(program, report, delay_s))
-
-    async def _keep_alive(
-        self, program: Program, report: Callable[[str], None], delay_s: float
-    ) -> None:
-        while True:
-            code = await self._end_of(program, report)
-            report(f"{program.name} {_how(code)}; restarting it in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
-            try:
-                await self._start(program)
-                report(f"{program.name} is back")
-            except (ProcessError, OSError) as error:
-                report(str(error))
-
-    async def _end_of(self, program: Program, report: Callable[[str], None]) -> int:
-        """Wait for a child's exit code; stop it if it is stuck."""
-        process = self._running[program.name]
-        ended = asyncio.ensure_future(process.wait())
-        try:
-            while not ended.done():
-                await asyncio.wait({ended}, timeout=_STUCK_POLL_S)
-                if not ended.done() and program.is_stuck and await program.is_stuck():
-                    report(f"{program.name} is stuck; stopping it")
-                    await self._stop(process)
-            return ended.result()
-        finally:
-            ended.cancel()
+                group.create_task(keep(program))
 
     async def _start(self, program: Program) -> None:
         with self._log(program.name).open("ab") as log:

@@ -28,7 +28,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.local.processes import START_S, ProcessError, Processes, Program
 from specrej.client.channel import open_channel
 from specrej.security import Credentials, TLSFiles, tls_files
-from specrej.server.serving import LIVENESS
 
 HOST = "127.0.0.1"
 _READYZ = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -178,12 +177,9 @@ class Stack(Processes):
             tls = _tls_context(self._credentials) if secured else None
             is_ready = partial(replies, replica.port, _READYZ, b" 200 ", tls)
             return Program(replica.name, arguments, is_ready, environment)
-        states = health_pb2.HealthCheckResponse
         credentials = self._credentials if secured else Credentials()
-        is_serving = partial(_has_state, states.SERVING, "", replica.address, credentials)
-        # A process that does not answer may be busy.
-        is_stuck = partial(_has_state, states.NOT_SERVING, LIVENESS, replica.address, credentials)
-        return Program(replica.name, arguments, is_serving, environment, is_stuck)
+        is_serving = partial(_is_serving, replica.address, credentials)
+        return Program(replica.name, arguments, is_serving, environment)
 
     def _valkey(self) -> Program:
         settings = {"bind": HOST, "port": str(self.ports.redis), "dir": tempfile.gettempdir()}
@@ -229,17 +225,15 @@ def _tls_context(credentials: Credentials) -> ssl.SSLContext:
     return context
 
 
-async def _has_state(state: int, service: str, address: str, credentials: Credentials) -> bool:
-    """Whether a health check returns `state`; not without an answer, or while the credentials'
-    files are being replaced."""
-    request = health_pb2.HealthCheckRequest(service=service)
+async def _is_serving(address: str, credentials: Credentials) -> bool:
+    """Whether a health check succeeds; not while the credentials' files are being replaced."""
     try:
         async with open_channel(address, retries=False, **credentials) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            answer = await stub.Check(request, timeout=1)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
     except (grpc.aio.AioRpcError, OSError, ValueError):
         return False
-    return bool(answer.status == state)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def replies(

@@ -19,8 +19,10 @@ import psutil  # type: ignore[import-untyped]
 
 from deploy.local.stack import Stack
 from specrej.contracts import Schedule
+from specrej.server.serving import LIVENESS
 from tests.faults.case import Case, case
 from tests.faults.world import World, until, world
+from tests.serving import health_of
 
 # What breaks `broken_engine`.
 ENDS, HANGS = signal.SIGUSR1, signal.SIGUSR2
@@ -50,7 +52,7 @@ class _BreakableStack(Stack):
 
 @asynccontextmanager
 async def engine_world(**environment: str) -> AsyncIterator[World]:
-    """Start a world with a real engine; processes that end or hang are restarted."""
+    """Start a world with a real engine."""
     async with AsyncExitStack() as undo:
         folder = Path(undo.enter_context(TemporaryDirectory(prefix="specrej-")))
         await asyncio.to_thread(_save_model, folder)
@@ -60,13 +62,7 @@ async def engine_world(**environment: str) -> AsyncIterator[World]:
             "SPECREJ_GENERATOR_THREADS": "1",
             **environment,
         }
-        running = await undo.enter_async_context(world(variables, _BreakableStack))
-        keeping = asyncio.ensure_future(running.stack.keep_alive(lambda _: None))
-        try:
-            yield running
-        finally:
-            keeping.cancel()
-            await asyncio.wait({keeping})
+        yield await undo.enter_async_context(world(variables, _BreakableStack))
 
 
 def _save_model(folder: Path) -> None:
@@ -102,27 +98,22 @@ async def out_of_memory(_: World) -> list[str]:
 
 async def thread_breaks(number: signal.Signals, _: World) -> list[str]:
     """The engine's thread ends silently, or a step never ends: calls fail, by their deadlines at
-    the latest, health fails, and the process is replaced."""
+    the latest, and liveness fails; a new process serves again."""
     async with engine_world(SPECREJ_GENERATOR_STUCK_S=str(_STUCK_S)) as running:
-        before = running.stack.processes["generator"]
         call = running.call(**_LONG, timeout_s=3 if number is HANGS else 60)
         await running.until_generator(lambda g: g.slots.owned > 0, bound_s=_START_S)
         running.signal("generator", number)
         outcome = await call.outcome()
         late = await running.generate(timeout_s=5)
-        await _until_replaced(running, "generator", before)
+
+        async def is_dead() -> bool:  # or has ended by itself
+            alive = await health_of(running.addresses["generator"], LIVENESS)
+            return alive in ("NOT_SERVING", "UNAVAILABLE")
+
+        await until(is_dead, bound_s=_START_S)
+        await running.stack.restart("generator")
+        await running.settle()
         return [outcome.label, late.label]
-
-
-async def _until_replaced(running: World, name: str, before: int) -> None:
-    """Wait until another process than `before` serves, and the invariant holds."""
-
-    async def is_new() -> bool:
-        is_other = running.stack.processes[name] != before
-        return is_other and await running.health(name) == "SERVING"
-
-    await until(is_new, bound_s=_START_S)
-    await running.settle()
 
 
 _LOST = "DEADLINE_EXCEEDED|UNAVAILABLE"
