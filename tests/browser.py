@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import shutil
 import urllib.request
@@ -28,14 +27,10 @@ class Page:
 
     async def open(self, where: Path | str, width: int, height: int = 900) -> None:
         """Show a file or an address on a screen of that size in CSS pixels."""
-        await self.resize(width, height)
-        url = where if isinstance(where, str) else where.as_uri()
-        await _send(f"{self._url}/url", {"url": url})
-
-    async def resize(self, width: int, height: int) -> None:
-        """Change the size of the screen, in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await self.command("Emulation.setDeviceMetricsOverride", size)
+        url = where if isinstance(where, str) else where.as_uri()
+        await _send(f"{self._url}/url", {"url": url})
 
     async def prefer(self, scheme: str, **features: str) -> None:
         """Set the color scheme that pages should use, "light" or "dark", and further preferences,
@@ -62,17 +57,6 @@ class Page:
         steps = [{"type": kind, "value": value} for kind, value in keys]
         actions = [{"type": "key", "id": "keyboard", "actions": steps}]
         await _send(f"{self._url}/actions", {"actions": actions})
-
-    async def picture(self, path: Path, top: float = 0, height: float | None = None) -> None:
-        """Write a PNG of the page from `top` on: of `height` pixels, or of all of it."""
-        width, whole = await self.evaluate(
-            "const e = document.documentElement; return [e.clientWidth, e.scrollHeight]"
-        )
-        height = min(height or whole, whole - top)
-        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
-        options = {"clip": clip, "captureBeyondViewport": True}
-        shot = await self.command("Page.captureScreenshot", options)
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
 
     async def command(self, name: str, parameters: dict[str, Any]) -> Any:
         """The result of a command of Chromium's DevTools protocol."""

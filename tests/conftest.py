@@ -1,6 +1,6 @@
 """The distribution of tests over processes.
 
-The tests of a file run in one process, for its fixtures, and so do those of a folder that starts
+The tests of a file run in one process, for its fixtures, and so do those of folders that share
 services. On two cores, four processes of `make test` (403 s) are faster than three (432 s): while
 a test waits for its services, another one computes. Where the processor is much slower, two: four
 would let services wait for it until their tests' bounds end.
@@ -20,6 +20,7 @@ from hypothesis import Phase, settings
 
 from specrej import threads
 from specrej.client import channel
+from tests.toys import toys as toys
 
 # A shell's background jobs ignore SIGINT, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,17 +46,9 @@ _NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 settings.register_profile("mutants", deadline=None, max_examples=25, phases=_NO_SHRINKING)
 settings.load_profile("specrej")
 
-_SERVICES = (
-    "conformance",
-    "e2e",
-    "faults",
-    "loadtest",
-    "telemetry",
-    "deploy",
-    "gateway",
-    "examples",
-    "clients",
-)
+# Folders whose tests run in one process, and those that share the stack of toys.
+_TOYS = ("clients", "documents", "examples", "loadtest")
+_SERVICES = ("conformance", "e2e", "faults", "telemetry", "deploy", "gateway")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,6 +87,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     def scope(node_id: str) -> str:
         file = node_id.partition("::")[0]
         folder = file.split("/")[1]
+        if folder in _TOYS:
+            return "toys"
         return folder if folder in _SERVICES else file
 
     scheduler = LoadScopeScheduling(config, log)

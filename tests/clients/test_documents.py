@@ -31,6 +31,6 @@ def test_a_sample_is_part_of_a_program(language: str) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_sample_of_python(stack: Stack) -> None:
-    code = SAMPLES["python"].replace("127.0.0.1:50050", stack.orchestrator_address)
+async def test_the_sample_of_python(toys: Stack) -> None:
+    code = SAMPLES["python"].replace("127.0.0.1:50050", toys.orchestrator_address)
     assert await run(sys.executable, "-c", code)

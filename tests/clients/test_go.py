@@ -27,13 +27,13 @@ pytestmark = [
 
 
 @pytest.mark.long
-async def test_the_stubs(stack: Stack, tmp_path: Path) -> None:
+async def test_the_stubs(toys: Stack, tmp_path: Path) -> None:
     await generate("go", tmp_path / "src/specrej.io/go")
     environment = {
         "GO111MODULE": "off",
         "GOFLAGS": "-count=1",
         "GOPATH": f"{tmp_path}:{DEBIAN}",
-        "SPECREJ_ADDRESS": stack.orchestrator_address,
+        "SPECREJ_ADDRESS": toys.orchestrator_address,
     }
     await run("go", "test", "-timeout=60s", "./go", folder=CLIENTS, bound_s=300, **environment)
-    await wait_for_free_slots(stack)
+    await wait_for_free_slots(toys)

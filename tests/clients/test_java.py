@@ -52,7 +52,7 @@ pytestmark = [
 
 
 @pytest.mark.long
-async def test_the_stubs(stack: Stack, tmp_path: Path) -> None:
+async def test_the_stubs(toys: Stack, tmp_path: Path) -> None:
     await generate("java", tmp_path / "src")
     sources = [*(tmp_path / "src").rglob("*.java"), CLIENTS / "java/ClientTest.java"]
     class_path = ":".join(map(str, [*CLASS_PATH, tmp_path / "classes"]))
@@ -62,7 +62,7 @@ async def test_the_stubs(stack: Stack, tmp_path: Path) -> None:
     output = await run(
         *("java", *QUICK, "-cp", class_path, "ClientTest"),
         folder=tmp_path,
-        SPECREJ_ADDRESS=stack.orchestrator_address,
+        SPECREJ_ADDRESS=toys.orchestrator_address,
     )
     assert "4 passed" in output
-    await wait_for_free_slots(stack)
+    await wait_for_free_slots(toys)

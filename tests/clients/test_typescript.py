@@ -38,19 +38,19 @@ async def built() -> None:
 
 @installed
 @pytest.mark.usefixtures("built")
-async def test_the_client(stack: Stack) -> None:
+async def test_the_client(toys: Stack) -> None:
     """Guards against calls that are left early and hold the process until their deadline, too."""
-    address = stack.orchestrator_address
+    address = toys.orchestrator_address
     programs = (f"dist/test/{name}.test.js" for name in ("client", "lost"))
     await run("node", "--test", *programs, folder=CLIENT, bound_s=200, SPECREJ_ADDRESS=address)
-    await wait_for_free_slots(stack)
+    await wait_for_free_slots(toys)
 
 
 @installed
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CLIENT / "examples").iterdir()))
-async def test_an_example(stack: Stack, name: str) -> None:
-    address = stack.orchestrator_address
+async def test_an_example(toys: Stack, name: str) -> None:
+    address = toys.orchestrator_address
     program = f"dist/examples/{name}.js"
     assert "score" in await run("node", program, folder=CLIENT, SPECREJ_ADDRESS=address)
 

@@ -6,12 +6,10 @@ Addresses and placeholders are replaced. Programs that start services (`make up`
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from specrej import Client
 from tests.documents.blocks import BLOCKS, ROOT, UNMARKED, Block
 from tests.programs import run
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BIN = Path(sys.executable).parent
 _CHECK = f"exec {sys.executable} -m tests.documents.configured"
@@ -35,10 +33,6 @@ _PROGRAMS = {
     f'shift; {_CHECK} "$@"; fi; exec {sys.executable} "$@"',
     "grpcurl": f'exec {BIN}/grpcurl "$@"',
 }
-# One of the documents' own.
-_COMPOSITES = re.search(
-    r"^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", (ROOT / "docs/rewards.md").read_text(), re.M
-)
 # Those of other documents take a minute.
 _PRINTED = [
     pytest.param(
@@ -73,36 +67,23 @@ class Place:
         )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place]:
-    assert _COMPOSITES
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def place(toys: Stack, tmp_path_factory: pytest.TempPathFactory) -> Place:
     directory = tmp_path_factory.mktemp("commands")
     programs = directory / ".venv/bin"
     programs.mkdir(parents=True)
     for name, script in _PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{script}\n")
         (programs / name).chmod(stat.S_IRWXU)
-    environment = {
-        "SPECREJ_GENERATOR_MODEL": "toy:",
-        # The names of the embedded rewards.
-        "SPECREJ_REWARD_REWARDS": json.dumps(
-            [{"name": name, "kind": "toy"} for name in ("relevance", "harmless")]
-        ),
-        "SPECREJ_ORCHESTRATOR_COMPOSITES": _COMPOSITES[1],
-    }
-    async with (
-        Stack(environment=environment) as stack,
-        Client(stack.orchestrator_address) as client,
-    ):
+    async with Client(toys.orchestrator_address) as client:
         answer = await client.generate("Why?", n=2, max_tokens=8)
-        (record,) = await client.records()
-        replacements = {
-            "127.0.0.1:50050": stack.orchestrator_address,
-            "127.0.0.1:50052": stack.reward_address,
-            "specrej trace ID": f"specrej trace {record.request_id}",
-        }
-        assert answer.best.text
-        yield Place(stack, replacements, directory)
+    assert answer.best.text
+    replacements = {
+        "127.0.0.1:50050": toys.orchestrator_address,
+        "127.0.0.1:50052": toys.reward_address,
+        "specrej trace ID": f"specrej trace {answer.request_id}",
+    }
+    return Place(toys, replacements, directory)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark], ids=lambda block: block.place)

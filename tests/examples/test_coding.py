@@ -28,10 +28,10 @@ HALF = "```\ndef largest(numbers):\n    return numbers[0]\n```"
 WRONG = "```python\ndef largest(numbers):\n    return 0\n```"
 
 
-async def test_the_score_is_the_share_of_passed_tests(stack: Stack) -> None:
+async def test_the_score_is_the_share_of_passed_tests(toys: Stack) -> None:
     """By the reward service, which imports the function by its name."""
     unfinished = RIGHT.rpartition("```")[0]
-    async with RewardClient(stack.reward_address) as rewards:
+    async with RewardClient(toys.reward_address) as rewards:
         scores = await rewards.score(
             TASK, [RIGHT, HALF, WRONG, unfinished, "No."], reward="unit-tests"
         )

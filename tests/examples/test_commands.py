@@ -35,12 +35,12 @@ OUTPUT = {
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"coding"}))
-async def test_the_command(name: str, stack: Stack, tmp_path: Path) -> None:
+async def test_the_command(name: str, toys: Stack, tmp_path: Path) -> None:
     """Guards against a command that finds no file or reward, and never ends."""
     (tmp_path / "build" / "examples").mkdir(parents=True)
     arguments = ARGUMENTS.get(name, ("--port", str(Ports.free().gateway)))
     command = (*COMMANDS[name], *arguments)
-    text = await _run(name, command, tmp_path, SPECREJ_ADDRESS=stack.orchestrator_address)
+    text = await _run(name, command, tmp_path, SPECREJ_ADDRESS=toys.orchestrator_address)
     assert OUTPUT[name] in text, text
 
 
