@@ -5,17 +5,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
-from deploy.local import demo, models
+from deploy.local import models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
+from specrej.client import Client
 from specrej.client.cli import note, run_to_end
+from specrej.client.view import watch
+from specrej.contracts import Generation, Options, Schedule
+from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.security import credentials_from
 
+_PROMPT = "Give three tips for staying focused while studying."
+_OPTIONS = Options(
+    n=32, max_tokens=256, temperature=0.7, alpha=0.5, schedule=Schedule(first=16), seed=1
+)
+_STARTING = "starting valkey, generator, reward service, orchestrator and gateway"
 _DEFAULT = Ports()
 _MEASURED = ("orchestrator", "generator", "reward", "gateway")  # have metrics
 _MAX_PORT = 65_532  # the last of four for metrics is 65535
@@ -35,7 +48,7 @@ def main() -> None:
         " its replay until Ctrl-C."
     )
     shown = commands.add_parser("demo", help=text, description=text)
-    prompt = os.environ.get("SPECREJ_PROMPT") or demo.PROMPT
+    prompt = os.environ.get("SPECREJ_PROMPT") or _PROMPT
     shown.add_argument("--prompt", default=prompt, help="what to answer [SPECREJ_PROMPT]")
     shown.add_argument(
         "--hold",
@@ -82,9 +95,48 @@ def _port(text: str) -> int:
 
 
 async def _demo(given: argparse.Namespace) -> None:
+    """Answer a prompt, and the same prompt again from the cache.
+
+    Raises:
+        ProcessError: the stack did not start.
+        SpecrejError: the request failed, or the second answer did not come from the cache.
+    """
     console = Console()
     holds = console.is_terminal if given.hold is None else given.hold
-    await demo.run(given.prompt, console, holds=holds)
+    started = time.monotonic()
+    console.print(_STARTING, style="dim")
+    credentials = credentials_from(os.environ)
+    async with Stack(credentials=credentials, gateway=True) as stack:
+        took_s = time.monotonic() - started
+        console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
+        try:
+            async with Client(stack.orchestrator_address, **credentials) as client:
+                generation = await _answer_twice(client, given.prompt, console)
+        except SpecrejError:
+            console.print(stack.log_tails(), style="dim", markup=False, highlight=False)
+            raise
+        page = f"{stack.gateway_url}/#record={generation.request_id}"
+        hint = "" if holds else " (with specrej demo --hold)"
+        console.print(Text.assemble(("replay    ", "dim"), f"{page}{hint}"), soft_wrap=True)
+        if holds:
+            console.print("\nCtrl-C stops everything", style="dim")
+            with suppress(asyncio.CancelledError):  # the normal end of this command
+                await asyncio.Event().wait()
+    console.print("everything is stopped", style="dim")
+
+
+async def _answer_twice(client: Client, prompt: str, console: Console) -> Generation:
+    console.print(Text.assemble(("prompt    ", "dim"), prompt))
+    generation = await watch(client.stream(prompt, **_OPTIONS), console)
+    console.print(Padding(Text(generation.best.text.strip(), "bold"), (1, 2), expand=False))
+    sent = time.monotonic()
+    second = await client.generate(prompt, **_OPTIONS)
+    took_ms = 1000 * (time.monotonic() - sent)
+    if not second.cached or second.best != generation.best:
+        raise InternalError("the second request was not answered from the cache")
+    repeated = f"the same answer, from the cache, in {took_ms:.0f} ms"
+    console.print(Text.assemble(("repeated  ", "dim"), repeated))
+    return generation
 
 
 async def _up(given: argparse.Namespace) -> None:
@@ -99,7 +151,7 @@ async def _up(given: argparse.Namespace) -> None:
         reward_services=given.reward_services,
         gateway=True,
     )
-    note("starting valkey, generator, reward service, orchestrator and gateway")
+    note(_STARTING)
     async with stack:
         note(
             f"orchestrator  {stack.orchestrator_addresses}\n"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
+import re
 from typing import Any
 
 import griffe
@@ -33,9 +32,5 @@ def _help_of(value: Any) -> str:
 
 
 def _comment_of(attribute: griffe.Attribute) -> str:
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO("\n".join(attribute.lines)).readline))
-    except tokenize.TokenError:
-        return ""
-    comments = (token.string for token in tokens if token.type == tokenize.COMMENT)
-    return " ".join(comment.lstrip("# ") for comment in comments)
+    comments = (re.search(r"(?:^|  )# *(.+)$", line.strip("\n")) for line in attribute.lines)
+    return " ".join(comment[1] for comment in comments if comment)

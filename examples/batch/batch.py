@@ -19,8 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from specrej import Client, Generation, Retries, SpecrejError
 
-ATTEMPTS = 8
-
 Question = dict[str, Any]
 
 
@@ -30,7 +28,7 @@ async def run(options: argparse.Namespace) -> int:
     finished = finished_ids(options.answers)
     work = (question for question in questions if question["id"] not in finished)
     num_failed = 0
-    retries = Retries(ATTEMPTS, max_wait_s=options.timeout)
+    retries = Retries(8, max_wait_s=options.timeout)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         options.answers.open("a", encoding="utf-8") as answers,

@@ -12,33 +12,28 @@ import sys
 from pathlib import Path
 
 from examples.coding.unit_tests import code_of
-from specrej import Client, RankedCandidate, SpecrejError, WeightedReward
+from specrej import Client, SpecrejError, WeightedReward
 
 HERE = Path(__file__).parent
 # Only code that passes no test is vetoed; text without code has a score.
 VETO_BELOW = 1e-6
 
 
-async def write_code(client: Client, task: str, n: int) -> RankedCandidate:
-    """The candidate that passes most tests.
+async def run(options: argparse.Namespace) -> int:
+    """Print the candidate that passes most tests; returns the exit code.
 
     Raises:
         SpecrejError: the request failed.
     """
-    generation = await client.generate(
-        task,
-        n=n,
-        max_tokens=256,
-        temperature=0.8,
-        rewards=[WeightedReward("unit-tests", veto_below=VETO_BELOW)],
-    )
-    return generation.best
-
-
-async def run(options: argparse.Namespace) -> int:
-    task = options.task.read_text("utf-8")
     async with Client(options.address, timeout_s=300) as client:
-        best = await write_code(client, task, options.n)
+        generation = await client.generate(
+            options.task.read_text("utf-8"),
+            n=options.n,
+            max_tokens=256,
+            temperature=0.8,
+            rewards=[WeightedReward("unit-tests", veto_below=VETO_BELOW)],
+        )
+    best = generation.best
     print(best.text)
     if code_of(best.text) is None:
         print("\nno complete block of code: nothing was tested", file=sys.stderr)
