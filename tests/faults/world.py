@@ -49,7 +49,6 @@ until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
 CALL_S = 20.0  # a call that takes longer hangs
 CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
 LEASE_S = 3.0
-UNREAD_S = 6.0
 MAX_RUNNING = 4
 MAX_QUEUED = 128
 CACHE_SECRET = "cache-secret"  # a file
@@ -397,7 +396,6 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": str(CACHE_S),
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
         "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
-        "SPECREJ_ORCHESTRATOR_UNREAD_S": str(UNREAD_S),
         **{f"SPECREJ_{name.upper()}_GRACE_S": "2" for name in SERVICES},
     }
 

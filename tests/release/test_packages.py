@@ -75,17 +75,6 @@ def test_the_client_has_few_requirements(built: dict[str, Path]) -> None:
     assert f"specrej=={version()}" in map(str, required["specrej_server"])
 
 
-@pytest.mark.parametrize("folder", [".", "server"])
-def test_editable_packages_are_paths(folder: str, tmp_path: Path) -> None:
-    """Guards against `make setup` that copies the sources, which then stay as they were."""
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel:editable"]
-    subprocess.run([*command, "--directory", tmp_path], cwd=ROOT / folder, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    (path,) = files_of(wheel)
-    with zipfile.ZipFile(wheel) as files:
-        assert Path(files.read(path).decode().strip()).resolve() == ROOT
-
-
 def test_the_source_archive_builds_equal_wheels(built: dict[str, Path], tmp_path: Path) -> None:
     """Guards against an incomplete archive, and packages with times of the building machine."""
     shutil.unpack_archive(built["source"], tmp_path, filter="data")
