@@ -1,6 +1,6 @@
 """`make release`: build a release into dist/, and check it by installing it.
 
-`python -m deploy.release [--base IMAGE] [--skip-demo] [--skip-images]`, after `make manifests`.
+`python -m deploy.release [--base IMAGE] [--skip-demo]`, after `make manifests`.
 dist/ then has the packages for Python and, where npm is, for Node; images/ where buildah or docker
 works; sbom/ (CycloneDX) of the client and of the services, as images contain their own; manifests/
 of every overlay and Helm's chart of them; baseline.binpb, which the schema's next versions must not
@@ -38,7 +38,6 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.release", description=__doc__)
     parser.add_argument("--base", default="", help="of the images; empty: the Dockerfile's")
     parser.add_argument("--skip-demo", action="store_true", help="do not install the services")
-    parser.add_argument("--skip-images", action="store_true")
     options = parser.parse_args(arguments)
     if os.environ.get("GITHUB_REF_TYPE") == "tag":
         check_tag(os.environ["GITHUB_REF_NAME"], version())
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> None:
     _run(str(client.with_name("specrej")), "--version", cwd=SCRATCH)
     if not options.skip_demo:
         _check_demo(tools)
-    if not options.skip_images and images.working_engine():
+    if images.working_engine():
         (DIST / "images").mkdir()
         images.main([f"--base={options.base}", "--archives", str(DIST / "images")])
     files = [str(path.relative_to(DIST)) for path in sorted(DIST.rglob("*")) if path.is_file()]

@@ -49,13 +49,13 @@ for test in tests:
 def share_passed(prompt: Prompt, responses: list[str]) -> list[float]:
     """The share of the prompt's unit tests that each response's code passes, 0 .. 1."""
     tests = asserts_of(prompt)
+
+    def score(response: str) -> float:
+        code = code_of(response)
+        return UNTESTED if code is None else num_passed(code, tests) / max(1, len(tests))
+
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(lambda response: score(response, tests), responses))
-
-
-def score(response: str, tests: tuple[str, ...]) -> float:
-    code = code_of(response)
-    return UNTESTED if code is None else num_passed(code, tests) / max(1, len(tests))
+        return list(threads.map(score, responses))
 
 
 def code_of(response: str) -> str | None:

@@ -17,8 +17,6 @@ from typing import Any
 
 from specrej import Algorithm, Client, FinishReason, RankedCandidate, SpecrejError
 
-HERE = Path(__file__).parent
-
 
 def pair_of(
     prompt: str, candidates: tuple[RankedCandidate, ...], min_margin: float
