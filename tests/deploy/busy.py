@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from deploy.local.processes import Processes, Program
-from deploy.local.stack import HOST, Ports, Stack, first_line
+from deploy.local.stack import HOST, Ports, Stack, replies
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.client import Client
 from specrej.client.channel import open_channel
@@ -88,7 +88,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             Client(stack.orchestrator_address, timeout_s=20, **credentials) as client,
         ):
             urls = stack.metrics_urls
-            assert b" 400 " in await first_line(ports.gateway, b"what?\r\n\r\n")
+            assert await replies(ports.gateway, b"what?\r\n\r\n", b" 400 ")
             # These wait for bounds of the services, beside all others.
             waiting = asyncio.gather(
                 _without_a_message(stack.reward_address), _silent(stack.generator_address)
@@ -107,13 +107,9 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
 async def _not_ready(stack: Stack, port: int) -> None:
     """A check of the gateway that finds no orchestrator; at its start, it may be ready at once."""
     request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-
-    async def is_refused() -> bool:
-        return b" 503 " in await first_line(port, request)
-
     os.kill(stack.processes["orchestrator"], signal.SIGSTOP)
     try:
-        await serving.until(is_refused, _BOUND_S, every_s=0.2)
+        await serving.until(partial(replies, port, request, b" 503 "), _BOUND_S, every_s=0.2)
     finally:
         os.kill(stack.processes["orchestrator"], signal.SIGCONT)
 
