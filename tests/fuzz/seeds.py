@@ -13,12 +13,9 @@ from orchestrator.cache.answers import CacheEntry
 from specrej import contracts as c
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request
-from specrej.contracts import wire
-from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Violation
-from specrej.contracts.status import to_status
 from specrej.security import Role, new_token
 from specrej.v1 import common_pb2
-from tests.fuzz.targets import BETWEEN, UNPACKED
+from tests.fuzz.targets import BETWEEN
 
 _GENERATION = c.Generation(
     candidates=(c.RankedCandidate(1, "text", 0.5, c.FinishReason.STOP, 1, -1.0),),
@@ -74,17 +71,8 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
     return {
         "request": [message.SerializeToString() for message in requests],
         "gateway_request": [json.dumps(body).encode() for body in _BODIES],
-        "messages": [
-            _message(wire.generation_to_message(_GENERATION)),
-            _message(wire.event_to_message(c.Finished(_GENERATION))),
-        ],
         "stored_value": [packed, zlib.compress(packed)],
         "tokens": [f"# a comment\n{line}\n".encode(), _DEEP],
-        "status_details": [
-            _details(7, Overloaded("full", retry_after_s=2)),
-            _details(2, InvalidRequest([Violation("n", "must be 1")])),
-            b"\x07\xff\xff",
-        ],
         "generator_port": [
             _messages(
                 generator_pb2.SessionRequest(sequence=1, open=_OPEN),
@@ -115,15 +103,3 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
 
 def _messages(*messages: Any) -> bytes:
     return BETWEEN.join(message.SerializeToString() for message in messages)
-
-
-def _message(message: Any) -> bytes:
-    """The message after its number among those of the target."""
-    return bytes([list(UNPACKED).index(type(message))]) + bytes(message.SerializeToString())
-
-
-def _details(code: int, error: SpecrejError) -> bytes:
-    trailers = to_status(error)[2]
-    details = trailers[-1][1]
-    assert isinstance(details, bytes)
-    return bytes([code]) + details

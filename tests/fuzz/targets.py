@@ -12,7 +12,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from gateway.completions import ChatRequest, CompletionRequest, call_of, parsed
 from orchestrator.cache import Secret, answer_key, tenant_digest
 from orchestrator.cache.answers import mac, pack, unpack
 from specrej import contracts as c
-from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request
 from specrej.contracts import wire
-from specrej.contracts.errors import InvalidRequest, SpecrejError
-from specrej.contracts.status import DETAILS_TRAILER, from_backend_error, to_status
+from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import check_lengths, check_request
 from specrej.security import read_tokens
-from specrej.v1 import common_pb2, orchestrator_pb2
+from specrej.v1 import orchestrator_pb2
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.nodes import GeneratorNode, RewardNode
 from tests.simulation.wire import Channel
@@ -78,34 +75,6 @@ def gateway_request(data: bytes) -> bool:
     return is_accepted
 
 
-UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
-    orchestrator_pb2.GenerateResponse: wire.generation_from_message,
-    orchestrator_pb2.GenerateStreamResponse: wire.event_from_message,
-    **{
-        message: partial(wire.from_message, contract=contract)
-        for message, contract in (
-            (generator_pb2.PrefixBatch, c.Round),
-            (common_pb2.GeneratorDescription, c.GeneratorDescription),
-            (orchestrator_pb2.RequestRecord, c.RequestRecord),
-            (orchestrator_pb2.OrchestratorServiceDescribeResponse, c.ServiceDescription),
-            (reward_pb2.RewardDescription, c.RewardDescription),
-        )
-    },
-}
-
-
-def messages(data: bytes) -> bool:
-    """Every other message that is unpacked; the first byte selects it."""
-    kinds = list(UNPACKED)
-    kind = kinds[data[0] % len(kinds)] if data else kinds[0]
-    message = _parsed(kind, data[1:])
-    if message is not None:
-        with suppress(ValueError):  # unknown enum numbers and events
-            UNPACKED[kind](message)
-            return True
-    return False
-
-
 def stored_value(data: bytes) -> bool:
     """A stored value of the cache; a stream, and a text, with a valid MAC."""
     is_accepted = False
@@ -127,24 +96,6 @@ def tokens(data: bytes) -> bool:
             tenant_digest(entry.caller.tenant)
         return True
     return False
-
-
-class _Failure(grpc.aio.AioRpcError):
-    """A failed call with these details."""
-
-    def __init__(self, code: grpc.StatusCode, details: bytes) -> None:
-        trailers = grpc.aio.Metadata((DETAILS_TRAILER, details))
-        super().__init__(code, grpc.aio.Metadata(), trailers, "details")
-
-
-def status_details(data: bytes) -> bool:
-    """A backend's rich error must become one that can be sent; the first byte is its code."""
-    codes = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
-    code = codes[data[0] % len(codes)] if data else codes[0]
-    error = from_backend_error(_Failure(code, data[1:]), "a backend")
-    assert isinstance(error, SpecrejError)
-    to_status(error)
-    return True
 
 
 def generator_port(data: bytes) -> bool:
@@ -196,10 +147,8 @@ TARGETS: Mapping[str, Target] = {
     for target in (
         request,
         gateway_request,
-        messages,
         stored_value,
         tokens,
-        status_details,
         generator_port,
         reward_port,
     )
