@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from deploy.local.stack import Stack
 from specrej import Client, Schedule
@@ -81,6 +79,9 @@ async def test_the_printed_structured_output(stack: Stack) -> None:
 @pytest.mark.long
 async def test_the_notebook(stack: Stack) -> None:
     """Every cell of docs/notebook.ipynb runs in a kernel; the file has no outputs of its own."""
+    import nbformat  # only here, as all tests' processes would load it
+    from nbclient import NotebookClient
+
     text = (ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8")
     notebook: Any = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(notebook)

@@ -11,7 +11,6 @@ import pytest
 
 from deploy.local.stack import Stack
 from examples.__main__ import COMMANDS
-from examples.fastapi_app.app import app
 from tests.examples.conftest import EXAMPLES
 from tests.programs import outcome_of
 
@@ -54,6 +53,9 @@ async def test_the_command_with_services(tmp_path: Path) -> None:
 
 async def test_the_web_app(toys: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a stream whose answer is not the whole one."""
+    # Only here, as every process of the tests would load FastAPI.
+    from examples.fastapi_app.app import app
+
     monkeypatch.setenv("SPECREJ_ADDRESS", toys.orchestrator_address)
     question = {"text": "Why is the sky blue?", "n": 2, "max_tokens": 8}
     async with (
