@@ -14,7 +14,6 @@ from orchestrator.backends.fleet import Fleet, Peer
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
-from orchestrator.background import BackgroundTasks
 from orchestrator.cache import Cache, RedisClient
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
@@ -37,10 +36,6 @@ P = TypeVar("P", bound=Peer[Any])
 
 _BACKEND_POLL_S = 0.5
 
-# Between two refreshes of one answer; one that is not stored, such as of fewer candidates, leaves
-# it stale.
-_REFRESH_REST_S = 10.0
-
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
@@ -53,7 +48,9 @@ def main() -> None:
 
 
 async def _serve(settings: OrchestratorSettings) -> None:
-    redis = RedisClient(settings.redis_access, timeout_s=settings.cache_timeout_s)
+    redis = RedisClient(
+        settings.redis_url, settings.password_path, timeout_s=settings.cache_timeout_s
+    )
     if settings.exposes_cache:
         log.warning("clients of Redis can forge answers: set cache_secret_file")
     at_generators, at_rewards = settings.generator_address, settings.reward_address
@@ -74,7 +71,6 @@ async def _serve(settings: OrchestratorSettings) -> None:
         try:
             await server.run(partial(_backends_ready, orchestrator, generators, rewards))
         finally:
-            await orchestrator.aclose()
             await redis.close()
 
 
@@ -84,12 +80,7 @@ def _orchestrator(
     generators: Fleet[RemoteGenerator],
     rewards: Fleet[RemoteRewards],
 ) -> Orchestrator:
-    cache = Cache(
-        redis,
-        ttl_s=settings.cache_ttl_s,
-        stale_s=settings.cache_stale_s,
-        secret=settings.cache_secret,
-    )
+    cache = Cache(redis, ttl_s=settings.cache_ttl_s, secret=settings.cache_secret)
     limits = settings.max_running, settings.max_queued, settings.max_queued_tokens
     admission = Admission(Limits(*limits, settings.tenant_tokens))
     instruments.observe_admission(admission)
@@ -101,12 +92,6 @@ def _orchestrator(
         default_schedule=settings.default_schedule,
         composites=settings.composites,
         default_reward=settings.default_reward,
-        lead_s=settings.lead_s,
-        refreshes=BackgroundTasks(
-            "refreshing a stale answer",
-            deadline_s=settings.deadline_s,
-            rest_s=min(_REFRESH_REST_S, settings.cache_ttl_s / 10),
-        ),
         records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),
         log_texts=settings.log_texts,

@@ -1,11 +1,9 @@
-"""Work beside the event loop: background tasks that no request waits for, and large messages."""
+"""Work beside the event loop: large messages are packed in threads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -17,10 +15,7 @@ from specrej.contracts import (
     RoundCompleted,
     RoundTrace,
 )
-from specrej.contracts.errors import SpecrejError
 from specrej.security import current_caller
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -88,59 +83,3 @@ async def ended(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # otherwise asyncio logs it as lost
-
-
-class BackgroundTasks:
-    """At most one task per key and `limit` in all, each cancelled after `deadline_s` seconds.
-
-    `purpose` names the work in the log line of a failure. A key whose task has ended has no other
-    one for `rest_s` seconds.
-    """
-
-    def __init__(
-        self, purpose: str, *, limit: int = 4, deadline_s: float = 600.0, rest_s: float = 0.0
-    ) -> None:
-        self._purpose = purpose
-        self._limit = limit
-        self._deadline_s = deadline_s
-        self._rest_s = rest_s
-        self._resting: set[str] = set()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._closed = False
-
-    @property
-    def num_running(self) -> int:
-        """Tasks that have not ended."""
-        return len(self._tasks)
-
-    def start(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`; do nothing if a task of `key` runs or rests, at the limit, or after close.
-
-        Its context is empty: it inherits neither the span nor the deadline of a request.
-        """
-        is_known = key in self._tasks or key in self._resting
-        if self._closed or is_known or len(self._tasks) >= self._limit:
-            return
-        task = asyncio.create_task(self._run(work), context=contextvars.Context())
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._end(key))
-
-    async def aclose(self) -> None:
-        """Cancel all tasks, and wait for their end."""
-        self._closed = True
-        await asyncio.gather(*map(ended, self._tasks.values()))
-
-    def _end(self, key: str) -> None:
-        del self._tasks[key]
-        if self._rest_s:
-            self._resting.add(key)
-            asyncio.get_running_loop().call_later(self._rest_s, self._resting.discard, key)
-
-    async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await work()
-        except (SpecrejError, TimeoutError) as error:
-            log.info("%s failed: %s", self._purpose, type(error).__name__)
-        except Exception:
-            log.exception("%s failed", self._purpose)

@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
 from orchestrator.backends.fleet import PollSettings
-from orchestrator.cache import RedisAccess, Secret, check_url, has_password
+from orchestrator.cache import Secret
+from orchestrator.cache.redis_client import check_access
 from orchestrator.loop.composition import Composite, check_composites
 from specrej.contracts import Schedule
 from specrej.contracts.errors import Violation
@@ -58,23 +59,15 @@ class RedisSettings(BaseSettings):
             raise ValueError(f"cannot be read: {error.strerror}") from None
         return path
 
-    @field_validator("redis_url")
-    @classmethod
-    def _url_is_of_redis(cls, url: str) -> str:
-        check_url(url)
-        return url
-
     @model_validator(mode="after")
-    def _password_is_there_once(self) -> Self:
-        if self.redis_url and self.redis_password_file and has_password(self.redis_url):
-            raise ValueError("a password is in redis_url or in redis_password_file, not in both")
+    def _redis_can_be_used(self) -> Self:
+        check_access(self.redis_url, self.password_path)
         return self
 
     @property
-    def redis_access(self) -> RedisAccess:
-        """Address and password of Redis."""
-        file = self.redis_password_file
-        return RedisAccess(self.redis_url, Path(file) if file else None)
+    def password_path(self) -> Path | None:
+        """The file with the password of Redis; None: there is none."""
+        return Path(self.redis_password_file) if self.redis_password_file else None
 
     @property
     def cache_secret(self) -> Secret:
@@ -127,11 +120,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, plus or minus 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
-    cache_stale_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0,
-        description="more seconds that an answer may be served, while a new one is generated in "
-        "the background; 0: never",
-    )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
     max_queued: Annotated[int, Field(ge=0)] = Field(
         64, description="requests that may wait, in equal parts for the tenants that do"
@@ -158,10 +146,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         30,
         description="seconds that the client of a stream may take to read an event; then the call "
         "ends, once its run is over",
-    )
-    lead_s: Seconds = Field(
-        120,
-        description="seconds without a round after which equal requests no longer wait for a run",
     )
     kept_records: Annotated[int, Field(ge=0, le=100_000)] = Field(
         256,

@@ -61,4 +61,7 @@ def in_process(main: Callable[..., object], *arguments: Any) -> Outcome:
             main(*arguments)
         except SystemExit as ended:
             code = ended.code or 0
+            if isinstance(code, str):  # as the interpreter does
+                print(code, file=errors)
+                code = 1
     return Outcome(code, output.getvalue(), errors.getvalue())

@@ -401,9 +401,8 @@ class World:
     def is_idle(self) -> bool:
         """The invariant after every test: nothing runs, waits, is scored or owns a slot."""
         orchestrator = self.orchestrator
-        num_tasks = orchestrator._refreshes.num_running
         num_requests = self.admission.running + self.admission.queued
-        busy = num_requests + orchestrator._flights.num_flying + num_tasks
+        busy = num_requests + len(orchestrator._answers.flights.flying)
         return self.generator.is_idle and not busy and not self.reward_server.num_scoring
 
     def shut(self, phase: str) -> None:
@@ -469,7 +468,6 @@ async def world(
             admission,
             **options,
         )
-        stack.push_async_callback(orchestrator.aclose)
         port = OrchestratorServicer(orchestrator, unread_s=unread_s).service()
         address = await enter(
             listening(port, default_deadline_s=default_deadline_s, **(server_settings or {}))

@@ -7,66 +7,53 @@ from __future__ import annotations
 
 import hmac
 import random
-import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.background import packed, unpacked
-from orchestrator.cache.redis_client import RedisClient, Reply
+from orchestrator.cache.redis_client import RedisClient
 from orchestrator.cache.secret import Secret
 from specrej import telemetry
 from specrej.contracts import Generation
 from specrej.telemetry import names
 
-COMPRESS_ABOVE_BYTES = 1024
 _MAC_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """A stored answer."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+_JITTER = 0.1  # of times to live, so that answers do not expire together
+# A list of one: pydantic takes no configuration for a dataclass itself. Numbers that are not finite
+# are written as null, which is a miss when it is read.
+_STORED = TypeAdapter(
+    tuple[Generation],
+    config=ConfigDict(
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
         ser_json_bytes="base64",
-        ser_json_inf_nan="constants",
         val_json_bytes="base64",
-    )
-    stored_at: float  # seconds since the epoch, on the clock of the process that stored it
-    generation: Generation
+    ),
+)
 
 
-_ENTRY = TypeAdapter(CacheEntry)
-
-
-def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
+def pack(generation: Generation, key: str, secret: Secret, max_bytes: int) -> bytes:
     """The value to store under `key`: a MAC of key and stream, then the JSON in that zlib stream.
 
-    Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
+    The sizes of the JSON and of the value are limited to `max_bytes`.
 
     Raises:
-        ValueError: the entry is too large or has a number that is not finite.
+        ValueError: the answer is too large.
     """
-    text = _ENTRY.dump_json(entry)
-    # pydantic writes numbers that are not finite, but does not read them.
-    if b"NaN" in text or b"Infinity" in text:
-        _ENTRY.validate_json(text)
+    text = _STORED.dump_json((generation,))
     # Level 1 is the fastest that compresses: this may run on the event loop.
-    stream = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
+    stream = zlib.compress(text, level=1)
     if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
         raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
     return mac(key, stream, secret) + stream
 
 
-def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEntry:
-    """The entry in a stored value; decompresses at most `max_bytes`.
+def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> Generation:
+    """The answer in a stored value; decompresses at most `max_bytes`.
 
     Raises:
         ValueError: not a whole value of this format, stored under this key with this secret.
@@ -83,28 +70,15 @@ def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEnt
         raise ValueError("corrupt") from error
     if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
         raise ValueError("truncated, too large or followed by other bytes")
-    entry = _ENTRY.validate_json(text)
-    if not entry.generation.candidates:
+    (generation,) = _STORED.validate_json(text)
+    if not generation.candidates:
         raise ValueError("without an answer")
-    return entry
+    return generation
 
 
 def mac(key: str, stream: bytes, secret: Secret) -> bytes:
     """The MAC of a stream under `key`, which has the format's version and contains no NUL."""
     return secret.hash("answer", key.encode() + b"\0" + stream)
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A stored answer, marked as cached; `stale` if older than its time to live."""
-
-    generation: Generation
-    stale: bool
-
-
-def is_shareable(generation: Generation) -> bool:
-    """Whether any caller would have got this answer: neither degraded nor deadline-adjusted."""
-    return not (generation.degraded or generation.hurried)
 
 
 class Cache:
@@ -115,69 +89,49 @@ class Cache:
         redis: RedisClient,
         *,
         ttl_s: float = 3600,
-        ttl_jitter: float = 0.1,
-        stale_s: float = 0,
         max_bytes: int = 1 << 20,
         secret: Secret | None = None,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Times to live vary by the fraction `ttl_jitter`, so that entries do not expire together.
-
-        Entries stay for `stale_s` seconds more, and are stale then. `max_bytes` bounds a value,
-        compressed and not. `wall_clock` returns seconds since the epoch.
-        """
+        """Answers stay for `ttl_s` seconds, plus or minus 10 %. `max_bytes` bounds a value,
+        compressed and not."""
         self.redis = redis
         self.secret = secret or Secret()
         self.max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._jitter = ttl_jitter
-        self._stale_s = stale_s
-        self._wall_clock = wall_clock
 
-    async def get(self, key: str) -> Hit | None:
-        """The answer stored under `key`, or None.
+    async def get(self, key: str) -> Generation | None:
+        """The answer stored under `key`, marked as cached, or None.
 
-        A bad entry stays where it is: the next answer to be stored replaces it.
+        A bad value stays where it is: the next answer to be stored replaces it.
         """
         # GETRANGE returns an empty string for a missing key. One byte more than allowed detects a
         # value that is too large without fetching all of it.
-        reply = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
-        hit = None
-        if reply is None:
+        stored = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
+        found = None
+        if stored is None:
             result = "error" if self.redis.is_on else "off"
-        elif reply.value == b"":
+        elif stored == b"":
             result = "miss"
-        elif hit := await self._read(key, reply.value):
-            result = "stale" if hit.stale else "hit"
         else:
-            result = "invalid"
+            unpacking = partial(unpack, key, secret=self.secret, max_bytes=self.max_bytes)
+            try:
+                found = replace(await unpacked(unpacking, stored), cached=True)
+                result = "hit"
+            except ValueError:
+                result = "invalid"
         telemetry.metrics.add(names.CACHE_RESULTS, result=result)
-        return hit
-
-    async def _read(self, key: str, stored: object) -> Hit | None:
-        """The answer in the value of `key`; None unless it is whole and valid."""
-        unpacking = partial(unpack, key, secret=self.secret, max_bytes=self.max_bytes)
-        try:
-            entry = await unpacked(unpacking, stored)
-        except ValueError:
-            return None
-        age_s = self._wall_clock() - entry.stored_at
-        # With no stale period, Redis's own expiry decides alone.
-        is_stale = self._stale_s > 0 and age_s > self._ttl_s
-        return Hit(replace(entry.generation, cached=True), is_stale)
+        return found
 
     async def put(self, key: str, generation: Generation) -> bool:
-        """Store an answer, unless it is cached, not shareable, reduced or too large; returns
+        """Store an answer that any caller would have got, unless it is too large; returns
         whether."""
-        may_store = not (generation.cached or generation.reduced) and is_shareable(generation)
-        if not self.redis.is_on or not may_store:
+        is_weak = generation.reduced or generation.degraded or generation.hurried
+        if not self.redis.is_on or generation.cached or is_weak:
             return False
         sealing = partial(pack, key=key, secret=self.secret, max_bytes=self.max_bytes)
         try:
-            stored = await packed(sealing, CacheEntry(self._wall_clock(), generation))
+            stored = await packed(sealing, generation)
         except ValueError:
             return False
-        jitter = random.uniform(1 - self._jitter, 1 + self._jitter)
-        life_ms = max(1, round((self._ttl_s * jitter + self._stale_s) * 1000))
-        reply = await self.redis.call("write", "SET", key, stored, "PX", life_ms)
-        return reply == Reply(True)
+        life_ms = max(1, round(self._ttl_s * random.uniform(1 - _JITTER, 1 + _JITTER) * 1000))
+        return await self.redis.call("write", "SET", key, stored, "PX", life_ms) is True

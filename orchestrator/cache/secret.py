@@ -20,17 +20,11 @@ class Secret:
     def __init__(self, file: Path | None = None) -> None:
         """Raises OSError or ValueError: the file cannot be used."""
         self._key = file and ReloadingFile((file,), partial(_read, file))
-        self._keyed = b"", hmac.new(b"", digestmod="sha256")  # the latest key and its first block
 
     def hash(self, purpose: str, data: bytes) -> bytes:
         """32 bytes; equal data have unrelated hashes for different purposes."""
         key = self._key.get() if self._key else b""
-        keyed = self._keyed  # read once: large answers are sealed in threads
-        if key != keyed[0]:
-            keyed = self._keyed = key, hmac.new(key, digestmod="sha256")
-        digest = keyed[1].copy()
-        digest.update(purpose.encode() + b"\0" + data)
-        return digest.digest()
+        return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
 
 
 def _read(file: Path) -> bytes:

@@ -12,8 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 
-from orchestrator.background import BackgroundTasks
-from orchestrator.cache import Answers, Cache, SingleFlight, Wanted
+from orchestrator.cache import Answers, Cache, Wanted
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
@@ -57,15 +56,13 @@ class Orchestrator:
         default_schedule: Schedule | None = None,
         composites: Sequence[Composite] = (),
         default_reward: str = "",
-        lead_s: float = 120.0,
-        refreshes: BackgroundTasks | None = None,
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
     ) -> None:
-        """`lead_s`: see `SingleFlight`. `default_schedule` is for requests that name none; the
-        servicer fills it in. `composites` must be valid. `default_reward`: see `Planner`.
-        `log_texts`: a request's log line has its prompt and its answer.
+        """`default_schedule` is for requests that name none; the servicer fills it in.
+        `composites` must be valid. `default_reward`: see `Planner`. `log_texts`: a request's log
+        line has its prompt and its answer.
         """
         self.default_schedule = default_schedule or Schedule()
         secret = cache.secret
@@ -75,17 +72,11 @@ class Orchestrator:
         self._generator = generator
         self._cache = cache
         self._admission = admission
-        self._flights: SingleFlight[Generation] = SingleFlight(lead_s)
-        self._answers = Answers(cache, self._flights)
-        self._refreshes = refreshes or BackgroundTasks("refreshing a stale answer")
+        self._answers = Answers(cache)
         self._records = records or RequestRecords()
         self._backends = backends
         self._process_id = uuid.uuid4().hex
         self._log_texts = log_texts
-
-    async def aclose(self) -> None:
-        """Cancel background tasks and wait for their end."""
-        await self._refreshes.aclose()
 
     async def describe(self, *, with_backends: bool = False) -> ServiceDescription:
         """Models, rewards and load; with addresses and states of the backends on request.
@@ -147,7 +138,6 @@ class Orchestrator:
             SpecrejError: see `specrej.contracts.errors`.
         """
         request_id = uuid.uuid4().hex
-        request_id = uuid.uuid4().hex
         note_request(request, request_id, tenant, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
@@ -165,38 +155,15 @@ class Orchestrator:
                 observed.add(event)
                 emit(_for_caller(event, request_id, plan.reward_order))
 
-            await self._answer(plan, observed, deliver, within)
-
-    async def _answer(
-        self,
-        plan: Plan,
-        observed: ObservedRequest,
-        deliver: Callable[[Event], None],
-        within: WithinRounds | None = None,
-        *,
-        is_refresh: bool = False,
-    ) -> None:
-        """Deliver the answer of the cache or of an equal request, or the events of a run."""
-
-        def fits(generation: Generation) -> bool:
-            # A rollout may have changed the backends that the key names while the request waited.
-            made_by = generation.generator_fingerprint, generation.reward_fingerprint
-            return made_by == (plan.generator_fingerprint, plan.reward_fingerprint)
-
-        wanted = Wanted(
-            plan.key,
             # Requests share a run only if the same outcome suits them: one that allows degradation
             # may get an answer where another one gets an error.
-            f"{plan.request.allow_degraded}:{is_refresh}",
-            plan.cache,
-            lambda: plan.left_s,
-            fits,
-            None if is_refresh else partial(self._start_refresh, plan),
-        )
-        running = partial(self._run, plan, observed, deliver, within)
-        generation, source = await self._answers.get_or_run(wanted, running)
-        self._num_cached += source is AnswerSource.CACHE
-        deliver(Finished(generation, source))
+            group = str(plan.request.allow_degraded)
+            made_by = plan.generator_fingerprint, plan.reward_fingerprint
+            wanted = Wanted(plan.key, group, plan.cache, lambda: plan.left_s, made_by)
+            running = partial(self._run, plan, observed, deliver, within)
+            generation, source = await self._answers.get_or_run(wanted, running)
+            self._num_cached += source is AnswerSource.CACHE
+            deliver(Finished(generation, source))
 
     async def _run(
         self,
@@ -204,7 +171,6 @@ class Orchestrator:
         observed: ObservedRequest,
         deliver: Callable[[Event], None],
         within: WithinRounds | None,
-        note_progress: Callable[[], None],
     ) -> Generation:
         """The answer of a run; its other events are delivered."""
         async with AsyncExitStack() as stack:
@@ -221,7 +187,6 @@ class Orchestrator:
             try:
                 async with aclosing(events):
                     async for event in events:
-                        note_progress()
                         if isinstance(event, Finished):
                             answer = _completed(event.generation, plan, queue_ms, before_run_ms)
                             continue
@@ -236,17 +201,6 @@ class Orchestrator:
         self._num_hurried += answer.hurried
         self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
         return answer
-
-    def _start_refresh(self, plan: Plan) -> None:
-        self._refreshes.start(plan.key, partial(self._refresh, plan))
-
-    async def _refresh(self, plan: Plan) -> None:
-        """Replace a stale answer, without a deadline and without degradation."""
-        strict = replace(plan.request, allow_degraded=False)
-        plan = replace(plan, request=strict, arrived=time.perf_counter(), time_left_s=None)
-        with telemetry.span(names.SPAN_REFRESH):
-            observed = self._records.refresh(strict, plan.arrived)
-            await self._answer(plan, observed, observed.add, is_refresh=True)
 
 
 def _completed(

@@ -84,11 +84,7 @@ def note_request(
 
 
 class ObservedRequest:
-    """A request that was planned; times are seconds of `clock`.
-
-    A refresh of a stale answer is observed, too: its rounds and its run count, but it has no span
-    or log line of its own, and no record.
-    """
+    """A request that was planned; times are seconds of `clock`."""
 
     def __init__(
         self,
@@ -97,7 +93,6 @@ class ObservedRequest:
         clock: Callable[[], float],
         *,
         with_texts: bool = False,
-        is_refresh: bool = False,
     ) -> None:
         """`with_texts`: its log line has the answer."""
         self.size = 0
@@ -109,7 +104,6 @@ class ObservedRequest:
         self._clock = clock
         self._rounds: list[RecordedRound] = []
         self._with_texts = with_texts
-        self._is_refresh = is_refresh
 
     async def admitted(
         self, stack: AsyncExitStack, permit: AbstractAsyncContextManager[None]
@@ -146,8 +140,7 @@ class ObservedRequest:
             case Finished(generation, source):
                 if source is AnswerSource.RUN:
                     _count_run(generation, self._record.selection.algorithm)
-                if not self._is_refresh:
-                    _note_answer(generation, source, with_texts=self._with_texts)
+                _note_answer(generation, source, with_texts=self._with_texts)
                 self._add_answer(generation, source)
 
     def end(self, outcome: str) -> None:
@@ -243,7 +236,9 @@ class RequestRecords:
                 names.REWARDS: [reward.name for reward in request.selection.rewards],
             }
         )
-        observed = self._observed(request_id, request, arrived, with_texts=with_texts)
+        max_tokens = request.sampling.max_tokens
+        record = RequestRecord(request_id, time.time(), request.selection, max_tokens)
+        observed = ObservedRequest(record, arrived, self._clock, with_texts=with_texts)
         key = tenant, request_id
         self._running[key] = observed
         self._trim()
@@ -259,17 +254,6 @@ class RequestRecords:
                 self._ended[key] = observed
                 self._ended_size += observed.size
             self._trim()
-
-    def refresh(self, request: GenerationRequest, arrived: float) -> ObservedRequest:
-        """A refresh, of which no record is kept."""
-        return self._observed("", request, arrived, is_refresh=True)
-
-    def _observed(
-        self, request_id: str, request: GenerationRequest, arrived: float, **options: bool
-    ) -> ObservedRequest:
-        max_tokens = request.sampling.max_tokens
-        record = RequestRecord(request_id, time.time(), request.selection, max_tokens)
-        return ObservedRequest(record, arrived, self._clock, **options)
 
     def _trim(self) -> None:
         """Drop what exceeds the limits: the oldest first, ended requests before running ones."""

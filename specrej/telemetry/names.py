@@ -157,7 +157,7 @@ REQUESTS_RESTARTED = _counter(
 )  # answered, failed
 CACHE_RESULTS = _counter(
     "specrej.cache.results", "{lookup}", "lookups of answers, by result", "result"
-)  # hit, stale, miss, invalid, error; off: there is no Redis
+)  # hit, miss, invalid, error; off: there is no Redis
 CACHE_FAILURES = _counter(
     "specrej.cache.failures", "{exchange}", "failed exchanges with Redis, by what failed", "step"
 )  # connection, pool, loop; or the purpose of a command to which Redis replied with an error
@@ -190,7 +190,6 @@ SPAN_QUEUE = "queue"
 SPAN_OPEN, SPAN_ROUND, SPAN_CLOSE = "open", "round", "close"
 SPAN_EXTEND, SPAN_SCORE, SPAN_PRUNE = "extend", "score", "prune"
 SPAN_STORE = "store"  # an answer
-SPAN_REFRESH = "refresh"  # of a stale answer; a separate trace
 
 # Attributes of the conventions for generative AI and databases.
 OPERATION = "gen_ai.operation.name"

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrator.cache.answers import CacheEntry
 from specrej import contracts as c
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.client.client import build_request
@@ -24,7 +23,6 @@ _GENERATION = c.Generation(
     timings=c.Timings(),
     n=2,
 )
-_ENTRY = CacheEntry(1.0, _GENERATION)
 _PROMPT = common_pb2.Prompt(text="hello")
 _OPEN = generator_pb2.OpenSession(
     prompt=_PROMPT, n=4, sampling=common_pb2.Sampling(max_tokens=8), first_round_tokens=2
@@ -66,7 +64,7 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
         build_request("Hello?", seed=3, n=8, schedule=schedule, rewards={"a": 1.0, "b": 2.0})
         for schedule in schedules
     ]
-    packed = TypeAdapter(CacheEntry).dump_json(_ENTRY)
+    packed = TypeAdapter(tuple[c.Generation]).dump_json((_GENERATION,))
     line = new_token("team", [Role.GENERATE, Role.GATEWAY])[1]
     return {
         "request": [message.SerializeToString() for message in requests],

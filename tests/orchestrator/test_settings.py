@@ -58,8 +58,6 @@ INVALID_OF_ORCHESTRATOR = [
             *("redis://:s3cr3t/x@h:6379/0", "redis://:s3cr3t?x@h:6379/0"),
         )
     ),
-    ("--redis-url=rediss://h/0?ssl_cert_reqs=none", "must not switch off checks"),
-    ("--redis-url=rediss://h/0?ssl_ca_certs=/nowhere/ca", "ssl_ca_certs must be a file"),
     *((f"--redis-password-file={p}", "a file that is there") for p in ("/nowhere/p", "/tmp")),
     ("--cache-secret-file=/nowhere/secret", "a file that is there"),
     (f"--cache-secret-file={Path(__file__).with_name('__init__.py')}", "32 to 4096 bytes"),

@@ -26,7 +26,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.rewards import FleetRewards
-from orchestrator.cache import Cache, RedisAccess, RedisClient, tenant_digest
+from orchestrator.cache import Cache, RedisClient, tenant_digest
 from orchestrator.cache import redis_client as redis_py
 from orchestrator.edge import service
 from orchestrator.edge.admission import Admission, Limits
@@ -50,7 +50,6 @@ _SETTLED_S = 12.0  # then every lease has expired
 _MOST_IDLE = 400  # entries of all containers of an idle orchestrator
 _CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
 _NOT_SEARCHED = ("cache", "allow_degraded")
-_JUMPS_S = {"": 0.0, "behind": -3600.0, "ahead": 3600.0, "little": 2.0}  # of a wall clock
 
 
 class WatchedAdmission(Admission):
@@ -90,9 +89,7 @@ class WatchedAdmission(Admission):
 
 
 class Process:
-    """One orchestrator; its wall clock jumps with a fault."""
-
-    fault = ""
+    """One orchestrator."""
 
     def __init__(self, run: Simulation, limits: Limits, **cache_options: Any) -> None:
         loop, draw = run.loop, run.rng.random
@@ -102,9 +99,8 @@ class Process:
         )
         self.rewards = _fleet(run.rewards, RemoteRewards, len)
         with mock.patch.object(redis_py, "connect", lambda *_: self.link):
-            redis = RedisClient(RedisAccess("redis://simulated"))
-        wall_clock = lambda: EPOCH_S + loop.time() + _JUMPS_S[self.fault]  # noqa: E731
-        cached = Cache(redis, wall_clock=wall_clock, **cache_options)
+            redis = RedisClient("redis://simulated")
+        cached = Cache(redis, **cache_options)
         self.admission = WatchedAdmission(limits, loop.time)
         self.orchestrator = Orchestrator(
             FleetGenerator(self.generators, draw),
@@ -122,9 +118,6 @@ class Process:
     async def travel(self) -> None:
         """From a client or back."""
         await asyncio.sleep(int(self._draw() ** 2 * 8) / 1e3)
-
-    def set_fault(self, fault: str) -> None:
-        self.fault = fault
 
     def client(self, attempts: int) -> Client:
         """The product's client of this orchestrator."""
@@ -172,7 +165,7 @@ class Simulation:
         self.redis = nodes.SimulatedRedis(rng)
         most = rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64))
         limits = Limits(*most)
-        ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
+        ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
         served: list[nodes.Node] = [*self.generators, *self.rewards]
         links = [one.link for one in self._processes]
@@ -183,7 +176,6 @@ class Simulation:
             "reward": (self.rewards, ["error", "nan", "short"]),
             "redis": ([self.redis], ["down", "hangs", "slow", "full"]),
             "link": (links, ["cut"]),
-            "clock": (self._processes, [*_JUMPS_S]),
         }
         kinds = (*self._places, "cancel", "deadline")
         self.faults = [kind for kind in kinds if rng.random() < likelihood]
@@ -234,12 +226,11 @@ class Simulation:
                 task.cancel()
             await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0)), *breaking, *self._clients])
             await self._check_end()
+        await asyncio.sleep(0.1)  # servers of polls that were just cancelled end
 
     async def _check_end(self) -> None:
         if self.outcomes.total() != self._num_requests:
             raise Violation(f"{self.outcomes.total()} outcomes of {self._num_requests} requests")
-        for process in self._processes:
-            await process.orchestrator.aclose()
         if (num_leases := self.redis.num_leases()) and not {"redis", "link"} & {*self.faults}:
             raise Violation(f"{num_leases} leases were not released")
         await asyncio.sleep(_SETTLED_S)
