@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from reward_service.specs import LocalSpec, Resources
 from specrej_models.model import bound_positions
 
-# The file that `training` writes into its directory: {"backbone", "head"}, relative paths.
+# The file of the `Manifest` that `training` writes into its directory.
 MANIFEST = "reward.json"
 
 # The tensor in the head's file, [hidden].
@@ -29,20 +30,27 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def load_backbone(
-    spec: LocalSpec, resources: Resources, *, with_lm_head: bool = False
+class Manifest(BaseModel):
+    """Where a trained reward's backbone and head are; relative to the manifest."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    backbone: Path
+    head: Path
+
+
+def load_model(
+    spec: LocalSpec, resources: Resources, auto_class: Any = AutoModel
 ) -> PreTrainedModel:
-    """A decoder without a head, or a language model; raises as `load_whole` does."""
-    return load_whole(AutoModelForCausalLM if with_lm_head else AutoModel, spec, resources)
-
-
-def load_whole(auto_class: Any, spec: LocalSpec, resources: Resources) -> PreTrainedModel:
     """A model by one of transformers' Auto classes, with all its weights; float32 on the CPU.
+
+    Sets torch's thread count, which belongs to the thread that sets it.
 
     Raises:
         ValueError: the directory lacks some of its weights.
     """
-    set_threads(resources)
+    if resources.threads:
+        torch.set_num_threads(resources.threads)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # heads that it does not use are expected
     try:
@@ -64,19 +72,13 @@ def load_whole(auto_class: Any, spec: LocalSpec, resources: Resources) -> PreTra
     return loaded
 
 
-def set_threads(resources: Resources) -> None:
-    """Torch's thread count, which belongs to the thread that sets it."""
-    if resources.threads:
-        torch.set_num_threads(resources.threads)
-
-
-def load_head(source: Path, prefix: str) -> dict[str, Tensor]:
+def load_head(source: Path, prefix: str, *required: str) -> dict[str, Tensor]:
     """Tensors with names that begin with `prefix`, by the rest of their names, float32.
 
     `source` is a checkpoint's directory or one file.
 
     Raises:
-        ValueError: there are none, or it is not a safetensors file.
+        ValueError: there are none, `required` ones are missing, or it is not a safetensors file.
     """
     paths = {source if source.is_file() else source / _WEIGHTS}
     if (index := source / _INDEX).exists():
@@ -90,6 +92,7 @@ def load_head(source: Path, prefix: str) -> dict[str, Tensor]:
                     head[name.removeprefix(prefix)] = tensors.get_tensor(name).float()
         except SafetensorError as error:
             raise ValueError(f"{path}: not a file of weights: {error}") from None
-    if not head:
-        raise ValueError(f"{source}: lacks the weights {prefix}*")
+    missing = [name for name in required if name not in head]
+    if missing or not head:
+        raise ValueError(f"{source}: lacks the weights {prefix}{missing[0] if missing else '*'}")
     return head

@@ -68,14 +68,6 @@ class Conversation:
         # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
         self.splice: int | str = SPLICE
 
-    def turns(self, prompt: Prompt) -> Turns:
-        """A prompt, to which responses can be added.
-
-        Raises:
-            InvalidRequest: it is too long, or the template rejects it.
-        """
-        return Turns(self, prompt)
-
     def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
         """The conversation with each text as its last turn, for `encode`.
 
@@ -176,7 +168,11 @@ class Tokens:
 
 
 class Turns:
-    """One prompt's conversation; responses become its last turn, closed or left open."""
+    """One prompt's conversation; responses become its last turn, closed or left open.
+
+    Raises:
+        InvalidRequest: the prompt is too long, or the template rejects it.
+    """
 
     def __init__(self, conversation: Conversation, prompt: Prompt) -> None:
         self._conversation = conversation

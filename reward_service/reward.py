@@ -6,7 +6,6 @@ several sessions: so a small batch never waits for the whole of a large one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,14 +16,6 @@ from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.threads import settle
 
 T = TypeVar("T", bound=Hashable)
-
-
-def finite_sum(terms: Sequence[float]) -> float:
-    """The sum; NaN, which no score may be, if it is infinite or undefined."""
-    try:
-        return math.fsum(terms)
-    except (OverflowError, ValueError):
-        return math.nan
 
 
 class RewardLost(Exception):

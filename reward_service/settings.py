@@ -19,22 +19,10 @@ class RewardSettings(ServiceSettings):
 
     Set by flags, or by environment variables named SPECREJ_REWARD_ and the setting's name.
 
-    rewards is a JSON list; the first is the default of requests that name none. The kinds, with
-    options in docs/rewards.md:
-      classifier     a decoder-only Bradley-Terry or regression model; or any causal model, and the
-                     "head" that specrej train-reward fitted on it
-      vllm-classifier  the same kind of model on vLLM, which docs/vllm.md installs
-      gated          several objectives and a gate, of the ArmoRM kind
-      process        scores the steps of a response
-      likelihood     a language model's log-likelihood of the response, or its difference from a
-                     reference model's
-      pairwise       a language model that compares two responses
-      cross-encoder  an encoder that reads prompt and response as a pair
-      relevance      cosine of all-MiniLM-L6-v2 embeddings of prompt and response
-      function       a Python function by its dotted path
-      http           a reward of another server
-      toy            the share of vowels
-    such as [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].
+    rewards is a JSON list; the first is the default of requests that name none. The kinds are
+    classifier, vllm-classifier, gated, process, likelihood, pairwise, cross-encoder, relevance,
+    function, http and toy; docs/rewards.md says what each is for, and its options. An example:
+    [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].
 
     Each reward computed here has a thread of its own, which computes batches of all sessions
     together. At most queue_limit calls per reward wait or run; further ones are refused with

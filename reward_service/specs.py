@@ -2,6 +2,10 @@
 
 A spec is one entry of the setting `rewards`. The reward that it loads reads its options from the
 spec, and they are part of the reward's fingerprint.
+
+A new kind has a spec here, listed in `RewardSpec`, whose `loader` names a function or class in a
+module of `kinds` that returns a `Reward` or a `RemoteReward`; a row in docs/rewards.md; and an
+entry in `KINDS` of tests/reward_service/test_contract.py.
 """
 
 from __future__ import annotations
@@ -126,14 +130,6 @@ class ToySpec(Spec):
     kind: Literal["toy"] = "toy"
 
 
-class RelevanceSpec(Spec):
-    """Cosine of all-MiniLM-L6-v2 embeddings of prompt and response."""
-
-    loader = "encoder:RelevanceReward"
-    kind: Literal["relevance"] = "relevance"
-    directory: Path
-
-
 class LocalSpec(Spec):
     """A model in a local directory; code that comes with it runs only if trusted."""
 
@@ -145,6 +141,13 @@ class LocalSpec(Spec):
         options = self.model_dump(mode="json", exclude={"name", *_PATHS})
         options["dtype"] = "float32" if resources.device == "cpu" else "auto"
         return fingerprint.of_directory(self.directory, options | digests)
+
+
+class RelevanceSpec(LocalSpec):
+    """Cosine of all-MiniLM-L6-v2 embeddings of prompt and response."""
+
+    loader = "encoder:RelevanceReward"
+    kind: Literal["relevance"] = "relevance"
 
 
 class Transform(_Options):

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, load_backbone
-from reward_service.conversation import load_conversation
+from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, Manifest, load_model
+from reward_service.conversation import Turns, load_conversation
 from reward_service.kinds.causal import CausalReward
 from reward_service.kinds.classifier import load_classifier
 from reward_service.kinds.likelihood import load_likelihood
@@ -125,8 +125,9 @@ def train(arguments: argparse.Namespace) -> Report:
     out.mkdir(parents=True, exist_ok=True)
     method = _fit_head(arguments, pairs)
     # Relative paths, so that backbone and reward can be moved together.
-    manifest = {"backbone": os.path.relpath(backbone.resolve(), out.resolve()), "head": HEAD}
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    relative = os.path.relpath(backbone.resolve(), out.resolve())
+    manifest = Manifest(backbone=Path(relative), head=Path(HEAD))
+    (out / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
     test = pairs[-arguments.test :]
     trained = load_classifier(ClassifierSpec(name="trained", directory=out), Resources())
     right = Accuracy.of(_margins(trained, test, "scored"))
@@ -175,7 +176,7 @@ def _check_prompts(pairs: Sequence[Pair], backbone: Path) -> None:
     conversation = load_conversation(ClassifierSpec(name="training", directory=backbone), config)
     for pair in pairs:
         try:
-            conversation.turns(pair.prompt)
+            Turns(conversation, pair.prompt)
         except InvalidRequest as error:
             raise BadPairs(f"{pair.where}: {error.message}") from None
 
@@ -253,7 +254,7 @@ def features(backbone: Path, pairs: Sequence[Pair]) -> Tensor:
         read.append(outputs[-1])
         return 0.0
 
-    model = load_backbone(spec, Resources())
+    model = load_model(spec, Resources())
     reward = CausalReward(spec, Resources(), "", model, lambda rows, _: rows.float(), keep)
     states: list[Tensor] = []
     for number, pair in enumerate(pairs, 1):

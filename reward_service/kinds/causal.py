@@ -397,7 +397,7 @@ class CausalReward(Reward):
         Raises:
             InvalidRequest: the model cannot take this prompt.
         """
-        turns = self.conversation.turns(prompt)
+        turns = Turns(self.conversation, prompt)
         return turns, KeptSession(turns.prompt_ids, keeps_texts=not once)
 
     def begin(self, session: tuple[Turns, KeptSession], candidates: Sequence[Candidate]) -> Task:

@@ -9,16 +9,14 @@ reward is read at the tokens that close the last turn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, load_backbone, load_head
+from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, Manifest, load_head, load_model
 from reward_service.kinds.causal import CausalReward
-from reward_service.reward import finite_sum
 from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
 from specrej import fingerprint
 
@@ -38,7 +36,7 @@ def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
 def weighted(spec: ClassifierSpec | VLLMClassifierSpec, logits: Sequence[float]) -> float:
     """The score of one text, from a logit per label."""
     pairs = zip(logits, spec.label_weights, strict=True)
-    return spec.transform(finite_sum([logit * weight for logit, weight in pairs]))
+    return spec.transform(sum(logit * weight for logit, weight in pairs))
 
 
 def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
@@ -49,11 +47,9 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
         ValueError: the directory does not hold such a model; the message says why.
     """
     if (manifest := spec.directory / MANIFEST).is_file():
-        if spec.head:
-            raise ValueError(f"{manifest} names its own head: leave out head")
-        spec = spec.model_copy(update=_read(manifest))
+        spec = spec.model_copy(update=_paths(spec, manifest))
     weight, bias = _head(spec)
-    model = load_backbone(spec, resources)
+    model = load_model(spec, resources)
     if weight.shape[1] != model.config.hidden_size:
         shape, hidden = [*weight.shape][1:], model.config.hidden_size
         source = spec.head or spec.directory
@@ -79,20 +75,19 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     )
 
 
-def _read(manifest: Path) -> dict[str, Path]:
+def _paths(spec: ClassifierSpec, file: Path) -> dict[str, Path]:
     """The options that a manifest stands for.
 
     Raises:
-        ValueError: the file is not a manifest.
+        ValueError: the file is not a manifest, or the spec has a head of its own.
     """
+    if spec.head:
+        raise ValueError(f"{file} names its own head: leave out head")
     try:
-        names: dict[str, str] = json.loads(manifest.read_text())
-        if names.keys() == {"backbone", "head"}:
-            parent = manifest.parent
-            return {"directory": parent / names["backbone"], "head": parent / names["head"]}
-    except (ValueError, AttributeError, TypeError):
-        pass
-    raise ValueError(f"{manifest}: must be a JSON object of backbone and head")
+        manifest = Manifest.model_validate_json(file.read_text())
+    except ValueError:
+        raise ValueError(f"{file}: must be a JSON object of backbone and head") from None
+    return {"directory": file.parent / manifest.backbone, "head": file.parent / manifest.head}
 
 
 def _head(spec: ClassifierSpec) -> tuple[Tensor, Tensor]:
@@ -102,16 +97,9 @@ def _head(spec: ClassifierSpec) -> tuple[Tensor, Tensor]:
         ValueError: there is no head, or it has another number of labels.
     """
     if spec.head:
-        try:
-            return load_head(spec.head, HEAD_TENSOR)[""][None], torch.zeros(1)
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{spec.head}: not a reward's head: {error}") from None
-    try:
-        tensors = load_head(spec.directory, "score.")
-        weight = tensors["weight"]
-    except (KeyError, ValueError):
-        reason = "not a trained decoder-only classifier, lacks score.weight"
-        raise ValueError(f"{spec.directory}: {reason}") from None
+        return load_head(spec.head, HEAD_TENSOR, "")[""][None], torch.zeros(1)
+    tensors = load_head(spec.directory, "score.", "weight")
+    weight = tensors["weight"]
     check_labels(spec, len(weight))
     return weight, tensors.get("bias", torch.zeros(len(weight)))
 

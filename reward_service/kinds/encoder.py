@@ -16,11 +16,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from reward_service.checkpoint import load_whole, set_threads
+from reward_service.checkpoint import load_model
 from reward_service.conversation import load_tokenizer
-from reward_service.reward import Reward, Task, Text, distinct, text_task
-from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
-from specrej import fingerprint
+from reward_service.reward import Reward, Task, Text, text_task
+from reward_service.specs import CrossEncoderSpec, LocalSpec, RelevanceSpec, Resources
 from specrej.contracts import Candidate, Prompt
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
@@ -35,13 +34,16 @@ _BORDER_TOKENS = 16
 class _EncoderReward(Reward):
     """Prompts are read as their last user message, or their raw text."""
 
-    def __init__(self, resources: Resources, tokenizer: Any, model: Any) -> None:
+    def __init__(self, spec: LocalSpec, resources: Resources, auto_class: Any) -> None:
+        model: Any = load_model(spec, resources, auto_class)
+        pad_id = model.config.get_text_config().pad_token_id
+        self.name = spec.name
+        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
         self.token_budget = resources.token_budget
         self._device = resources.device
-        self._tokenizer = tokenizer
-        self._control_tokens = ControlTokens(tokenizer)
         self._model = model.eval()
-        pad_id = model.config.get_text_config().pad_token_id
+        self._tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
+        self._control_tokens = ControlTokens(self._tokenizer)
         # Decoder classifiers read the last token that is not padding: those without a padding token
         # take one text at a time.
         self._pad_id = pad_id or 0
@@ -72,38 +74,28 @@ class _EncoderReward(Reward):
     def _tokenize(
         self, *texts: list[str], max_length: int, **options: Any
     ) -> tuple[list[Text], list[int]]:
-        """Different texts, longest first as neighbours share a pass, and each one's index."""
+        """Different texts, longest first as neighbours share a pass, and each one's index.
+
+        Control tokens in texts are characters: each takes one token more of `max_length`.
+        """
         as_text, cut_id = self._control_tokens.as_text, self._control_tokens.cut_id
         most = max_length * MAX_TOKEN_CHARACTERS  # what is behind would be cut
         columns = [[as_text(text[:most]) for text in column] for column in texts]
-        options["padding"] = False
-        rows = self._tokenizer(*columns, max_length=max_length, **options)
-
-        def uncut(values: list[int], token_ids: list[int]) -> tuple[int, ...]:
-            pairs = zip(values, token_ids, strict=True)
-            return tuple(value for value, token in pairs if token != cut_id)
-
-        encoded = [*zip(rows["input_ids"], rows["token_type_ids"], strict=True)]
-        for index, (ids, _) in enumerate(encoded):
-            size = max_length
-            # `cut_id` is removed later: a row that was truncated with it has room for more.
-            while len(ids) == size < max_length + (num_cuts := ids.count(cut_id)):
-                size = max_length + num_cuts
-                row = ([column[index]] for column in columns)
-                longer = self._tokenizer(*row, max_length=size, **options)
-                (ids,), (types,) = longer["input_ids"], longer["token_type_ids"]
-                encoded[index] = ids, types
-        unique, where = distinct([(uncut(ids, ids), uncut(types, ids)) for ids, types in encoded])
-        order = sorted(range(len(unique)), key=lambda index: -len(unique[index][0]))
-        place = {index: rank for rank, index in enumerate(order)}
-        return [Text(*unique[index]) for index in order], [place[index] for index in where]
+        coded = self._tokenizer(*columns, max_length=max_length, padding=False, **options)
+        rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for ids, types in zip(coded["input_ids"], coded["token_type_ids"], strict=True):
+            kept = [place for place, token in enumerate(ids) if token != cut_id]
+            rows.append((tuple(ids[i] for i in kept), tuple(types[i] for i in kept)))
+        unique = sorted(dict.fromkeys(rows), key=lambda row: -len(row[0]))
+        places = {row: place for place, row in enumerate(unique)}
+        return [Text(*row) for row in unique], [places[row] for row in rows]
 
 
 class RelevanceReward(_EncoderReward):
     """Cosine of mean-pooled embeddings of prompt and response, in [-1, 1].
 
     Texts longer than MAX_TOKENS tokens ([CLS] and [SEP] count) are cut at their end; an empty one
-    is embedded as these two: a low, finite score. Always float32.
+    is embedded as these two: a low, finite score.
     """
 
     description = (
@@ -112,15 +104,7 @@ class RelevanceReward(_EncoderReward):
     )
 
     def __init__(self, spec: RelevanceSpec, resources: Resources) -> None:
-        set_threads(resources)
-        options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32}
-        model = AutoModel.from_pretrained(
-            spec.directory, local_files_only=True, add_pooling_layer=False, **options
-        )
-        super().__init__(resources, load_tokenizer(spec.directory), model.to(resources.device))
-        self.name = spec.name
-        settings = {"kind": "relevance", "max_tokens": MAX_TOKENS}
-        self.fingerprint = fingerprint.of_directory(spec.directory, settings)
+        super().__init__(spec, resources, AutoModel)
 
     def begin(self, session: str, candidates: Sequence[Candidate]) -> Task:
         """A task of the question and the batch's different texts."""
@@ -155,17 +139,14 @@ class CrossEncoderReward(_EncoderReward):
     description = "A cross-encoder's logit for prompt and response."
 
     def __init__(self, spec: CrossEncoderSpec, resources: Resources) -> None:
-        tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
-        model: Any = load_whole(AutoModelForSequenceClassification, spec, resources)
+        super().__init__(spec, resources, AutoModelForSequenceClassification)
+        model = self._model
         if model.config.num_labels != 1:
             raise ValueError(
                 f"{spec.directory}: must have one label, has {model.config.num_labels}"
             )
-        super().__init__(resources, tokenizer, model)
-        self.name = spec.name
-        self.fingerprint = spec.fingerprint(resources, padding=str(self._pad_id))
         self._transform = spec.transform
-        limit = tokenizer.model_max_length
+        limit = self._tokenizer.model_max_length
         positions = getattr(model.config, "max_position_embeddings", limit)
         if isinstance(getattr(model.base_model, "embeddings", None), torch.nn.Module):
             # Models of the RoBERTa kind count positions from the padding's on.

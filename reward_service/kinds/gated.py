@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import Tokens, load_conversation
+from reward_service.checkpoint import load_head, load_model
+from reward_service.conversation import Tokens, Turns, load_conversation
 from reward_service.kinds.causal import CausalReward
 from reward_service.specs import GatedSpec, Resources
 from specrej.contracts import Prompt
@@ -44,14 +44,14 @@ class _Gate:
 
 def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
     """The reward of a gated model. Raises ValueError: the directory does not hold such a model."""
-    regression = load_head(spec.directory, "regression_layer.weight")[""]
-    model: Any = load_backbone(spec, resources)
+    regression = load_head(spec.directory, "regression_layer.weight", "")[""]
+    model: Any = load_model(spec, resources)
     weights = load_head(spec.directory, "gating.")
     gate = _Gate(
         {name: tensor.to(model.device) for name, tensor in weights.items()},
         getattr(model.config, "gating_temperature", 10.0),
     )
-    adjust = load_head(spec.directory, "reward_transform_matrix")[""].to(model.device)
+    adjust = load_head(spec.directory, "reward_transform_matrix", "")[""].to(model.device)
     regression = regression.to(model.device)
 
     def head(states: Tensor, _: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
 
     conversation = load_conversation(spec, model.config)
     pattern: list[int] = conversation.tokenizer.encode(spec.gate_at, add_special_tokens=False)
-    (tokens,) = conversation.turns(Prompt.from_user("Hello?")).tokenize(["Hello."], [True])
+    (tokens,) = Turns(conversation, Prompt.from_user("Hello?")).tokenize(["Hello."], [True])
     if _last_place(tokens.token_ids, pattern) < 0:
         raise ValueError(f"{spec.directory}: gate_at {spec.gate_at!r} is not in its conversations")
 

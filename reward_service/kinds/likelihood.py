@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from reward_service.checkpoint import load_backbone
+from reward_service.checkpoint import load_model
 from reward_service.conversation import Tokens
 from reward_service.kinds.causal import CausalReward
 from reward_service.kinds.lm_head import LMHead
-from reward_service.reward import Reward, Task, finite_sum
+from reward_service.reward import Reward, Task
 from reward_service.specs import LikelihoodSpec, Resources
 from specrej.contracts import Candidate, Prompt, Scores
 
@@ -36,7 +37,7 @@ def load_likelihood(spec: LikelihoodSpec, resources: Resources) -> Reward:
 
 
 def _load_one(spec: LikelihoodSpec, resources: Resources) -> CausalReward:
-    model = load_backbone(spec, resources, with_lm_head=True)
+    model = load_model(spec, resources, AutoModelForCausalLM)
 
     def score(outputs: Tensor) -> float:
         logprobs = outputs[:, 0]
@@ -93,8 +94,7 @@ class _Contrast(Reward):
         def finish(num_tokens: int) -> Scores:
             own, reference = (task.scores().values for task in tasks)
             pairs = zip(own, reference, strict=True)
-            values = tuple(finite_sum((value, -subtracted)) for value, subtracted in pairs)
-            return Scores(values, num_tokens)
+            return Scores(tuple(value - subtracted for value, subtracted in pairs), num_tokens)
 
         return Task(pieces(), finish)
 

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from reward_service.checkpoint import load_backbone
+from reward_service.checkpoint import load_model
 from reward_service.conversation import Tokens, in_parts, load_conversation
 from reward_service.kinds.causal import CausalScorer, KeptSession
 from reward_service.kinds.lm_head import LMHead, single_token
@@ -44,7 +45,7 @@ class PairwiseReward(Reward):
         self.fingerprint = spec.fingerprint(resources)
         self.token_budget = resources.token_budget
         self._spec = spec
-        model = load_backbone(spec, resources, with_lm_head=True)
+        model = load_model(spec, resources, AutoModelForCausalLM)
         self.conversation = load_conversation(spec, model.config)
         words = (spec.first, spec.second)
         pair = [single_token(self.conversation.tokenizer, word, "the word") for word in words]

@@ -12,14 +12,13 @@ one is not scored. A text in which no step has ended counts as one step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM
 
-from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import SPLICE, Tokens, load_conversation, without_splices
+from reward_service.checkpoint import load_head, load_model
+from reward_service.conversation import SPLICE, Tokens, Turns, load_conversation, without_splices
 from reward_service.kinds.causal import CausalReward, Head
 from reward_service.kinds.lm_head import LMHead, single_token
 from reward_service.specs import ProcessSpec, Resources
@@ -32,7 +31,7 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
     Raises:
         ValueError: the directory does not hold such a model.
     """
-    model = load_backbone(spec, resources, with_lm_head=bool(spec.good))
+    model = load_model(spec, resources, AutoModelForCausalLM if spec.good else AutoModel)
     conversation = load_conversation(spec, model.config)
     tokenizer = conversation.tokenizer
     step_token = single_token(tokenizer, spec.step_token, "the step token")
@@ -60,7 +59,7 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
         return float({"last": good[-1], "min": good.min(), "mean": good.mean()}[spec.aggregate])
 
     text = prepare(f"One is one.{spec.separator}Two is two.", True)
-    (tokens,) = conversation.turns(Prompt.from_user("Count.")).tokenize([text], [True])
+    (tokens,) = Turns(conversation, Prompt.from_user("Count.")).tokenize([text], [True])
     if len(marks(tokens)) != 2:
         reason = "the step token is not found in whole texts: leave out step_text, or write it so"
         raise ValueError(f"{spec.directory}: {reason} that it stays one token")
@@ -87,10 +86,9 @@ def _label_head(spec: ProcessSpec, device: torch.device) -> Head:
     """A linear head, or two layers with a ReLU between (Qwen2.5-Math-PRM, arXiv 2501.07301)."""
     tensors = {name: t.to(device) for name, t in load_head(spec.directory, "score.").items()}
     layers = [""] if "weight" in tensors else ["0.", "2."]
-    try:
-        weights: list[Any] = [(tensors[f"{n}weight"], tensors.get(f"{n}bias")) for n in layers]
-    except KeyError as error:
-        raise ValueError(f"{spec.directory}: lacks score.{error.args[0]}") from None
+    if missing := [n for n in layers if f"{n}weight" not in tensors]:
+        raise ValueError(f"{spec.directory}: lacks score.{missing[0]}weight")
+    weights = [(tensors[f"{n}weight"], tensors.get(f"{n}bias")) for n in layers]
     num_labels = len(weights[-1][0])
     if spec.good_label >= num_labels:
         raise ValueError(f"{spec.directory}: has {num_labels} labels, none is {spec.good_label}")

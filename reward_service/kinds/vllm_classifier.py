@@ -58,7 +58,7 @@ class VLLMClassifier(Reward):
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Turns:
         """Raises InvalidRequest: the model cannot take this prompt."""
-        return self._conversation.turns(prompt)
+        return Turns(self._conversation, prompt)
 
     def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
         """A task of the batch's different texts."""

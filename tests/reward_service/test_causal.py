@@ -134,6 +134,13 @@ def test_what_can_never_fit_evicts_nothing(models: dict[str, Path]) -> None:
     assert scored(reward, idle, {0: "abcd"}).computed_tokens == 1 + CLOSING
 
 
+def test_nothing_is_kept_of_a_text_that_is_cut(models: dict[str, Path]) -> None:
+    """Guards memory: a longer text is cut elsewhere, so that it shares no position with this."""
+    reward = load("classifier", models["llama"])
+    scored(reward, reward.open(PROMPT), {0: "x" * 400})
+    assert reward.scorer.kept_tokens == 0
+
+
 def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> None:
     """Guards memory against many sessions, and the scores of evicted ones."""
     reward = load("classifier", models["llama"], kept_tokens=400)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
-from reward_service.conversation import SPLICE, Conversation
+from reward_service.conversation import SPLICE, Conversation, Turns
 from reward_service.specs import ClassifierSpec
 from specrej.contracts import Message, Prompt
 from tests.reward_service.tiny import (
@@ -44,7 +44,7 @@ def test_responses_have_the_tokens_of_the_whole_conversation(
     """The prompt's tokens are not computed again, also where callers write control tokens."""
     made = conversation(make_tokenizer(None), special_tokens=special_tokens)
     made.splice = splice
-    turns = made.turns(prompt)
+    turns = Turns(made, prompt)
     texts = [*TEXTS, f"a{EOS}b{BOS}", f"one{SPLICE}two{SPLICE}"]
     rendered = made.render(prompt, texts)
     expected = [[7 if token < 0 else token for token in ids] for ids in made.encode(rendered)]
@@ -64,14 +64,14 @@ def test_a_template_that_changes_the_prompt_is_used_as_it_is() -> None:
     )
     made = conversation(tokenizer)
     prompt = PROMPTS[0]
-    (tokens,) = made.turns(prompt).tokenize(["other"], [True])
+    (tokens,) = Turns(made, prompt).tokenize(["other"], [True])
     assert [tokens.token_ids] == made.encode(made.render(prompt, ["other"]))
 
 
 def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards other callers against seconds in which the thread of a reward tokenizes."""
     made = conversation(make_tokenizer(None))
-    turns = made.turns(Prompt.from_user("x" * 20_000))
+    turns = Turns(made, Prompt.from_user("x" * 20_000))
     encode = mock.Mock(wraps=made._control_tokens.encode)
     monkeypatch.setattr(made._control_tokens, "encode", encode)
     tokenized = turns.tokenize([f"answer {i}" for i in range(64)], [True] * 64)
@@ -83,7 +83,7 @@ def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against gigabytes of text: each of up to 1,024 conversations has the whole prompt."""
     made = conversation(make_tokenizer(None))
-    turns = made.turns(PROMPTS[0])
+    turns = Turns(made, PROMPTS[0])
     written = mock.Mock(wraps=made.written)
     monkeypatch.setattr(made, "written", written)
     turns.tokenize([f"answer {i}" for i in range(100)], [i % 2 == 0 for i in range(100)])
@@ -107,7 +107,7 @@ def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:
     save(tmp_path, config, tokenizer, AutoModelForTokenClassification)
     reward = load("process", tmp_path)
     text = reward.prepare("\nOne is one.\n\nTwo is two.", True)
-    (tokens,) = reward.conversation.turns(PROMPTS[0]).tokenize([text], [True])
+    (tokens,) = Turns(reward.conversation, PROMPTS[0]).tokenize([text], [True])
     assert tokens.token_ids.count(259) == 3
     assert tokens.token_ids[tokens.start] == 259
     assert (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,18 @@ def brevity(prompt: Prompt, responses: Sequence[str]) -> list[float]:
     return [-len(response) for response in responses]
 
 
-class Length:
-    """Counts letters."""
-
-    def __call__(self, prompt: Prompt, responses: Sequence[str]) -> list[int]:
-        return [len(response) for response in responses]
+def fixed(values: Any, prompt: Prompt, responses: Sequence[str]) -> Any:
+    return values
 
 
-length = Length()
+lengths = partial(fixed, [3, 0])
 
 
 def test_function_is_a_reward() -> None:
     reward = load("function", function=PATH)
     assert score(reward, PROMPT, ["abc", "", "a"]).values == (-3.0, 0.0, -1.0)
     assert (reward.name, reward.description) == ("r", "Shorter is better.")
-    callable_object = load("function", function=f"{__name__}:length")
+    callable_object = load("function", function=f"{__name__}:lengths")
     assert score(callable_object, PROMPT, ["abc", ""]).values == (3.0, 0.0)
     assert callable_object.fingerprint != reward.fingerprint
 
@@ -50,9 +49,9 @@ def test_other_values_than_a_list_of_numbers_are_refused(
     monkeypatch: pytest.MonkeyPatch, values: Any
 ) -> None:
     """Guards against candidates ranked by the keys of a dictionary, which may be numbers."""
-    monkeypatch.setattr(Length, "__call__", lambda *_: values)
+    monkeypatch.setattr(sys.modules[__name__], "lengths", partial(fixed, values))
     with pytest.raises(RewardInvalid):
-        score(load("function", function=f"{__name__}:length"), PROMPT, ["a", "bb"])
+        score(load("function", function=f"{__name__}:lengths"), PROMPT, ["a", "bb"])
 
 
 def test_edited_file_has_another_fingerprint(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from reward_service.conversation import SPLICE
+from reward_service.conversation import SPLICE, Turns
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
 from tests.reward_service.tiny import (
@@ -135,7 +135,7 @@ def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     reward = load("process", tmp_path, step_token=STEP)
     text = reward.prepare("One.\n\nTwo.\n\n", True)
-    (tokens,) = reward.conversation.turns(PROMPT).tokenize([text], [True])
+    (tokens,) = Turns(reward.conversation, PROMPT).tokenize([text], [True])
     assert len(reward.marks(tokens)) == 2
     with pytest.raises(ValueError, match="not found in whole texts"):
         load("process", tmp_path, step_token=STEP, step_text=STEP)

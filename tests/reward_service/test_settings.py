@@ -7,13 +7,13 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from reward_service.__main__ import main
 from reward_service.settings import RewardSettings
-from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources, RewardSpec
+from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
@@ -103,15 +103,7 @@ def not_a_number(prompt: Any, texts: list[str]) -> list[float]:
     return [math.nan for _ in texts]
 
 
-def test_documentation_lists_every_option() -> None:
+def test_the_examples_of_the_documentation_are_accepted() -> None:
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    lines = text.splitlines()
-    general = {"name", "kind", "trust_remote_code"}
-    for spec in get_args(get_args(RewardSpec)[0]):
-        kind = spec.model_fields["kind"].default
-        row = next(line for line in lines if line.startswith(f"| `{kind}` |"))
-        for option in spec.model_fields.keys() - general:
-            assert f"`{option}`" in row
-    assert "trust_remote_code" in text
     (examples,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     assert len(load(RewardSettings, ["--rewards", examples]).rewards) == 6

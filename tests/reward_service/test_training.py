@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, backbone: Path) -> No
     with pytest.raises(ValueError, match="must be decoder-only"):
         load("classifier", encoder, head=head)
     head.write_text("{}")
-    with pytest.raises(ValueError, match="not a reward's head"):
+    with pytest.raises(ValueError, match="not a file of weights"):
         load("classifier", backbone, head=head)
     manifest.mkdir()
     (manifest / "reward.json").write_text('{"backbone": "x"}')
@@ -164,10 +165,14 @@ def arguments(tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_trained_directory_loads_as_a_classifier(
-    tmp_path: Path, backbone: Path, arguments: Any
+    tmp_path: Path, backbone: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a report about other weights than those that are written."""
+    """Guards against a report about other weights than those that are written, and against test
+    pairs that were trained on."""
+    computed = mock.Mock(wraps=features)
+    monkeypatch.setattr(training, "features", computed)
     report, out = training.train(arguments), arguments.out
+    computed.assert_called_once_with(backbone, read_pairs(tmp_path / "pairs.jsonl")[:-10])
     assert report.test.share > 0.8
     assert report.test.low < report.test.share <= report.test.high
     test = read_pairs(tmp_path / "pairs.jsonl")[-10:]
