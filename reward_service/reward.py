@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class RewardLost(Exception):
-    """A reward's engine or device will compute no more: only a restart of the service helps."""
+    """A reward's engine or device cannot compute until the service is restarted."""
 
 
 class Task:

@@ -53,7 +53,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         scores = await worker.score(prompt, responses, whole=not request.unfinished)
         return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
 
-    # The stub's type has async generators only; `specrej.server.serving` explains why this is none.
+    # The stub's type has async generators only; `specrej.server.serving` says why this is not one.
     async def ScoreSession(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ScoreSessionRequest], context: Context
     ) -> None:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
 
-# Errors of torch, which is not imported here, after which a process can use its device no more.
+# Errors of torch, which is not imported here, after which a process cannot use its device.
 _LOST = ("AcceleratorError",)
 
 
@@ -289,7 +289,7 @@ class Worker:
                     self._compute(under_way)
                     under_way[:] = [batch for batch in under_way if not self._is_done(batch)]
         except BaseException:
-            # A bug here, or in a reward where no error is allowed; callers must not wait for ever.
+            # A bug here, or a reward that raises in `free`: callers must not wait for ever.
             log.critical("the thread of reward %s ends", self._reward.name, exc_info=True)
         with self._closing:
             self._dead = not self._closed  # no request arrives after this

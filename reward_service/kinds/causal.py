@@ -311,6 +311,7 @@ class CausalScorer(SegmentedModel):
         return shared, total
 
     def _marks(self, sequence: Tokens) -> list[Mark]:
+        """Where the head is read, as keys of outputs."""
         if not self._looks_ahead:
             return [(place, 0) for place in sequence.marks]
         token_ids = [*sequence.token_ids, 0]
@@ -408,11 +409,13 @@ class CausalReward(Reward):
             closed = closes(candidate, self._closes_unfinished)
             texts.append((self.prepare(turns.last_part(candidate.text), closed), closed))
         unique, where = distinct(texts)
-        sequences: dict[int, Tokens] = {}  # by the first candidate with this text
+        # The first candidate with each text: of equal keys, a dict keeps the last value.
+        firsts = dict(zip(reversed(where), reversed(candidates), strict=True))
+        sequences: dict[int, Tokens] = {}
         tokenized = turns.tokenize([text for text, _ in unique], [end for _, end in unique])
         for place, tokens in enumerate(tokenized):
             tokens.marks = self.marks(tokens)
-            sequences[candidates[where.index(place)].id] = tokens
+            sequences[firsts[place].id] = tokens
 
         def to_scores(outputs: list[Tensor]) -> list[float]:
             scores = [self._score(output) for output in outputs]

@@ -79,7 +79,7 @@ class _EncoderReward(Reward):
         Control tokens in texts are characters: each takes one token more of `max_length`.
         """
         as_text, cut_id = self._control_tokens.as_text, self._control_tokens.cut_id
-        most = max_length * MAX_TOKEN_CHARACTERS  # what is behind would be cut
+        most = max_length * MAX_TOKEN_CHARACTERS  # the rest would be cut
         columns = [[as_text(text[:most]) for text in column] for column in texts]
         coded = self._tokenizer(*columns, max_length=max_length, padding=False, **options)
         rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import grpc.aio
 import pytest
 import torch
 
@@ -15,13 +15,14 @@ from reward_service import embedded
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
+from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from tests.reward_service.tiny import save, save_language_model
 from tests.serving import serving
 
 MAX_BATCH = 8
 
-# Starts a service with rewards (none: still loading) and options, and connects to it.
-Serve = Callable[..., Awaitable[grpc.aio.Channel]]
+# Starts a service with rewards (none: still loading) and options; returns a stub of it.
+Serve = Callable[..., Awaitable[Any]]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -33,13 +34,14 @@ def one_thread() -> None:
 async def serve() -> AsyncIterator[Serve]:
     async with AsyncExitStack() as stack:
 
-        async def serve(*rewards: Reward, lease_s: float = 30) -> grpc.aio.Channel:
+        async def serve(*rewards: Reward, lease_s: float = 30) -> Any:
             workers = [await Worker.start(partial(lambda one: one, reward)) for reward in rewards]
             for worker in workers:
                 stack.callback(worker.close)
             servicer = RewardServicer(MAX_BATCH, lease_s)
             servicer.serve(workers)
-            return await stack.enter_async_context(serving(servicer.service()))
+            channel = await stack.enter_async_context(serving(servicer.service()))
+            return RewardServiceStub(channel)
 
         yield serve
 

@@ -55,11 +55,13 @@ def test_raw_text_may_allow_control_tokens(language_model: Path) -> None:
 
 
 def test_the_step_token_of_a_response_is_no_step(language_model: Path) -> None:
-    """Guards step tokens that are control tokens, and the private characters of the splice."""
+    """Guards step tokens that are control tokens, and the private characters of the splice, also
+    where removing a whole one would form another."""
     options = {"step_token": EOS, "step_text": EOS, "format": "{prompt} {response}"}
     reward = load("process", language_model, good="+", bad="-", **options)
     turns = Turns(reward.conversation, Prompt.from_user(f"a{SPLICE}b"))
-    texts = [reward.prepare(f"One.{SPLICE}{EOS}\n\n{EOS}Two.\n\n", True)]
+    crafted = f"\ue000{SPLICE}\ue001\ue000"
+    texts = [reward.prepare(f"One.{crafted}{EOS}\n\n{EOS}Two.\n\n", True)]
     (tokens,) = turns.tokenize(texts, [True])
     assert len(reward.marks(tokens)) == 2
     assert tokens.token_ids.count(reward.conversation.tokenizer.eos_token_id) == 2

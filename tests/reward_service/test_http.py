@@ -81,7 +81,7 @@ async def test_what_is_for_this_machine_is_sent_to_no_proxy(
 
 
 async def test_a_slow_answer_delays_no_other_caller() -> None:
-    """Guards against one call after the other, and against passes that wait for all of theirs."""
+    """Guards against calls that wait for each other."""
     async with served() as endpoint, worker_of(endpoint, queue_limit=3) as worker:
         slow = [asyncio.create_task(worker.score(PROMPT, ["slow"])) for _ in range(2)]
         await until(lambda: len(endpoint.requests) == 2)
@@ -186,11 +186,10 @@ async def test_secrets_of_headers_are_read_from_files(tmp_path: Path) -> None:
         await worker.score(PROMPT, ["a"])
         sent = [request.headers["authorization"] for request in endpoint.requests]
     assert sent == ["Bearer one", "Bearer two"]
-    for content in ("", "a\nb", "é", "x" * 9000):
-        place(file, content)
-        with pytest.raises(ValueError, match="one line") as raised:
-            load("http", url="http://127.0.0.1:1/", header_files={"X": file})
-        assert content.strip() not in str(raised.value) or not content
+    place(file, "s3cret\nb")
+    with pytest.raises(ValueError, match="one line") as raised:
+        load("http", url="http://127.0.0.1:1/", header_files={"X": file})
+    assert "s3cret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

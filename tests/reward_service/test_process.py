@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from reward_service.conversation import SPLICE, Turns
+from reward_service.conversation import Turns
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
 from tests.reward_service.tiny import (
@@ -155,13 +155,3 @@ def test_options_that_the_model_cannot_have_are_refused(labels: Path, tmp_path: 
     save_language_model(tmp_path)
     with pytest.raises(ValueError, match=r"lacks the weights score\."):
         load("process", tmp_path, step_token=STEP)
-
-
-def test_a_text_cannot_make_steps_of_its_own(labels: Path) -> None:
-    """Guards against what is left of a splice around another one."""
-    reward = load("process", labels, step_token=STEP)
-    crafted = f"good\ue000{SPLICE}\ue001\ue000bad"
-    whole = batch({0: crafted}, FinishReason.STOP)
-    expected = min(by_labels(labels, "goodbad@"))
-    session = reward.open(PROMPT)
-    assert score_batch(session, reward, whole).values == pytest.approx((expected,), abs=1e-4)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 
 from reward_service.kinds.toy import ToyReward
 from specrej.backend.v1 import reward_pb2 as pb
-from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.v1 import common_pb2
 from tests.reward_service.conftest import Serve
 from tests.reward_service.fakes import FinishedReward, FixedReward
@@ -18,10 +16,6 @@ from tests.serving import failure_of, reason_of, retry_info_s, violations_of
 
 PROMPT = common_pb2.Prompt(text="Write it.")
 Code = grpc.StatusCode
-
-
-def stub_of(channel: grpc.aio.Channel) -> Any:
-    return RewardServiceStub(channel)
 
 
 def score_request(*responses: str, reward: str = "") -> pb.ScoreRequest:
@@ -38,11 +32,9 @@ def batch_request(sequence: int, *candidates: tuple[int, str]) -> pb.ScoreSessio
     return pb.ScoreSessionRequest(sequence=sequence, batch=pb.ScoreBatch(candidates=batch))
 
 
-async def converse(
-    channel: grpc.aio.Channel, *requests: pb.ScoreSessionRequest
-) -> list[pb.ScoreSessionResponse]:
+async def converse(stub: Any, *requests: pb.ScoreSessionRequest) -> list[pb.ScoreSessionResponse]:
     """The answers to messages sent one after the other on a stream, which is then half-closed."""
-    call = stub_of(channel).ScoreSession()
+    call = stub.ScoreSession()
     answers = []
     for request in requests:
         await call.write(request)
@@ -67,7 +59,7 @@ async def bad_fields(call: Any) -> list[str]:
 
 
 async def test_rewards_have_names_and_the_first_is_the_default(serve: Serve) -> None:
-    stub = stub_of(await serve(ToyReward(), FixedReward([7.0])))
+    stub = await serve(ToyReward(), FixedReward([7.0]))
     described = (await stub.Describe(pb.RewardServiceDescribeRequest())).rewards
     assert [(reward.name, reward.max_batch) for reward in described] == [("toy", 8), ("fixed", 8)]
     assert described[0].fingerprint == ToyReward().fingerprint
@@ -80,16 +72,16 @@ async def test_rewards_have_names_and_the_first_is_the_default(serve: Serve) -> 
 
 
 async def test_unknown_reward_is_not_found(serve: Serve) -> None:
-    channel = await serve(ToyReward())
+    stub = await serve(ToyReward())
     for call in (
-        stub_of(channel).Score(score_request("a", reward="TOY")),
-        converse(channel, open_request(reward="other")),
+        stub.Score(score_request("a", reward="TOY")),
+        converse(stub, open_request(reward="other")),
     ):
         assert await failure(call) == (Code.NOT_FOUND, "NOT_FOUND")
 
 
 async def test_every_violation_of_score_is_reported(serve: Serve) -> None:
-    stub = stub_of(await serve(ToyReward()))
+    stub = await serve(ToyReward())
     assert await bad_fields(stub.Score(pb.ScoreRequest())) == ["prompt", "responses"]
     both = pb.ScoreRequest(prompt=common_pb2.Prompt(text=" \n"), responses=["a"] * 9)
     assert await bad_fields(stub.Score(both)) == ["prompt.text", "responses"]
@@ -139,14 +131,14 @@ async def test_session_scores_batch_after_batch(serve: Serve) -> None:
 
 async def test_reward_receives_which_texts_have_ended(serve: Serve) -> None:
     """Guards how unfinished turns are closed: an open text has another score."""
-    channel = await serve(FinishedReward())
+    stub = await serve(FinishedReward())
     request = score_request("a", "b")
-    assert list((await stub_of(channel).Score(request)).scores) == [1, 1]
+    assert list((await stub.Score(request)).scores) == [1, 1]
     request.unfinished = True
-    assert list((await stub_of(channel).Score(request)).scores) == [0, 0]
+    assert list((await stub.Score(request)).scores) == [0, 0]
     batch = batch_request(2, (0, "a"), (1, "b"))
     batch.batch.candidates[1].finished = True
-    _, answer = await converse(channel, open_request(), batch)
+    _, answer = await converse(stub, open_request(), batch)
     assert list(answer.scores.scores) == [0, 1]
 
 
@@ -164,19 +156,18 @@ async def test_command_at_the_wrong_time_is_out_of_order(
 
 
 async def test_session_without_commands_ends_with_its_lease(serve: Serve) -> None:
-    call = stub_of(await serve(ToyReward(), lease_s=0.5)).ScoreSession()
+    call = (await serve(ToyReward(), lease_s=0.5)).ScoreSession()
     await call.write(open_request())
     await call.read()
     assert await failure(call.read()) == (Code.FAILED_PRECONDITION, "SESSION_EXPIRED")
 
 
 async def test_every_call_is_unavailable_before_the_rewards_are_loaded(serve: Serve) -> None:
-    channel = await serve()
-    stub = stub_of(channel)
+    stub = await serve()
     calls = (
         stub.Score(score_request("a")),
         stub.Describe(pb.RewardServiceDescribeRequest()),
-        converse(channel, open_request()),
+        converse(stub, open_request()),
     )
     for call in calls:
         error = await failure_of(call)

@@ -331,42 +331,19 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
         await until(lambda: worker.heartbeat_s() == 0)
 
 
-class Unfreeable(PiecewiseReward):
-    """Raises when a session is freed, which no reward may do."""
-
-    def free(self, session: Any) -> None:
-        raise SystemExit
-
-
-class Broken(ToyReward):
-    """A reward whose device or engine has failed for good."""
-
-    error: Exception | None = None
-
-    def compute(self, pieces: Sequence[Any]) -> None:
-        if self.error:
-            raise self.error
-        super().compute(pieces)
-
-
 class AcceleratorError(RuntimeError):
     """Of the name of torch's, which this module does not import."""
 
 
 @pytest.mark.parametrize("error", [RewardLost("gone"), AcceleratorError("CUDA error")])
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("place", [(ToyReward, "compute"), (Task, "scores")])
 async def test_a_reward_that_is_lost_is_unavailable_and_not_alive(
-    error: Exception, is_late: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a service that stays ready and fails every batch as INTERNAL; a GPU may fail
     where scores are read."""
-    reward = Broken()
-    async with started(reward) as worker:
-        await worker.score(PROMPT, ["a"])
-        if is_late:
-            monkeypatch.setattr(Task, "scores", mock.Mock(side_effect=error))
-        else:
-            reward.error = error
+    async with started(ToyReward()) as worker:
+        monkeypatch.setattr(*place, mock.Mock(side_effect=error))
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await asyncio.wait_for(worker.score(PROMPT, ["a"]), 20)
@@ -374,11 +351,13 @@ async def test_a_reward_that_is_lost_is_unavailable_and_not_alive(
 
 
 async def test_when_the_thread_ends_all_calls_are_unavailable(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against callers that wait for ever: computing, queued and late ones."""
-    reward = Unfreeable()
+    """Guards against callers that wait for ever: computing, queued and late ones. No reward may
+    raise where a session is freed."""
+    reward = PiecewiseReward()
     async with started(reward) as worker, worker.open(PROMPT) as session:
+        monkeypatch.setattr(reward, "free", mock.Mock(side_effect=SystemExit))
         failing = await sent(session.score(texts("!")))
         await entered(reward)
         waiting = await sent(worker.score(PROMPT, ["a"]))
@@ -389,4 +368,3 @@ async def test_when_the_thread_ends_all_calls_are_unavailable(
             with pytest.raises(Unavailable):
                 await asyncio.wait_for(call, 20)
         assert worker.heartbeat_s() == math.inf
-    assert "the thread of reward piecewise ends" in caplog.text
