@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
@@ -110,15 +110,20 @@ def set_caller(caller: Caller) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a tokens file; the caller's share is that of any line of its tenant."""
+    """A line of a tokens file."""
 
-    caller: Caller
-    expires: float = math.inf  # seconds since the epoch
+    tenant: str
+    roles: frozenset[Role]
+    share: Share
+    expires: float  # seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A tokens file: its lines by the SHA-256 digest of their token, and shares by tenant."""
+    """A tokens file: its lines by the SHA-256 digest of their token, and shares by tenant.
+
+    A tenant's share is that of any of its lines.
+    """
 
     entries: Mapping[bytes, Entry]
     shares: Mapping[str, Share]
@@ -163,18 +168,18 @@ class Access:
         if not self._tokens:
             return Caller(_tenant_of(given))
         tokens = self._tokens.get()
-        caller = _find(tokens, _token_of(given))
+        entry = _find(tokens, _token_of(given))
         needed = _roles_for(method)
-        if not caller.roles & needed:
+        if not entry.roles & needed:
             names = ", ".join(sorted(needed))
             raise PermissionDenied(
                 "the token lacks the role for this call", metadata={"roles": names}
             )
         named = _tenant_of(given)
-        if Role.GATEWAY in caller.roles:
-            tenant = named or caller.tenant
-            return Caller(tenant, caller.roles, tokens.shares.get(tenant, Share()))
-        return caller
+        tenant = entry.tenant
+        if Role.GATEWAY in entry.roles:
+            tenant = named or tenant
+        return Caller(tenant, entry.roles, tokens.shares.get(tenant, Share()))
 
 
 def _roles_for(method: str) -> frozenset[Role]:
@@ -198,14 +203,14 @@ def _token_of(metadata: Metadata) -> str:
     return values[0][len(_SCHEME) :].strip()
 
 
-def _find(tokens: Tokens, token: str) -> Caller:
+def _find(tokens: Tokens, token: str) -> Entry:
     # Not in constant time: what the duration could reveal is about digests, not about tokens.
     known = tokens.entries.get(_digest(token))
     if known is None:
         raise Unauthenticated("unknown token")
     if time.time() >= known.expires:
         raise Unauthenticated("the token has expired")
-    return known.caller
+    return known
 
 
 def _digest(token: str) -> bytes:
@@ -229,12 +234,9 @@ def read_tokens(path: Path) -> Tokens:
         digest, entry = _entry(line, where)
         if entries.setdefault(digest, entry) is not entry:
             raise ValueError(f"{where}: the same token twice")
-        tenant, share = entry.caller.tenant, entry.caller.share
-        if share != Share() and shares.setdefault(tenant, share) != share:
+        share = entry.share
+        if share != Share() and shares.setdefault(entry.tenant, share) != share:
             raise ValueError(f"{where}: two weights or limits of one tenant")
-    for digest, entry in entries.items() if shares else ():
-        share = shares.get(entry.caller.tenant, Share())
-        entries[digest] = replace(entry, caller=replace(entry.caller, share=share))
     return Tokens(entries, shares)
 
 
@@ -250,8 +252,8 @@ def _entry(line: str, where: str) -> tuple[bytes, Entry]:
         raise ValueError(f"{where}: tenant must be a name")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{where}: sha256 must be 64 hex digits")
-    caller = Caller(tenant, _roles(roles, where), _share(given, where))
-    return bytes.fromhex(digest), Entry(caller, _expires(given.get("expires"), where))
+    share, expires = _share(given, where), _expires(given.get("expires"), where)
+    return bytes.fromhex(digest), Entry(tenant, _roles(roles, where), share, expires)
 
 
 def _expires(given: object, where: str) -> float:

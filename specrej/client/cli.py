@@ -203,7 +203,15 @@ def _parser() -> argparse.ArgumentParser:
         tokens file, with only its SHA-256, goes to stderr or is appended to a file:
         specrej token acme --append tokens.jsonl > acme.token. With --revoke, make none, and remove
         all of the tenant's lines from a file."""
-    command = add("token", _token, text)
+    _add_token(add("token", _token, text))
+
+    for name, (_, _, text) in _FORWARDED.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _add_token(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `specrej token`."""
     command.add_argument("tenant", metavar="TENANT", help="the tenant that the token identifies")
     command.add_argument(
         "--role",
@@ -217,15 +225,10 @@ def _parser() -> argparse.ArgumentParser:
         "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
     )
     files = command.add_mutually_exclusive_group()
-    for flag, text in (
-        ("--append", "append the line to this tokens file instead"),
-        ("--revoke", "remove the tenant's lines from this tokens file"),
-    ):
-        files.add_argument(flag, type=Path, metavar="FILE", help=text)
-
-    for name, (_, _, text) in _FORWARDED.items():
-        commands.add_parser(name, help=text, add_help=False)
-    return parser
+    text = "append the line to this tokens file instead"
+    files.add_argument("--append", type=Path, metavar="FILE", help=text)
+    text = "remove the tenant's lines from this tokens file"
+    files.add_argument("--revoke", type=Path, metavar="FILE", help=text)
 
 
 def _add_call(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -31,37 +30,26 @@ STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):(TEXT|@FILE)"
 REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
 
 
-@contextmanager
-def _usage(text: str, syntax: str) -> Iterator[None]:
-    """Turn the errors of a text that cannot be read into one with the syntax to use."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r}: use {syntax}") from None
-
-
 def parse_schedule(text: str) -> Schedule:
     """`memory[:FIRST]`, `geometric[:FIRST[,FACTOR]]` or `tokens:T,T,...`."""
     kind, _, rest = text.partition(":")
     values = rest.split(",") if rest else []
-    with _usage(text, "memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"):
-        match kind, values:
-            case "tokens", [_, *_]:
-                return Schedule("tokens", tokens=tuple(map(int, values)))
-            case "memory" | "geometric", []:
-                return Schedule(kind)
-            case "memory" | "geometric", [first]:
-                return Schedule(kind, int(first))
-            case "geometric", [first, factor]:
-                return Schedule("geometric", int(first), float(factor))
-        raise ValueError("unknown schedule")
+    match kind, values:
+        case "tokens", [_, *_]:
+            return Schedule("tokens", tokens=tuple(map(int, values)))
+        case "memory" | "geometric", []:
+            return Schedule(kind)
+        case "memory" | "geometric", [first]:
+            return Schedule(kind, int(first))
+        case "geometric", [first, factor]:
+            return Schedule("geometric", int(first), float(factor))
+    raise ValueError("unknown schedule")
 
 
 def parse_branching(text: str) -> Branching:
     """`WIDTH[,KEEP[,TAPER]]`."""
     width, *rest = text.split(",")
-    with _usage(text, "16,4 or 32,2,1 (width, keep, taper)"):
-        return Branching(int(width), *map(int, rest[:1]), *map(float, rest[1:]))
+    return Branching(int(width), *map(int, rest[:1]), *map(float, rest[1:]))
 
 
 def parse_reward(text: str) -> WeightedReward:
@@ -69,19 +57,17 @@ def parse_reward(text: str) -> WeightedReward:
     first, *rest = text.split(",")
     name, _, weight = first.partition("=")
     parts = {key: value for key, _, value in (part.partition("=") for part in rest)}
-    with _usage(text, REWARD_SYNTAX):
-        if len(parts) < len(rest):
-            raise ValueError("a part is repeated")
-        veto = parts.pop("veto", None)
-        veto_below = None if veto is None else float(veto)
-        return WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
+    if len(parts) < len(rest):
+        raise ValueError("a part is repeated")
+    veto = parts.pop("veto", None)
+    veto_below = None if veto is None else float(veto)
+    return WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
 
 
 def parse_bias(text: str) -> TokenBias:
     """`TOKEN=BIAS`: a token id and a number."""
     token_id, _, bias = text.partition("=")
-    with _usage(text, BIAS_SYNTAX):
-        return TokenBias(int(token_id), float(bias))
+    return TokenBias(int(token_id), float(bias))
 
 
 def parse_structured_output(text: str) -> StructuredOutput:
@@ -101,7 +87,7 @@ def parse_structured_output(text: str) -> StructuredOutput:
             return Regex(given)
         case "grammar" if given:
             return Grammar(given)
-    raise argparse.ArgumentTypeError(f"{text!r}: use {STRUCTURED_SYNTAX}")
+    raise ValueError("unknown structured output")
 
 
 def _normalization(parts: Mapping[str, str]) -> Normalization:
@@ -116,14 +102,31 @@ def _normalization(parts: Mapping[str, str]) -> Normalization:
             raise ValueError("unknown normalization")
 
 
-# Of options that are repeated, or that are no number, text or enumeration.
-_SYNTAX: dict[str, tuple[Callable[[str], object], str]] = {
-    "rewards": (parse_reward, REWARD_SYNTAX),
-    "logit_bias": (parse_bias, BIAS_SYNTAX),
-    "schedule": (parse_schedule, "SCHEDULE"),
-    "branching": (parse_branching, "WIDTH,KEEP"),
-    "structured_output": (parse_structured_output, STRUCTURED_SYNTAX),
+# Of options that are no number, text or enumeration: parser, metavar, and what to use instead of a
+# text that cannot be parsed.
+_SYNTAX: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "rewards": (parse_reward, REWARD_SYNTAX, REWARD_SYNTAX),
+    "logit_bias": (parse_bias, BIAS_SYNTAX, BIAS_SYNTAX),
+    "schedule": (
+        parse_schedule,
+        "SCHEDULE",
+        "memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64",
+    ),
+    "branching": (parse_branching, "WIDTH,KEEP", "16,4 or 32,2,1 (width, keep, taper)"),
+    "structured_output": (parse_structured_output, STRUCTURED_SYNTAX, STRUCTURED_SYNTAX),
 }
+
+
+def _type(parse: Callable[[str], object], syntax: str) -> Callable[[str], object]:
+    """A parser for argparse, whose error has the syntax to use."""
+
+    def parsed(text: str) -> object:
+        try:
+            return parse(text)
+        except (TypeError, ValueError):
+            raise argparse.ArgumentTypeError(f"{text!r}: use {syntax}") from None
+
+    return parsed
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
@@ -132,12 +135,14 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
         more: dict[str, Any] = {}
         kind = option.type
         if name in _SYNTAX:
-            more["type"], more["metavar"] = _SYNTAX[name]
+            parse, more["metavar"], syntax = _SYNTAX[name]
+            more["type"] = _type(parse, syntax)
         elif kind is bool:
             more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
         elif isinstance(kind, type) and issubclass(kind, Enum):
-            choices = ",".join(choice.value for choice in kind)
-            more |= {"type": _choice(kind), "metavar": f"{{{choices}}}"}
+            choices = [choice.value for choice in kind]
+            more["type"] = _type(kind, f"one of {', '.join(choices)}")
+            more["metavar"] = f"{{{','.join(choices)}}}"
         else:
             more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(kind, kind)
         if isinstance(option.default, tuple):
@@ -147,16 +152,6 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
         # argparse formats help texts with %.
         text = option.help_text.replace("%", "%%")
         parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **more)
-
-
-def _choice(kind: type[Enum]) -> Callable[[str], Enum]:
-    """A parser of an enumeration's values."""
-
-    def parse(text: str) -> Enum:
-        with _usage(text, f"one of {', '.join(choice.value for choice in kind)}"):
-            return kind(text)
-
-    return parse
 
 
 def options_of(arguments: argparse.Namespace) -> Options:

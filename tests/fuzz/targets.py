@@ -93,7 +93,7 @@ def tokens(data: bytes) -> bool:
     """A tokens file; every tenant in it has a cache digest."""
     with _file(data) as path, suppress(ValueError):
         for entry in read_tokens(path).entries.values():
-            tenant_digest(entry.caller.tenant)
+            tenant_digest(entry.tenant)
         return True
     return False
 

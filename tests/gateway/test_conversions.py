@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted, wire
+from specrej.contracts import Finished, Generation, wire
 from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, post, whole_reply
-from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator, trace
+from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
 
 Conversions = list[tuple[str, bool, Any]]
 
@@ -47,23 +47,3 @@ async def test_answers_are_converted_off_the_event_loop(
     assert [is_on_loop for _, is_on_loop, _ in calls] == 4 * [False]
     answers = [value for _, _, value in calls if isinstance(value, Generation)]
     assert [(len(answer.candidates), answer.rounds) for answer in answers] == 2 * [(1, ())]
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/specrej/stream"])
-async def test_large_rounds_are_converted_off_the_event_loop(
-    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    """Guards other calls against rounds of many candidates, and long texts."""
-    candidates = tuple(CandidateTrace(number, 0.5, Fate.KEPT) for number in range(300))
-    done = RoundCompleted(trace(1, candidates=candidates), (0,), "x" * 10_000)
-    orchestrator.events = (EVENTS[0], done, EVENTS[-1])
-    calls = conversions(monkeypatch, "event_from_message", "to_plain")
-    body = {**STREAM, "specrej": {"events": "rounds"}}
-    async with gateway_at(address) as server:
-        assert b"round_completed" in await whole_reply(server.port, path, body)
-    rounds = {
-        (name, is_on_loop)
-        for name, is_on_loop, value in calls
-        if value == done or (name == "event_from_message" and value.HasField("round_completed"))
-    }
-    assert rounds == {("event_from_message", False), ("to_plain", False)}

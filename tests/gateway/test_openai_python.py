@@ -184,22 +184,13 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
     cases: list[tuple[dict[str, Any], str]] = [
         ({"temperature": 1.99999, "top_p": 0}, "top_p"),
         ({"max_tokens": 10**6}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"stop": [""]}, "stop[0]"),
-        ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"logit_bias": {"3": 1, "-1": 1}}, "logit_bias[1].token_id"),
         ({"extra_body": extra(stop_token_ids=[10**6])}, "specrej.stop_token_ids[0]"),
         ({"messages": [*ASK, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
-        ({"extra_body": extra(alpha=1)}, "specrej.alpha"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"extra_body": {"best_of": 10**6}}, "best_of"),
         ({"max_tokens": 5 * 10**9}, "max_tokens"),
-        ({"logit_bias": {"99999999999": 1}}, "logit_bias"),
-        ({"extra_body": extra(allow_special_tokens=True)}, "specrej.allow_special_tokens"),
-        (
-            {"extra_body": extra(schedule={"kind": "tokens", "tokens": [2, 1]})},
-            "specrej.schedule.tokens",
-        ),
     ]
     for fields, param in cases:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -210,16 +201,6 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
     with pytest.raises(openai.NotFoundError) as missing:
         await create(client, extra_body=extra(rewards={"none": 1}))
     assert missing.value.param == "specrej.rewards"
-
-
-async def test_a_failure_in_mid_stream_is_an_exception(client: AsyncOpenAI) -> None:
-    """Guards against a stream that ends as if it were complete."""
-    extension = extra(timeout_s=0.5, ignore_eos=True)
-    stream = await create(client, max_tokens=400, stream=True, extra_body=extension)
-    with pytest.raises(openai.APIError) as failed:
-        _ = [chunk async for chunk in stream]
-    assert isinstance(failed.value.body, dict)
-    assert failed.value.body["code"] == "deadline_exceeded"
 
 
 async def test_records_by_the_answers_id(client: AsyncOpenAI, stack: Stack) -> None:

@@ -10,8 +10,6 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
 from tests.gateway.gateways import CHAT, STREAM, Connection, gateway_at, get, request
 from tests.programs import ROOT, outcome_of
 from tests.serving import until
@@ -64,22 +62,6 @@ async def test_sigterm_lets_requests_finish(address: str, orchestrator: FakeOrch
         orchestrator.released.set()
         assert b"[DONE]" in await stream.read_all()
         assert await asyncio.wait_for(running.wait(), 20) == 0
-
-
-async def test_a_second_signal_ends_it_at_once(
-    address: str, orchestrator: FakeOrchestrator
-) -> None:
-    orchestrator.hangs = True
-    async with process(address) as (running, port):
-        stream = await Connection.open(port, request(CHAT, STREAM))
-        await orchestrator.received.wait()
-        running.send_signal(signal.SIGTERM)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(running.wait(), 0.3)
-        running.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(running.wait(), 20) == 0
-        assert b"[DONE]" not in await stream.read_all()
-        await asyncio.wait_for(orchestrator.cancelled.wait(), 20)
 
 
 async def test_it_is_ready_only_with_an_orchestrator() -> None:

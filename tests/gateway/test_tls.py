@@ -7,10 +7,8 @@ import socket
 import ssl
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
-from gateway import __main__ as gateway_main
 from tests.certificates import Authority, place
 from tests.gateway.gateways import (
     MODELS,
@@ -19,7 +17,6 @@ from tests.gateway.gateways import (
     gateway_at,
     response_to,
 )
-from tests.serving import until
 
 
 async def get_models(port: int, tls: ssl.SSLContext) -> int:
@@ -83,33 +80,3 @@ async def test_no_session_outlives_its_authority(
         place(authorities, other.path.read_bytes())
         again, _ = await asyncio.to_thread(status_line, server.port, tls, session)
         assert again == b""
-
-
-# asyncio leaves the closing of refused sockets to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_handshakes_count_as_connections(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the process's descriptors against connections that begin no handshake."""
-    monkeypatch.setattr(gateway_main, "_HANDSHAKE_S", 1.0)
-    authority = Authority(tmp_path)
-    pair, trusted = authority.issue("gateway"), context(authority)
-    async with gateway_at(address, **pair.settings, max_connections=4) as server:
-        silent = [await Connection.open(server.port) for _ in range(12)]
-
-        def num_open() -> int:
-            held = [c for c in psutil.Process().net_connections() if c.laddr.port == server.port]
-            return sum(connection.status == "ESTABLISHED" for connection in held)
-
-        await until(lambda: num_open() <= 4)
-        for connection in silent:
-            connection.leave()
-
-        async def is_accepted() -> bool:
-            try:
-                (await Connection.open(server.port, tls=trusted)).leave()
-            except ConnectionError:
-                return False
-            return True
-
-        await until(is_accepted)

@@ -94,30 +94,6 @@ async def test_a_call_without_a_message_ends(
     assert refused == ["no_message"]
 
 
-@pytest.mark.parametrize("method", [CHECK, GENERATE])
-async def test_newer_calls_displace_those_without_a_message(
-    method: str,
-    orchestrator: FakeOrchestrator,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: list[str],
-) -> None:
-    """Guards a probe, and a request, against a flood of calls without a message."""
-    monkeypatch.setattr(interceptor, "_MAX_WAITING", 2)
-    monkeypatch.setattr(interceptor, "_MAX_WAITING_PROBES", 2)
-    async with serving(orchestrator.service()) as channel:
-        calls = [begun(channel, method) for _ in range(3)]
-        ends = [asyncio.ensure_future(failure_of(call.read)) for call in calls]
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        error = done.pop().result()
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert retry_info_s(error) == 1.0
-        whole: Any = channel.unary_unary(method)
-        await whole(b"", timeout=BOUND_S)
-        assert refused == ["displaced"] * 2
-        for end in ends:
-            end.cancel()
-
-
 async def test_calls_beyond_the_limit_are_refused(
     orchestrator: FakeOrchestrator, refused: list[str]
 ) -> None:

@@ -191,9 +191,3 @@ async def test_a_hanging_call_does_not_delay_a_stop(monkeypatch: pytest.MonkeyPa
             hanging.released.set()
             call.cancel()
         await server.stop()
-
-
-def test_drain_defaults_to_5_s_beyond_loopback() -> None:
-    assert ServiceSettings().drain_seconds == 0
-    assert ServiceSettings(host="0.0.0.0", allow_anonymous=True).drain_seconds == 5
-    assert ServiceSettings(host="0.0.0.0", allow_anonymous=True, drain_s=1).drain_seconds == 1

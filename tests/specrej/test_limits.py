@@ -96,16 +96,6 @@ def test_one_character_more_than_the_limit_is_refused(
         assert violations_of(message) == [(path_of(fields) + index, what) for what in expected]
 
 
-def test_all_violations_are_listed_with_their_paths() -> None:
-    """Guards against a caller who corrects one field after the other."""
-    message = orchestrator_pb2.GenerateRequest(model="m" * 257)
-    message.prompt.messages.add(role="user", content="x" * 1_000_001)
-    message.sampling.stop.extend(["x"] * 17)
-    assert [path for path, _ in violations_of(message)] == [
-        *("model", "prompt.messages[0].content", "sampling.stop"),
-    ]
-
-
 def test_the_items_of_a_long_list_are_not_visited() -> None:
     """Guards the event loop and memory: each item takes a hundred times its bytes as an object."""
     data = part(2, part(1, b"") * (4 * 2**20))  # 8 MiB of empty messages

@@ -16,9 +16,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from deploy.stubs import described
 from specrej.contracts import MAX_INT32, Schedule, wire
-from specrej.contracts.validation import check_lengths, check_request
+from specrej.contracts.validation import (
+    MAX_CHARACTERS,
+    MAX_ITEMS,
+    check_lengths,
+    check_request,
+)
 from specrej.v1 import common_pb2, orchestrator_pb2
-from tests.specrej.test_limits import fields_of, filled, path_of
+from tests.specrej.test_limits import fields_of, filled, name_of, path_of
 
 REQUESTS = ("GenerateRequest", "GetRecordRequest")
 Fields = tuple[Any, ...]
@@ -70,9 +75,12 @@ def around(field: Any, kind: str, limit: str, value: Any) -> list[tuple[Any, boo
         case "gt" | "lt":
             return [(value, False), (beyond(kind, value, limit == "gt"), True)]
         case "min_len":
-            return [(text(field, value), True), ("x" * (value - 1), False)]
+            return [
+                ("{}" if field.name == "schema" else "x" * value, True),
+                ("x" * (value - 1), False),
+            ]
         case "max_len":
-            return [(text(field, value), True), (text(field, value + 1), False)]
+            return []  # compared as numbers
         case "in":
             return [*((item, True) for item in value), ("other", False)]
         case "not_in":
@@ -88,45 +96,17 @@ def beyond(kind: str, value: float, is_upper: bool) -> float:
     return value + 1 if is_upper else value - 1
 
 
-def text(field: Any, length: int) -> str:
-    if field.name == "schema":  # an object in JSON
-        return "{" + " " * (length - 2) + "}"
-    return "x" * length
-
-
-def item(field: Any, index: int) -> Any:
-    """An item of a list; all are different, and numbers ascend."""
-    if field.message_type:
-        first = field.message_type.fields[0]
-        made = GetMessageClass(field.message_type)()
-        setattr(made, first.name, str(index) if first.type == first.TYPE_STRING else index)
-        return made
-    return f"x{index}" if field.type == field.TYPE_STRING else index + 1
-
-
 def cases() -> Iterator[Any]:
     for fields in FIELDS:
         field, path, rules = fields[-1], path_of(fields), rules_of(fields[-1])
-        match rules.WhichOneof("type"):
-            case None:
-                continue
-            case "repeated":
-                of_list = rules.repeated
-                sizes = [(of_list.max_items, True), (of_list.max_items + 1, False)]
-                if of_list.min_items:
-                    sizes += [(of_list.min_items, True), (of_list.min_items - 1, False)]
-                for size, allowed in sizes:
-                    items = [item(field, index) for index in range(size)]
-                    yield pytest.param(fields, items, path, allowed, id=f"{path}-{size}-items")
-                if of_list.items.WhichOneof("type"):
-                    for value, allowed in bounds(field, of_list.items):
-                        name = f"{path}[0]-{str(value)[:9]}-{allowed}"
-                        yield pytest.param(fields, [value], f"{path}[0]", allowed, id=name)
-            case _:
-                for value, allowed in bounds(field, rules):
-                    yield pytest.param(
-                        fields, value, path, allowed, id=f"{path}-{str(value)[:9]}-{allowed}"
-                    )
+        kind = rules.WhichOneof("type")
+        if kind == "repeated":
+            rules, path = rules.repeated.items, f"{path}[0]"
+        if rules.WhichOneof("type"):
+            for value, allowed in bounds(field, rules):
+                values = [value] if kind == "repeated" else value
+                name = f"{path}-{str(value)[:9]}-{allowed}"
+                yield pytest.param(fields, values, path, allowed, id=name)
 
 
 def complete(message: Any, path: str) -> None:
@@ -138,7 +118,7 @@ def complete(message: Any, path: str) -> None:
             message.selection.n = 1
         case "sampling.top_logprobs":
             message.sampling.logprobs = True
-        case "selection.schedule.tokens" | "selection.schedule.tokens[0]":
+        case "selection.schedule.tokens[0]":
             message.selection.schedule.kind = orchestrator_pb2.SCHEDULE_KIND_TOKENS
         case (
             "selection.rewards[0].normalization.mean"
@@ -169,6 +149,17 @@ def test_rules_of_the_schema_are_those_of_the_services(
     complete(message, path)
     # A list of numbers is reported as a whole.
     assert ({path, path.removesuffix("[0]")} & {*violated(message)} == set()) == allowed
+
+
+def test_lengths_of_the_schema_are_those_of_the_services() -> None:
+    """Guards against a limit of a list or a text that differs from the one that is documented."""
+    for fields in FIELDS:
+        name, rules = name_of(fields[-1]), rules_of(fields[-1])
+        if rules.WhichOneof("type") == "repeated":
+            assert rules.repeated.max_items == MAX_ITEMS[name], name
+            rules = rules.repeated.items
+        if most := rules.string.max_len:
+            assert most == MAX_CHARACTERS[name], name
 
 
 def test_what_must_be_set_is_required() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import ssl
 from contextlib import aclosing
@@ -88,25 +87,6 @@ async def test_a_new_certificate_is_shown_and_open_calls_go_on(authority: Author
         assert first.n == 8  # type: ignore[union-attr]
         async with Client(address, timeout_s=20, tls_ca=authority.path) as late:
             await late.describe()
-
-
-async def test_a_broken_pair_leaves_the_old_one_in_force(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards against a half-copied file that refuses all clients, and the moment between two files
-    that are replaced one after the other."""
-    pair = authority.issue()
-    async with listening(FakeReward().service(), **secured(pair)) as address:
-        old = await certificate_at(address)
-        place(pair.cert, "no certificate")
-        with caplog.at_level(logging.WARNING, "specrej.reloading_file"):
-            assert [await certificate_at(address) for _ in range(3)] == [old] * 3
-        assert len(caplog.records) == 1
-        authority.issue()
-        new = await certificate_at(address)
-        assert new == leaf(pair) != old
-        place(pair.key, authority.issue("other").key.read_bytes())
-        assert await certificate_at(address) == new
 
 
 async def test_both_sides_accept_their_authority_only(

@@ -90,7 +90,7 @@ async def test_writers_of_a_tokens_file_take_turns(
     revoke(path, "acme")
     for thread in running:
         thread.join(30)
-    tenants = {entry.caller.tenant for entry in read_tokens(path).entries.values()}
+    tenants = {entry.tenant for entry in read_tokens(path).entries.values()}
     assert len(running) == 2 and tenants == {"newcomer"}
     lock = path.with_name(".tokens.lock")
     assert lock.stat().st_mode & 0o777 == 0o600  # a reader could hold it for ever

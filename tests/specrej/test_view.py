@@ -103,23 +103,6 @@ async def test_a_terminal_gets_a_live_table(is_cached: bool) -> None:
     assert "8→4" in last and "4→2" in last and summary_line(answer) in last
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-async def test_a_failing_stream_is_closed(is_terminal: bool) -> None:
-    """Guards against a call left running behind a broken picture."""
-    closed = []
-
-    async def broken() -> AsyncGenerator[c.Event, None]:
-        try:
-            yield EVENTS[0]
-            raise LookupError
-        finally:
-            closed.append(True)
-
-    with pytest.raises(LookupError):
-        await watch(broken(), Console(file=io.StringIO(), force_terminal=is_terminal))
-    assert closed
-
-
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9), st.floats(0, 1))
 def test_every_reward_has_a_cell(one: float, other: float, share: float) -> None:
     """Guards against the best reward falling off the strip, and a division by no spread."""

@@ -16,7 +16,7 @@ from tests.gateway.gateways import get
 async def test_the_demo_prints_the_address_of_its_replay() -> None:
     """Guards against an address of nothing, and a demo that never ends."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.local", "demo", "--hold"),
+        *(sys.executable, "-m", "specrej.client.cli", "demo", "--hold"),
         stdout=PIPE,
         stderr=STDOUT,
         env={**os.environ, **TOYS, "COLUMNS": "200"},

@@ -13,7 +13,7 @@ from tests.serving import until
 
 SEEDED: Mapping[str, object] = {"n": 24, "alpha": 0.5, "max_tokens": 96, "seed": 11}
 PROMPT = "Give three tips for staying focused while studying."
-ENTER, ESCAPE, DOWN, UP, END = "\ue007", "\ue00c", "\ue015", "\ue013", "\ue010"
+ENTER, ESCAPE = "\ue007", "\ue00c"
 
 
 class Window:
