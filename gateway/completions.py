@@ -448,7 +448,8 @@ def _unfit(options: Mapping[str, Any]) -> set[str]:
     """Options of a preset that are left out, because the request's own contradict them."""
     if options.get("temperature") == 0:  # greedy candidates would all be equal
         return {"n", "min_answers", "branching"}
-    return {"n"} if 0 < options.get("n", 0) < options.get("return_candidates", 1) else set()
+    num_choices = options.get("return_candidates", 1)
+    return {name for name in ("n", "min_answers") if 0 < options.get(name, 0) < num_choices}
 
 
 def _fill_in(options: dict[str, Any]) -> None:
@@ -463,7 +464,7 @@ def _fill_in(options: dict[str, Any]) -> None:
     if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
         options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:
-        options["min_answers"] = max(num_choices, options.get("min_answers", 1))
+        options.setdefault("min_answers", num_choices)
 
 
 def _prompt(request: Request) -> Prompt:

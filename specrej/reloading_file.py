@@ -41,11 +41,6 @@ class ReloadingFile(Generic[T]):
         self._value = read()
         metrics.add(names.FILES_REJECTED, 0)  # the metric is exported from now on
 
-    @property
-    def is_rejected(self) -> bool:
-        """Whether the files have changed and cannot be used."""
-        return self._rejected is not None
-
     def get(self) -> T:
         """The value; the same object until a file changes."""
         with self._lock:

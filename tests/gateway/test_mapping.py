@@ -309,28 +309,15 @@ def test_a_bad_preset_stops_the_process(
         GatewaySettings()
 
 
-def test_a_preset_allows_temperature_0_and_more_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against requests that a preset makes invalid, and choices that its cuts reject."""
-    preset = {"n": 32, "min_answers": 2, "branching": {"width": 8, "keep": 2}}
-    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", json.dumps({"two": preset}))
+def test_a_preset_gives_way_to_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against requests that a preset makes invalid; the caller's own options stay."""
+    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", '{"two": {"n": 8, "min_answers": 2}}')
     presets = GatewaySettings().presets
-    assert call_of(chat(model="m:two", temperature=0), presets).options == c.Options(
-        model="m", temperature=0.0, n=1
-    )
-    for choices, least in ((None, 2), (1, 2), (4, 4)):
+    greedy = call_of(chat(model="m:two", temperature=0), presets).options
+    assert greedy == c.Options(model="m", temperature=0.0, n=1)
+    for choices, n, least in ((None, 8, 2), (1, 8, 2), (8, 8, 8), (9, None, 9)):
         options = call_of(chat(model="m:two", n=choices), presets).options
-        assert (options["n"], options["min_answers"]) == (32, least)
-
-
-def test_a_preset_with_fewer_candidates_than_choices_has_no_n(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Guards against a preset that makes requests invalid, or is dropped; not so the caller's."""
-    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", '{"one": {"n": 1, "alpha": 0.25}}')
-    options = call_of(chat(model="m:one", n=2, seed=1), GatewaySettings().presets).options
-    assert options == c.Options(model="m", return_candidates=2, min_answers=2, alpha=0.25, seed=1)
-    assert call_of(chat(model="m:sr-32", n=32), PRESETS).options["n"] == 32
-    assert "n" not in call_of(chat(model="m:sr-32", n=40), PRESETS).options
+        assert (options.get("n"), options["min_answers"]) == (n, least)
     assert violations(model="m:sr-32", n=40, specrej={"n": 3}).keys() == {"specrej.n"}
     assert violations(model="m:sr-32", n=5, best_of=3).keys() == {"best_of"}
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import ssl
-import sys
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
@@ -19,10 +17,7 @@ from specrej import Client
 from specrej.contracts import errors
 from specrej.security import Credentials
 from tests.certificates import Authority, place, token_line
-from tests.programs import run
 from tests.specrej.conftest import Command
-
-LOCUST = str(Path(sys.executable).parent / "locust")
 
 
 def secured(directory: Path, authority: Authority) -> dict[str, str]:
@@ -52,7 +47,7 @@ def secured(directory: Path, authority: Authority) -> dict[str, str]:
 async def test_everything_works_with_tls_and_tokens(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the wiring: settings, readiness, backends, client, command line, load test."""
+    """Guards the wiring: settings, readiness, backends, client, command line, gateway."""
     authority = Authority(tmp_path)
     environment = secured(tmp_path, authority)
     pair = authority.issue("me")
@@ -65,7 +60,6 @@ async def test_everything_works_with_tls_and_tokens(
         at_orchestrator = ("--address", stack.orchestrator_address)
         assert (await command(*generate, *at_orchestrator))[0]
         await command("score", "a", "--prompt", "why?", "--address", stack.reward_address)
-        await _test_load(stack.orchestrator_address)
         url = f"https://127.0.0.1:{stack.ports.gateway}"
         models = f"{url}/v1/models"
         assert (await asyncio.to_thread(_got, models, "mine", authority))[0] == 200
@@ -107,11 +101,3 @@ def _got(url: str, token: str, authority: Authority) -> tuple[int, str]:
     except HTTPError as error:
         with error:
             return error.code, ""
-
-
-async def _test_load(address: str) -> None:
-    output = await run(
-        *(LOCUST, "-f", "loadtest/locustfile.py", "--headless", "--users", "1"),
-        *("--run-time", "1s", "--stop-timeout", "30", "--json", "--host", address),
-    )
-    assert json.loads(output)[0]["num_failures"] == 0

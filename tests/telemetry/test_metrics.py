@@ -16,8 +16,6 @@ from specrej.client.channel import open_channel
 from specrej.contracts import (
     CacheControl,
     Finished,
-    RoundCompleted,
-    Schedule,
 )
 from specrej.telemetry import names
 from tests.endpoints import Scrape
@@ -152,35 +150,3 @@ async def test_tokens_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
     assert made > sum(run.usage.generated_tokens for run in runs), (
         "cancelled requests cost tokens, too"
     )
-
-
-async def test_candidates_and_slots_reconcile(service: Observed) -> None:
-    """Guards against a candidate without a fate, or with two, also in cancelled requests; and a
-    gauge beside the ledger."""
-    before = await settled(service)
-    # The first request is cancelled long before its cut, the second after it.
-    left = [
-        await streamed(
-            service.stub,
-            request(n=8, max_tokens=2000, schedule=Schedule("tokens", tokens=(decision_token,))),
-            leave_after=events,
-        )
-        for events, decision_token in ((1, 1000), (2, 8))
-    ]
-    whole = await streamed(service.stub, request(n=8, ignore_eos=False, max_tokens=64, seed=5))
-    after = await settled(service)
-    slots = [after["generator"].sum("specrej_slots", state=s) for s in ("owned", "cached", "free")]
-    assert slots == [0, 0, 100_000]
-    counted = after["orchestrator"] - before["orchestrator"]
-    assert [outcome.code for outcome in (*left, whole)] == ["CANCELLED", "CANCELLED", "OK"]
-    assert fates(counted, "abandoned") == 8 + 4
-    rounds = [e.trace for e in whole.events if isinstance(e, RoundCompleted)]
-    assert fates(counted, "rejected") == 4 + sum(trace.num_rejected for trace in rounds)
-    ended = sum(trace.num_finished for trace in rounds)
-    assert fates(counted, "finished") + fates(counted, "truncated") == ended > 0
-    assert counted.sum("specrej_candidates_total") == 3 * 8
-    assert counted.sum("specrej_rounds_total") == 1 + len(rounds)
-
-
-def fates(values: Scrape, fate: str) -> float:
-    return values.sum("specrej_candidates_total", fate=fate)
