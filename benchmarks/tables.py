@@ -18,8 +18,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.answer import differences
-from experiments.branching import compare
-from experiments.json_lines import read_lines
+from experiments.branching import compare, read_runs
 
 ROOT = Path(__file__).parents[1]
 _STUDIES, _MEASURED = ROOT / "experiments/results", ROOT / "benchmarks/results"
@@ -85,7 +84,9 @@ def _saved() -> str:
 def _pays() -> str:
     summary = studied("100_prompts/summary.md", "Best-of-N over").set_index("reward")
     advice = studied("100_prompts/recommended.md", "Recommended")
-    advice = advice[advice.objective == "reward alone"].set_index("reward")
+    if "objective" in advice:  # earlier reports had two
+        advice = advice[advice.objective == "reward alone"]
+    advice = advice.set_index("reward")
     rows = []
     for name in _REWARDS:
         first = studied(f"100_prompts/studies-128-tokens-{name}.md", "The first decision token")
@@ -164,7 +165,7 @@ def _branching() -> str:
         (512, "relevance", "24/24,2,1"),
         (512, "harmless", "32/8,2"),
     ):
-        runs = read_lines(_STUDIES / f"branching_{limit}.jsonl")
+        runs = read_runs(_STUDIES / f"branching_{limit}.jsonl")
         table = compare(runs, reward)[1].table.set_index("system")
         cells = [
             f"{table.loc[name, 'reward'].value:.3f} with {table.loc[name, 'tokens'].value:,.0f}"

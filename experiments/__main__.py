@@ -9,7 +9,6 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from rich.table import Table as TextTable
 
 from experiments import branching as branchings
 from experiments import collect as collecting
-from experiments.json_lines import Line
-from experiments.models import Models, in_process, remote
-from experiments.prompts import DEFAULT_PROMPTS, read_prompts
+from experiments import frames, report
+from experiments.models import in_process
+from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.replay import Replayer, Setting
 from experiments.settings import Settings, default_grid
 from experiments.statistics import Estimate, kendall, mean, shown
@@ -41,41 +40,10 @@ _RESUME = "Stop it at any time: the same command continues with what is missing.
 def main() -> None:
     """Run one command; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="specrej experiment", description=__doc__)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, command: Any, text: str) -> argparse.ArgumentParser:
-        added = subparsers.add_parser(name, help=text, description=_RESUME)
-        added.set_defaults(command=command)
-        return added
-
-    whole = add("run", _run, "collect what is missing, replay all settings, branch, and report")
-    _add_collection(whole, _ROOT)
-    whole.add_argument(
-        "--lengths",
-        type=_numbers,
-        default=(),
-        help="also study these smaller token limits, by comma: the same answers, cut off",
-    )
-    whole.add_argument("--no-branching", action="store_true", help="leave out live requests")
-    _add_systems(whole)
-    _add_collection(
-        add("collect", _collect, "generate and score all answers of every prompt"),
-        _ROOT / "trajectories",
-    )
-    replay = add("replay", _replay, "regret and correlation of one setting, without a model")
-    replay.add_argument("--trajectories", type=Path, default=_ROOT / "trajectories")
-    replay.add_argument("--reward", default=LIKELIHOOD)
-    replay.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
-    replay.add_argument("--alpha", type=float, default=0.5)
-    replay.add_argument("--schedule", type=parse_schedule, default=parse_schedule("geometric:16,2"))
-    replay.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
-    replay.add_argument(
-        "--reward-alone", action="store_true", help="do not prefer complete answers"
-    )
-    forks = add("branching", _branching, "forks of survivors against rejection, on live requests")
-    forks.add_argument("--out", type=Path, default=_ROOT)
-    _add_prompts(forks)
-    _add_systems(forks)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_replay(commands)
+    _add_branching(commands)
     arguments = parser.parse_args()
     threads.bound_spinning()
     try:
@@ -87,28 +55,56 @@ def main() -> None:
         parser.exit(130)
 
 
+def _add_run(commands: Any) -> None:
+    text = "collect what is missing, replay all settings, branch, and report"
+    parser = commands.add_parser("run", help=text, description=_RESUME)
+    parser.set_defaults(command=_run)
+    _add_prompts(parser)
+    parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
+    parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], help="text that ends an answer")
+    parser.add_argument(
+        "--lengths",
+        type=_numbers,
+        default=(),
+        help="also study these smaller token limits, by comma: the same answers, cut off",
+    )
+    parser.add_argument("--no-branching", action="store_true", help="leave out live requests")
+    _add_systems(parser)
+
+
+def _add_replay(commands: Any) -> None:
+    text = "regret and correlation of one setting, without a model"
+    parser = commands.add_parser("replay", help=text)
+    parser.set_defaults(command=_replay)
+    parser.add_argument("--trajectories", type=Path, default=_ROOT / "trajectories")
+    parser.add_argument("--reward", default=LIKELIHOOD)
+    parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
+    parser.add_argument("--alpha", type=float, default=0.5)
+    parser.add_argument("--schedule", type=parse_schedule, default=frames.DEFAULT)
+    parser.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
+
+
+def _add_branching(commands: Any) -> None:
+    text = "forks of survivors against rejection, on live requests"
+    parser = commands.add_parser("branching", help=text, description=_RESUME)
+    parser.set_defaults(command=_branching)
+    _add_prompts(parser)
+    _add_systems(parser)
+
+
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=_ROOT, help="directory")
     parser.add_argument(
         "--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS], help="JSON or JSON lines"
     )
     parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens per candidate")
     parser.add_argument(
-        "--rewards", default="relevance,harmless", help="by comma; likelihood is added"
+        "--rewards", type=_names, default="relevance,harmless", help="by comma; likelihood is added"
     )
     parser.add_argument("--seed", type=int, default=1, help="of prompt 0; prompt i adds i")
-    parser.add_argument("--kv-slots", type=int, default=0, help="in-process; 0: from memory")
-    parser.add_argument("--generator-address", default="", help="HOST:PORT; default: in-process")
-    parser.add_argument("--reward-address", default="127.0.0.1:50052")
-
-
-def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
-    parser.add_argument("--out", type=Path, default=out, help="directory")
-    _add_prompts(parser)
-    parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
-    parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--stop", action="append", default=[], help="text that ends an answer")
 
 
 def _add_systems(parser: argparse.ArgumentParser) -> None:
@@ -132,26 +128,23 @@ async def _run(arguments: argparse.Namespace) -> None:
 
     The output directory holds trajectories/, report/ and branching.jsonl.
     """
-    # Imported here, since charts need matplotlib and the other commands do not.
-    from experiments import frames, report
-
-    root, grid = arguments.out, _collection_settings(arguments).grid
-    if off_grid := sorted({*arguments.lengths} - {*grid}):
-        raise ValueError(f"--lengths {off_grid}: not of the grid, {', '.join(map(str, grid))}")
-    arguments.out = root / "trajectories"
-    await _collect(arguments)
-    prompts, head = load(arguments.out), Store(arguments.out).head() or {}
+    out, settings = arguments.out, _collection_settings(arguments)
+    if off_grid := sorted({*arguments.lengths} - {*settings.grid}):
+        grid = ", ".join(map(str, settings.grid))
+        raise ValueError(f"--lengths {off_grid}: not of the grid, {grid}")
+    store = Store(out / "trajectories")
+    await collect(store, settings, read_prompts(arguments.prompts, arguments.limit))
+    prompts = load(out / "trajectories")
     sets = [
         frames.frames_of(name, of_length, reward)
         for name, of_length in by_length(prompts, arguments.lengths)
         for reward in prompts[0].reward_names
     ]
-    for study in report.write(sets, root / "report", _notes(head)):
+    for study in report.write(sets, out / "report", _notes(store.head() or {})):
         _print(study.caption, study.table)
     if not arguments.no_branching:
-        arguments.out = root
         await _branching(arguments)
-    print(json.dumps({"report": str(root / "report/report.html")}))
+    print(json.dumps({"report": str(out / "report/report.html")}))
 
 
 def by_length(
@@ -164,7 +157,7 @@ def by_length(
     return [(f"{limit} tokens", group) for limit, group in [*sets, (whole, tuple(prompts))]]
 
 
-def _notes(head: Line) -> dict[str, str]:
+def _notes(head: Mapping[str, Any]) -> dict[str, str]:
     """Provenance for the report, from the first line of a collection."""
 
     def joined(key: str) -> str:
@@ -179,20 +172,19 @@ def _notes(head: Line) -> dict[str, str]:
     }
 
 
-async def _collect(arguments: argparse.Namespace) -> None:
-    settings = _collection_settings(arguments)
-    items = read_prompts(arguments.prompts, arguments.limit)
-    store = Store(arguments.out)
-    if remaining := collecting.missing(store, settings, items):
-        async with _models(arguments, settings.rewards) as models:
-            numbers = itertools.count(1)
+async def collect(store: Store, settings: Settings, items: Sequence[Item]) -> None:
+    """Add the missing prompts to the store; loads no model if there are none."""
+    if not (remaining := collecting.missing(store, settings, items)):
+        return
+    numbers = itertools.count(1)
 
-            def done(trajectories: Trajectories, seconds: float) -> None:
-                line = f"[{next(numbers)}/{len(remaining)}] {trajectories.prompt_id}:"
-                tokens = f"{int(trajectories.num_tokens.sum()):,} tokens"
-                print(f"{line} {tokens}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    def done(trajectories: Trajectories, seconds: float) -> None:
+        line = f"[{next(numbers)}/{len(remaining)}] {trajectories.prompt_id}:"
+        tokens = f"{int(trajectories.num_tokens.sum()):,} tokens"
+        print(f"{line} {tokens}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
-            await collecting.collect(store, settings, items, models, done)
+    async with in_process(settings.rewards) as models:
+        await collecting.collect(store, settings, items, models, done)
 
 
 def _collection_settings(arguments: argparse.Namespace) -> Settings:
@@ -200,7 +192,7 @@ def _collection_settings(arguments: argparse.Namespace) -> Settings:
     values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     values |= {
         "grid": arguments.grid or default_grid(arguments.max_tokens),
-        "rewards": tuple(name for name in _names(arguments.rewards) if name != LIKELIHOOD),
+        "rewards": tuple(name for name in arguments.rewards if name != LIKELIHOOD),
         "stop": tuple(arguments.stop),
     }
     return Settings(**values)
@@ -209,14 +201,6 @@ def _collection_settings(arguments: argparse.Namespace) -> Settings:
 def _names(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
     return tuple(name for name in map(str.strip, text.split(",")) if name)
-
-
-def _models(
-    arguments: argparse.Namespace, rewards: Sequence[str]
-) -> AbstractAsyncContextManager[Models]:
-    if arguments.generator_address:
-        return remote(rewards, arguments.generator_address, arguments.reward_address)
-    return in_process(rewards, arguments.kv_slots)
 
 
 async def _replay(arguments: argparse.Namespace) -> None:
@@ -228,7 +212,6 @@ async def _replay(arguments: argparse.Namespace) -> None:
         arguments.schedule,
         arguments.reward,
         arguments.slots,
-        prefer_complete=not arguments.reward_alone,
     )
     rows: list[dict[str, Any]] = []
     rounds = []
@@ -241,7 +224,6 @@ async def _replay(arguments: argparse.Namespace) -> None:
             "answer": run.answer,
             "score": run.score,
             "complete": "yes" if run.finish is FinishReason.STOP else "no",
-            "highest score": run.highest,
             "regret": run.regret,
             "tokens": run.generated_tokens,
             "Best-of-N's": run.best_of_n_tokens,
@@ -270,7 +252,7 @@ async def _replay(arguments: argparse.Namespace) -> None:
 
 async def _branching(arguments: argparse.Namespace) -> None:
     """Branching against Speculative Rejection, on live requests."""
-    names = _names(arguments.rewards)
+    names = arguments.rewards
     if not names:
         raise ValueError("--rewards must name a reward")
     settings = Settings(
@@ -283,7 +265,7 @@ async def _branching(arguments: argparse.Namespace) -> None:
     systems += [branchings.System(arguments.start, forks) for forks in arguments.branching]
     items = read_prompts(arguments.prompts, arguments.limit)
     served = tuple(dict.fromkeys(name for name in names if name != LIKELIHOOD))
-    async with _models(arguments, served) as models:
+    async with in_process(served) as models:
         path = arguments.out / "branching.jsonl"
         runs = await branchings.measure(path, items, settings, systems, models)
     for reward in names:

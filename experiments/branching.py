@@ -2,12 +2,12 @@
 
 Forks draw tokens that no collection has, so nothing is replayed. On every prompt all systems run in
 turn, with the same seed. The answer is the candidate with the highest reward, complete or not. Each
-run is one line of the file. `judges` are other rewards, which no cut has used; `run_id` is equal in
-all runs of one call of the command:
+run is one line of the file. `judges` are other rewards, which no cut has used; `source` is a digest
+of prompt, sampling and models:
 
     {"prompt_id": "...", "reward": "relevance", "max_tokens": 128, "system": "branching 32/16,4",
-      "tokens": 2192, "seconds": 5.4, "score": 0.77, "answer_tokens": 81, "mean_logprob": -1.2,
-      "judges": {"harmless": -0.3}, "source": "9f86d081884c7d65", "run_id": "6e340b9cffb37a98",
+      "source": "9f86d081884c7d65", "tokens": 2192, "seconds": 5.4, "score": 0.77,
+      "answer_tokens": 81, "mean_logprob": -1.2, "judges": {"harmless": -0.3},
       "machine": {"processor": "...", "cores": 2, ...}}
 """
 
@@ -17,10 +17,9 @@ import hashlib
 import itertools
 import json
 import math
-import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ import numpy as np
 import pandas as pd
 
 from deploy.local.machine import describe_machine
-from experiments.json_lines import Line, add_line, read_lines
 from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
@@ -45,10 +43,11 @@ from specrej.contracts import (
     Selection,
 )
 
+Run = dict[str, Any]
+
 _BRANCHING = "branching"
-_KEYS = ("prompt_id", "reward", "max_tokens", "system")  # that identify a run
+_KEYS = ("prompt_id", "reward", "max_tokens", "system", "source")  # that identify a run
 _FIGURES = {"tokens": "tokens", "reward": "score", "answer tokens": "answer_tokens"}
-_RATIO = ("times fewer", "draws below the least N", "draws beyond the largest N")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,56 +66,55 @@ class System:
         return Selection(n=self.n, branching=self.branching, prefer_complete=False)
 
 
+def read_runs(path: Path) -> list[Run]:
+    """The runs of a file; none if it does not exist."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 async def measure(
     out: Path,
     items: Sequence[Item],
     settings: Settings,
     systems: Sequence[System],
     models: Models,
-) -> list[Line]:
+) -> list[Run]:
     """The runs of these systems on these prompts; those in the file are not repeated.
 
-    Raises:
-        ValueError: the file has runs of another prompt, sampling or model to compare them with.
+    Runs of another prompt, sampling or model stay in the file and are not returned.
     """
-    stored = {tuple(run[key] for key in _KEYS): run for run in read_lines(out)}
-    for item, reward in itertools.product(items, settings.rewards):
-        of = (item.id, reward, settings.max_tokens)
-        beside = [run for key, run in stored.items() if key[:-1] == of]
-        is_continued = any((*of, system.name) not in stored for system in systems)
-        for run in beside:
-            own = _source(item, settings, models, run)
-            # Runs of earlier versions have no source. They are reported, but not added to.
-            if run.get("source", None if is_continued else own) != own:
-                why = "has runs of another prompt, sampling or model, or of an unknown one"
-                do = "choose another file, or name all rewards of this one"
-                raise ValueError(f"{out}: {item.id} {why}: {do}")
-    about = {"run_id": secrets.token_hex(8), "machine": describe_machine()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    stored = {tuple(run.get(key) for key in _KEYS): run for run in read_runs(out)}
+    machine = describe_machine()
     runs = []
     for number, item in enumerate(items, 1):
+        source = _source(item, settings, models)
         for reward, system in itertools.product(settings.rewards, systems):
-            key = (item.id, reward, settings.max_tokens, system.name)
+            key = (item.id, reward, settings.max_tokens, system.name, source)
             if key not in stored:
                 made = await _timed(item, settings, system, reward, models)
-                made = dict(zip(_KEYS, key, strict=True)) | made
-                made["source"] = _source(item, settings, models, made)
-                stored[key] = made | about
-                add_line(out, stored[key])
+                stored[key] = dict(zip(_KEYS, key, strict=True)) | made | {"machine": machine}
+                _write(out, stored.values())
             runs.append(stored[key])
         print(f"[{number}/{len(items)}] {item.id}", file=sys.stderr, flush=True)
     return runs
 
 
-def _source(item: Item, settings: Settings, models: Models, run: Line) -> str:
-    """A digest of what determines a run beside its key: its own reward and judges among others."""
-    identity = models.identity({run["reward"], *run["judges"]})
-    of = (prompt_line(item.prompt), asdict(settings.sampling(item.number)), identity)
+def _write(path: Path, runs: Iterable[Run]) -> None:
+    """Write all runs in one step, so that an interruption leaves a whole file."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text("".join(f"{json.dumps(run)}\n" for run in runs), "utf-8")
+    new.replace(path)
+
+
+def _source(item: Item, settings: Settings, models: Models) -> str:
+    of = (prompt_line(item.prompt), asdict(settings.sampling(item.number)), models.identity())
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
 async def _timed(
     item: Item, settings: Settings, system: System, reward: str, models: Models
-) -> Line:
+) -> Run:
     request = GenerationRequest(item.prompt, settings.sampling(item.number), system.selection)
     began = time.perf_counter()
     generation = await models.answer(request, reward)
@@ -145,16 +143,19 @@ async def _judged(
     return judges
 
 
-def compare(runs: Sequence[Line], reward: str) -> tuple[Study, Study]:
+def compare(runs: Sequence[Run], reward: str) -> tuple[Study, Study]:
     """How each branching differs from each N on the same prompts; then each system, with the tokens
     that rejection needs for branching's mean reward.
 
-    Judges differ in standard deviations over all answers; seconds are medians of ratios.
+    Judges differ in standard deviations over all answers. The mean log-probability of the answer is
+    a judge, too.
 
     Raises:
         ValueError: no prompt has a run of every system.
     """
-    frame, judges = _frame([run for run in runs if run["reward"] == reward])
+    runs = [run for run in runs if run["reward"] == reward]
+    frame = _frame(runs)
+    judges = [*sorted(set.intersection(*({*run["judges"]} for run in runs))), "logprob"]
     by_system = {
         name: of.set_index("prompt_id") for name, of in frame.groupby("system", sort=False)
     }
@@ -165,25 +166,22 @@ def compare(runs: Sequence[Line], reward: str) -> tuple[Study, Study]:
     rows, differences = [], []
     for name, of in by_system.items():
         figures = {heading: mean(of[column]) for heading, column in _FIGURES.items()}
-        ratio = dict.fromkeys(_RATIO, math.nan)
-        if name not in rejection:
-            ratio = dict(zip(_RATIO, times_fewer(of, [*rejection.values()]), strict=True))
+        is_branching = name not in rejection and bool(rejection)
+        ratio, beyond = times_fewer(of, [*rejection.values()]) if is_branching else (math.nan,) * 2
+        ratios = {"times fewer": ratio, "draws beyond the largest N": beyond}
         judged = "; ".join(f"{judge} {of[judge].mean():.3f}" for judge in judges)
-        rows.append({"system": name, **figures, **ratio, "judges": judged})
-        for n, against in rejection.items() if name not in rejection else ():
-            change = of[["score", "answer_tokens"]] - against[["score", "answer_tokens"]]
+        rows.append({"system": name, **figures, **ratios, "judges": judged})
+        for n, against in rejection.items() if is_branching else ():
             moved = (of[judges] - against[judges]) / deviations
             differences.append(
                 {
                     "systems": f"{name}, {n}",
-                    "reward": mean(change.score),
-                    "answer tokens": mean(change.answer_tokens),
-                    **_seconds(of, against),
+                    "reward": mean(of.score - against.score),
+                    "answer tokens": mean(of.answer_tokens - against.answer_tokens),
                     **{f"{judge}, sd": mean(moved[judge]) for judge in judges},
                 }
             )
-    num_prompts = frame.prompt_id.nunique()
-    caption = f"{reward}, {num_prompts} prompts, by reward alone"
+    caption = f"{reward}, {frame.prompt_id.nunique()} prompts, by reward alone"
     return (
         Study("differences", caption, pd.DataFrame(differences)),
         Study("branching", caption, pd.DataFrame(rows)),
@@ -195,67 +193,38 @@ def _candidates(system: str) -> int:
     return int(system.rpartition(" ")[2])
 
 
-def _frame(runs: Sequence[Line]) -> tuple[pd.DataFrame, list[str]]:
-    """The runs of the prompts that every system has answered, and the judges that all runs have.
-
-    The mean log-probability of the answer is a judge, too.
-    """
-    judges = sorted(set.intersection(*({*run["judges"]} for run in runs))) if runs else []
-    flat = [{"run_id": ""} | run | run["judges"] | {"logprob": run["mean_logprob"]} for run in runs]
-    if not flat:
-        raise ValueError("no prompt has a run of every system")
-    frame = pd.DataFrame(flat).drop_duplicates(["prompt_id", "system"], keep="last")
+def _frame(runs: Sequence[Run]) -> pd.DataFrame:
+    """The runs of the prompts that every system has answered, by prompt."""
+    flat = [run | run["judges"] | {"logprob": run["mean_logprob"]} for run in runs]
+    frame = pd.DataFrame(flat, columns=None if flat else [*_KEYS])
+    frame = frame.drop_duplicates(["prompt_id", "system"], keep="last")
     num_systems = frame.groupby("prompt_id").system.transform("size")
     frame = frame[num_systems == frame.system.nunique()]
     if frame.empty:
         raise ValueError("no prompt has a run of every system")
-    # A system's place is that of its first run in the file.
-    first = {system: at for at, system in enumerate(dict.fromkeys(run["system"] for run in runs))}
-    order = frame.assign(place=frame.system.map(first)).sort_values(["place", "prompt_id"])
-    return order, [*judges, "logprob"]
+    return frame.sort_values("prompt_id", kind="stable")
 
 
-def _seconds(own: pd.DataFrame, other: pd.DataFrame) -> dict[str, Any]:
-    """The median of ratios over the prompts that both answered in one run, and their number."""
-    together = (own.run_id == other.run_id) & (own.run_id != "")
-    ratios = (own.seconds / other.seconds)[together].to_numpy()
-    median: Any = "not measured together"
-    if len(ratios):
-        median = bootstrap(len(ratios), lambda prompts: np.median(ratios[prompts], axis=-1))
-    return {"seconds, median of ratios": median, "prompts timed together": len(ratios)}
-
-
-def times_fewer(own: Any, others: Sequence[Any]) -> tuple[Any, float, float]:
+def times_fewer(own: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[Any, float]:
     """The tokens that the others need for the mean reward of `own`, divided by the tokens of `own`.
 
     Each has columns "tokens" and "score", by prompt. `others` are in the order of N; their tokens
     are those of `matched_cost`: infinite ("beyond") if none has the reward. If the first one has
-    it, the ratio of its tokens is an upper bound: "below" it. Then the shares of resampled prompts
-    in which the first one has it, and in which none has. NaN without others.
+    it, the ratio of its tokens is an upper bound: "below" it. Then the share of resampled prompts
+    in which none has the reward.
     """
-    if not others:
-        return math.nan, math.nan, math.nan
     columns = {key: np.stack([other[key] for other in others]) for key in ("tokens", "score")}
     score, spent = np.asarray(own["score"]), np.asarray(own["tokens"])
 
-    def cost(prompts: IntArray) -> tuple[FloatArray, FloatArray]:
-        """[draws] the tokens needed, and those of the least N."""
+    def ratio(prompts: IntArray) -> FloatArray:
         drawn = np.atleast_2d(prompts)
         tokens, rewards = (columns[key][:, drawn].mean(axis=-1).T for key in ("tokens", "score"))
         rising = np.maximum.accumulate(rewards, axis=-1)
-        return matched_cost(tokens, rising, score[drawn].mean(axis=-1)), tokens[:, 0]
-
-    def ratio(prompts: IntArray) -> Any:
-        needed = cost(prompts)[0] / spent[np.atleast_2d(prompts)].mean(axis=-1)
-        return needed if prompts.ndim > 1 else needed[0]
+        needed = matched_cost(tokens, rising, score[drawn].mean(axis=-1))
+        ratios: FloatArray = needed / spent[drawn].mean(axis=-1)
+        return ratios.reshape(prompts.shape[:-1])
 
     estimate = bootstrap(len(score), ratio)
-    is_below = bool(np.less_equal(*cost(np.arange(len(score))))[0])
-    below, beyond = (
-        float(np.mean(resampled(len(score), outside))) if len(score) > 1 else float(is_below)
-        for outside in (
-            lambda prompts: np.less_equal(*cost(prompts)).reshape(prompts.shape[:-1]),
-            lambda prompts: np.isinf(cost(prompts)[0]).reshape(prompts.shape[:-1]),
-        )
-    )
-    return (f"below {shown(estimate.value)}" if is_below else estimate), below, beyond
+    beyond = float(np.isinf(resampled(len(score), ratio)).mean())
+    is_below = score.mean() <= np.mean(others[0]["score"])
+    return (f"below {shown(estimate.value)}" if is_below else estimate), beyond

@@ -7,41 +7,29 @@ candidate is rejected.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 
 from deploy.local.machine import describe_machine
-from experiments.json_lines import Line
 from experiments.models import Models, unique_salt
 from experiments.prompts import Item
 from experiments.settings import Settings
-from experiments.trajectories import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    PrefixScores,
-    Store,
-    Trajectories,
-    prompt_line,
-)
+from experiments.trajectories import PrefixScores, Store, Trajectories
 from orchestrator.loop.scoring import checked
-from specrej.client.retries import Attempts, Retries
 from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
-from specrej.contracts.errors import RetryableError, SlotsExceeded, Violation
+from specrej.contracts.errors import SlotsExceeded, Violation
 
 # Called with the trajectories of a finished prompt, and the seconds they took.
 Done = Callable[[Trajectories, float], None]
 
 # Larger sessions are hardly faster, and run longer with few live candidates at their end.
 DEFAULT_CHUNK = 256
-# Of one chunk: a service restarts, or a queue is full for a moment.
-_RETRIES = Retries(attempts=10, max_wait_s=60.0)
 
 
 class CollectError(Exception):
@@ -59,8 +47,8 @@ def missing(store: Store, settings: Settings, items: Sequence[Item]) -> tuple[It
         return tuple(items)
     if Settings.from_json(head["settings"]) != settings:
         raise CollectError("the directory holds a collection with other settings: choose another")
-    stored = {line["prompt_id"]: (line["seed"], line["prompt"]) for line in store.lines()}
-    given = {item.id: (settings.seed + item.number, prompt_line(item.prompt)) for item in items}
+    stored = store.prompts()
+    given = {item.id: (settings.seed + item.number, item.prompt) for item in items}
     if other := [name for name in given if stored.get(name, given[name]) != given[name]]:
         raise CollectError(f"the directory holds other prompts with the ids {', '.join(other)}")
     return tuple(item for item in items if item.id not in stored)
@@ -95,41 +83,33 @@ async def collect(
 async def collect_prompt(
     item: Item, settings: Settings, models: Models, chunk: int = DEFAULT_CHUNK
 ) -> Trajectories:
-    """All candidates of one prompt. A chunk is repeated a few times after a RetryableError."""
+    """All candidates of one prompt; a chunk that does not fit into the slots is halved."""
     draft = _Draft(settings)
-    first, attempts = 0, Attempts(_RETRIES, math.inf)
+    first = 0
     while first < settings.n:
         size = min(chunk, settings.n - first)
         try:
-            await _chunk(item, settings, models, draft, (first, size))
-        except SlotsExceeded:  # retry with fewer candidates
+            await _chunk(item, settings, models, draft, range(first, first + size))
+        except SlotsExceeded:
             if size == 1:
                 raise
             chunk = size // 2
-        except RetryableError as error:
-            await attempts.after(error)
         else:
-            first, attempts = first + size, Attempts(_RETRIES, math.inf)
+            first += size
     return draft.trajectories(item, settings)
 
 
 async def _chunk(
-    item: Item,
-    settings: Settings,
-    models: Models,
-    draft: _Draft,
-    chunk: tuple[int, int],
+    item: Item, settings: Settings, models: Models, draft: _Draft, candidates: range
 ) -> None:
-    """One session of `chunk` = (first candidate, size)."""
-    first, size = chunk
-    draft.clear(first, size)
+    """Generate and score these candidates in one session."""
     # Tokens depend on a candidate's number, so the session begins with those before the chunk, too.
     sampling, salt = settings.sampling(item.number), unique_salt()
-    spec = SessionSpec(item.prompt, first + size, sampling, 1, salt)
+    spec = SessionSpec(item.prompt, candidates.stop, sampling, 1, salt)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(models.generator.open(spec))
         draft.prompt_tokens = session.prompt_tokens
-        await session.prune(range(first, first + size))
+        await session.prune(candidates)
         scoring = {
             name: await stack.enter_async_context(scorer(item.prompt))
             for name, scorer in models.scorers.items()
@@ -138,7 +118,7 @@ async def _chunk(
             ended = await session.extend(position)
             if ended.ended_by is RoundEnd.SLOTS_FULL:
                 full = Violation("chunk", f"the slots are full at token {ended.num_tokens}")
-                raise SlotsExceeded([full], max_candidates=size // 2)
+                raise SlotsExceeded([full], max_candidates=len(candidates) // 2)
             draft.add_tokens(ended)
             for name, scoring_session in scoring.items():
                 scores = await checked(scoring_session, ended.candidates)
@@ -147,14 +127,13 @@ async def _chunk(
                 break
 
 
-def _head(settings: Settings, models: Models) -> Line:
+def _head(settings: Settings, models: Models) -> dict[str, Any]:
     return {
         "settings": asdict(settings),
         "identity": models.identity(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe_machine(),
         "device": models.description.device,
-        "slot_bytes": models.description.slot_bytes,
         "rewards": {reward.name: reward.description for reward in models.rewards},
     }
 
@@ -164,22 +143,16 @@ class _Draft:
 
     def __init__(self, settings: Settings) -> None:
         n, columns = settings.n, len(settings.grid)
-        self.positions: IntArray = np.array(settings.grid, dtype=np.int64)
-        self.num_tokens: IntArray = np.zeros(n, np.int64)
-        self.finished: BoolArray = np.zeros(n, np.bool_)
-        self.logprobs: FloatArray = np.full((n, settings.max_tokens), np.nan)
+        self.positions = np.array(settings.grid, dtype=np.int64)
+        self.num_tokens = np.zeros(n, np.int64)
+        self.finished = np.zeros(n, np.bool_)
+        self.logprobs = np.full((n, settings.max_tokens), np.nan)
         self.rewards = {
             name: PrefixScores(np.full((n, columns), np.nan), np.full(n, np.nan))
             for name in settings.rewards
         }
-        self.texts: dict[int, str] = {}
+        self.texts = [""] * n
         self.prompt_tokens = 0
-
-    def clear(self, first: int, size: int) -> None:
-        """Discard what an earlier attempt has left of these candidates."""
-        self.logprobs[first : first + size] = np.nan
-        for scores in self.rewards.values():
-            scores.partial[first : first + size] = np.nan
 
     def add_tokens(self, ended: Round) -> None:
         for candidate in ended.candidates:
@@ -215,5 +188,5 @@ class _Draft:
             finished=self.finished,
             logprobs=self.logprobs,
             rewards=self.rewards,
-            texts=tuple(self.texts[number] for number in range(settings.n)),
+            texts=tuple(self.texts),
         )

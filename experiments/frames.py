@@ -1,8 +1,8 @@
 """Data frames of a collection under one reward: what the studies read.
 
 Settings are replayed on every prompt. Where a prompt has more answers than N, up to four disjoint
-groups of N are replayed and averaged. One replay yields both objectives, since a cut has no answers
-at the limit: complete answers preferred, as in the service, and the reward alone, as in the paper.
+groups of N are replayed and averaged. The answer is the one with the highest reward, complete or
+not, as in the paper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from experiments.statistics import expected_first
 from experiments.trajectories import IntArray, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.client.options import parse_schedule
-from specrej.contracts import FinishReason, Schedule
+from specrej.contracts import Schedule
 
 DEFAULT = parse_schedule("geometric:16,2")  # the service's default
 DEFAULT_ALPHA = 0.5
@@ -36,13 +36,11 @@ class Frames:
     """One collection under one reward.
 
     runs: a row per replayed setting (n, alpha, schedule) and prompt. tokens: generated;
-        full_tokens: by Best-of-N with the same candidates; regret, value_regret: reward and value
-        (`Trajectories.values`) that Best-of-N's answer has more; reward, value: Best-of-N's mean
-        over all draws less the regret, so that luck cancels at equal N; score, complete,
-        full_complete: of the answers chosen with complete ones preferred.
+        full_tokens: by Best-of-N with the same candidates; regret: the reward that Best-of-N's
+        answer has more; reward: Best-of-N's mean over all draws less the regret, so that luck
+        cancels at equal N.
     full: a row per prompt and n, 1 to N, with the means of Best-of-N over all draws of n answers:
-        reward and value; score and complete, of the answer chosen with complete ones preferred;
-        worst, the lowest reward; tokens.
+        reward; worst, the lowest reward; tokens.
     prefixes: a row per prompt, decision token ("position") and answer: score, by which a cut there
         ranks (of the prefix; of the whole answer if it has ended); final score; live; best, whether
         it is the prompt's best answer in the end.
@@ -150,7 +148,7 @@ def _is_scored(prompts: Sequence[Trajectories], reward: str, schedule: Schedule)
 
 
 def replayed(prompts: Sequence[Trajectories], settings: Sequence[Setting]) -> pd.DataFrame:
-    """A row per setting and prompt; see `Frames.runs`, without reward and value.
+    """A row per setting and prompt; see `Frames.runs`, without reward.
 
     Raises:
         OffGrid: a round ends where no prefix was scored.
@@ -160,42 +158,24 @@ def replayed(prompts: Sequence[Trajectories], settings: Sequence[Setting]) -> pd
     for number, prompt in enumerate(prompts):
         replayer = Replayer(prompt, settings[0].reward)
         for setting in settings:
+            n = setting.n
+            if n > prompt.n:
+                raise ValueError(f"{n} candidates of {prompt.n} that were generated")
             slots = 0
             if setting.schedule.kind == "memory":
-                slots = prompt.prompt_tokens + setting.n * _MEMORY_TOKENS
-            means = _means(replayer, replace(setting, slots=slots))
-            name = {"n": setting.n, "alpha": setting.alpha, "schedule": str(setting.schedule)}
-            rows.append({**name, "prompt": number, **means})
-    return pd.DataFrame(rows)
-
-
-def _means(replayer: Replayer, setting: Setting) -> dict[str, float]:
-    """Means over the groups of a prompt."""
-    prompt, n = replayer.trajectories, setting.n
-    if n > prompt.n:
-        raise ValueError(f"{n} candidates of {prompt.n} that were generated")
-    rows = []
-    for start in range(0, prompt.n - n + 1, n)[:_MAX_GROUPS]:
-        run = replayer.run(setting, np.arange(start, start + n))
-        rows.append(
-            {
-                "tokens": run.generated_tokens,
-                "full_tokens": run.best_of_n_tokens,
-                "regret": run.regret_alone,
-                "value_regret": run.regret,
-                "score": run.score,
-                "complete": run.finish is FinishReason.STOP,
-                "full_complete": bool(prompt.finished[run.best_of_n_answer]),
-            }
-        )
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+                slots = prompt.prompt_tokens + n * _MEMORY_TOKENS
+            name = {"n": n, "alpha": setting.alpha, "schedule": str(setting.schedule)}
+            for start in range(0, prompt.n - n + 1, n)[:_MAX_GROUPS]:
+                run = replayer.run(replace(setting, slots=slots), np.arange(start, start + n))
+                tokens = {"tokens": run.generated_tokens, "full_tokens": run.best_of_n_tokens}
+                rows.append({**name, "prompt": number, **tokens, "regret": run.regret})
+    return pd.DataFrame(rows).groupby([*SETTING, "prompt"], sort=False).mean().reset_index()
 
 
 def _with_rewards(runs: pd.DataFrame, full: pd.DataFrame) -> pd.DataFrame:
-    same = full[["prompt", "n", "reward", "value"]]
+    same = full[["prompt", "n", "reward"]]
     merged = runs.merge(same, on=["prompt", "n"], how="left", validate="many_to_one")
     merged["reward"] -= merged.regret
-    merged["value"] -= merged.value_regret
     return merged
 
 
@@ -203,28 +183,17 @@ def best_of_n(prompts: Sequence[Trajectories], reward: str) -> pd.DataFrame:
     """A row per prompt and n; see `Frames.full`."""
     parts = []
     for number, prompt in enumerate(prompts):
-        final = prompt.final(reward)
-        falling = np.sort(final)[::-1]
-        preferred = expected_first(ranked(prompt, reward))[1:]
+        rising = np.sort(prompt.final(reward))
         ns = np.arange(1, prompt.n + 1)
         part = {
             "prompt": number,
             "n": ns,
-            "reward": expected_first(falling)[1:],
-            "worst": expected_first(falling[::-1])[1:],
+            "reward": expected_first(rising[::-1])[1:],
+            "worst": expected_first(rising)[1:],
             "tokens": ns * prompt.num_tokens.mean(),
         }
-        names = ("value", "score", "complete")
-        parts.append(pd.DataFrame(part | dict(zip(names, preferred.T, strict=True))))
+        parts.append(pd.DataFrame(part))
     return pd.concat(parts, ignore_index=True)
-
-
-def ranked(prompt: Trajectories, reward: str) -> Any:
-    """[N, 3] value, score and completeness of all answers, complete ones preferred, best first."""
-    values, final = prompt.values(reward, prefer_complete=True), prompt.final(reward)
-    # Not by value: the best truncated answer and the worst complete one may have equal values.
-    order = np.lexsort((-final, ~prompt.finished))
-    return np.stack([values, final, prompt.finished], axis=1)[order]
 
 
 def prefixes(prompts: Sequence[Trajectories], reward: str) -> pd.DataFrame:
@@ -232,10 +201,10 @@ def prefixes(prompts: Sequence[Trajectories], reward: str) -> pd.DataFrame:
     scored = set.intersection(*({*prompt.positions.tolist()} for prompt in prompts))
     limit = min(prompt.max_tokens for prompt in prompts)
     positions = [2**i for i in range(2, 20) if 2**i < limit and 2**i in scored]
-    parts = [pd.DataFrame({name: [] for name in ("prompt", "position", "score", "final", "live")})]
+    parts = [pd.DataFrame(columns=["prompt", "position", "score", "final", "live", "best"])]
     for number, prompt in enumerate(prompts):
         final = prompt.final(reward)
-        best = np.arange(prompt.n) == prompt.best(reward)
+        best = np.arange(prompt.n) == np.argmax(final)
         for position in positions:
             live = prompt.num_tokens > position
             score = np.where(live, prompt.partial(reward, position), final)

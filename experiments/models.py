@@ -1,4 +1,4 @@
-"""The generator and the rewards of an experiment: loaded in this process, or a running stack.
+"""The generator and the rewards of an experiment, loaded in this process.
 
 Both are given as the Protocols of `specrej.contracts`, with the descriptions that are stored with
 results.
@@ -7,9 +7,8 @@ results.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from functools import partial
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
-from specrej.client.channel import open_channel
 from specrej.contracts import (
     Event,
     Finished,
@@ -28,8 +26,6 @@ from specrej.contracts import (
     RewardDescription,
     Scorer,
 )
-from specrej.remote import RemoteGenerator, RemoteRewards
-from specrej.security import credentials_from
 
 _TOY_SLOTS = 1_000_000
 
@@ -43,11 +39,9 @@ class Models:
     scorers: Mapping[str, Scorer]
     rewards: tuple[RewardDescription, ...]
 
-    def identity(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Names and fingerprints of the generator and of these rewards, by default of all. They
-        must be equal when a collection is resumed."""
-        chosen = [reward for reward in self.rewards if names is None or reward.name in names]
-        fingerprints = {f"reward {reward.name}": reward.fingerprint for reward in chosen}
+    def identity(self) -> dict[str, str]:
+        """Names and fingerprints of generator and rewards; equal when a collection is resumed."""
+        fingerprints = {f"reward {reward.name}": reward.fingerprint for reward in self.rewards}
         model = {"model": self.description.model, "generator": self.description.fingerprint}
         return model | fingerprints
 
@@ -75,7 +69,7 @@ def unique_salt() -> str:
 
 
 @asynccontextmanager
-async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator[Models]:
+async def in_process(rewards: Sequence[str]) -> AsyncIterator[Models]:
     """The models of the services' settings, loaded in this process.
 
     Raises:
@@ -83,71 +77,49 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
         FileNotFoundError: a model is missing.
     """
     # Imported here, so that replays and reports do not need torch.
-    from generator_service.loading import load_generator
-    from generator_service.settings import GeneratorSettings
-    from generator_service.toy import is_toy, load_toy
     from reward_service.settings import RewardSettings
     from reward_service.worker import Worker
     from specrej.settings import load
 
-    reward_settings = load(RewardSettings, [])
-    specs = {spec.name: spec for spec in reward_settings.rewards}
-    _check_available(rewards, specs)
-    flags = ["--kv-slots", str(kv_slots)] if kv_slots else []
-    generator_settings = load(GeneratorSettings, flags)
-    generator: Generator
-    if is_toy(generator_settings.model):
-        generator = load_toy(generator_settings.model, kv_slots or _TOY_SLOTS)
-    else:
-        generator = await asyncio.to_thread(load_generator, generator_settings)
-    workers: dict[str, Worker] = {}
-    try:
+    settings = load(RewardSettings, [])
+    specs = {spec.name: spec for spec in settings.rewards}
+    if missing := [name for name in rewards if name not in specs]:
+        raise ValueError(f"no such reward: {', '.join(missing)}; available: {', '.join(specs)}")
+    async with AsyncExitStack() as resources:
+        generator = await _generator(resources)
+        workers = {}
         for name in rewards:
-            load_reward = partial(specs[name].load, reward_settings.resources)
+            load_reward = partial(specs[name].load, settings.resources)
             workers[name] = await Worker.start(load_reward)
+            # torch must not be computing when the interpreter exits
+            resources.push_async_callback(workers[name].join, 60.0)
+            resources.callback(workers[name].close)
         yield Models(
             generator,
             await generator.describe(),
             {name: worker.open for name, worker in workers.items()},
             tuple(worker.description for worker in workers.values()),
         )
-    finally:
-        for worker in workers.values():
-            worker.close()
-        for worker in workers.values():  # torch must not be computing when the interpreter exits
-            await worker.join(60.0)
 
 
-@asynccontextmanager
-async def remote(
-    rewards: Sequence[str], generator_address: str, reward_address: str
-) -> AsyncIterator[Models]:
-    """The generator and reward service of a running stack.
+async def _generator(resources: AsyncExitStack) -> Generator:
+    """The generator of the settings; `resources` closes it."""
+    from generator_service.loading import engine_of, load_generator
+    from generator_service.settings import GeneratorSettings
+    from generator_service.toy import is_toy, load_toy
+    from specrej.settings import load
 
-    Raises:
-        ValueError: a reward is not served there.
-        SpecrejError: a service cannot be reached.
-    """
-    credentials = credentials_from(os.environ)
-    async with AsyncExitStack() as stack:
-        channels = [
-            await stack.enter_async_context(open_channel(address, retries=False, **credentials))
-            for address in (generator_address, reward_address)
-        ]
-        generator, served = RemoteGenerator(channels[0]), RemoteRewards(channels[1])
-        descriptions = (
-            {reward.name: reward for reward in await served.describe()} if rewards else {}
-        )
-        _check_available(rewards, descriptions)
-        yield Models(
-            generator,
-            await generator.describe(),
-            {name: partial(served.open, name) for name in rewards},
-            tuple(descriptions[name] for name in rewards),
-        )
+    settings = load(GeneratorSettings, [])
+    if is_toy(settings.model):
+        return load_toy(settings.model, settings.kv_slots or _TOY_SLOTS)
+    engine = engine_of(settings) if settings.engine == "auto" else settings.engine
+    if engine == "vllm":
+        from generator_service.stock.vllm_generator import load_vllm
 
-
-def _check_available(rewards: Sequence[str], available: Mapping[str, object]) -> None:
-    if missing := [name for name in rewards if name not in available]:
-        names = ", ".join(available) or "none"
-        raise ValueError(f"no such reward: {', '.join(missing)}; available: {names}")
+        vllm = await asyncio.to_thread(load_vllm, settings)
+        resources.callback(vllm.close)
+        await vllm.warm_up()
+        return vllm
+    own = await asyncio.to_thread(load_generator, settings)
+    resources.callback(own.close)
+    return own

@@ -7,6 +7,9 @@ exactly: cuts are those of `orchestrator.loop.rejection.cut`, decision tokens th
 
 A score is needed wherever a round ends. The likelihood is available at every token, other rewards
 only on the grid of positions at which prefixes were scored.
+
+The answer is the one with the highest reward, complete or not (`prefer_complete` off), as in the
+paper.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from experiments.trajectories import FloatArray, IntArray, OffGrid, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
-from orchestrator.loop.rejection import cut, num_released, rank
+from orchestrator.loop.rejection import cut, num_released
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
 from specrej.contracts import Algorithm, FinishReason, Schedule
 
@@ -41,7 +44,6 @@ class Setting:
 
     n: 0 is all candidates of the trajectories. slots: the generator's capacity, all of it for this
     request; 0: unlimited. Full slots end a round at the position of the grid before.
-    prefer_complete: as in `specrej.contracts.Selection`.
     """
 
     n: int = 0
@@ -50,7 +52,6 @@ class Setting:
     reward: str = LIKELIHOOD
     slots: int = 0
     algorithm: Algorithm = Algorithm.SPECULATIVE_REJECTION
-    prefer_complete: bool = True
 
     @property
     def name(self) -> str:
@@ -76,12 +77,7 @@ class ReplayedRound:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of one request.
-
-    best_of_n_*: the result of Best-of-N with the same candidates.
-    value: of the answer, as of `Trajectories.values`. highest: the highest score of an answer that
-        ended by itself or at the limit, which is the answer's by the reward alone.
-    """
+    """The result of one request; best_of_n_*: that of Best-of-N with the same candidates."""
 
     answer: int
     score: float
@@ -89,21 +85,13 @@ class Replayed:
     generated_tokens: int
     rounds: tuple[ReplayedRound, ...]
     best_of_n_answer: int
+    best_of_n_score: float
     best_of_n_tokens: int
-    value: float
-    best_of_n_value: float
-    highest: float
-    best_of_n_highest: float
 
     @property
     def regret(self) -> float:
-        """Value of Best-of-N's answer with the same candidates less that of ours; at least 0."""
-        return self.best_of_n_value - self.value
-
-    @property
-    def regret_alone(self) -> float:
-        """The same by the reward alone, the paper's: complete or not makes no difference."""
-        return self.best_of_n_highest - self.highest
+        """The reward of Best-of-N's answer less that of this one; at least 0."""
+        return self.best_of_n_score - self.score
 
 
 class Replayer:
@@ -159,8 +147,6 @@ class _Request:
         self._num_tokens = prompt.num_tokens[rows]
         self._is_complete = prompt.finished[rows]
         self._final = replayer.final[rows]
-        self._ranks_last = ~self._is_complete & setting.prefer_complete
-        self._values = prompt.values(replayer.reward, prefer_complete=setting.prefer_complete)[rows]
         self._share = self._admitted_share()
         self._live = np.arange(len(rows))
         self._ranked: dict[int, float] = {}  # scores of finished candidates still in the ranking
@@ -172,21 +158,18 @@ class _Request:
         """Rounds until no candidate is live; see `orchestrator.loop.run.run`."""
         while len(self._live):
             self._rounds.append(self._round())
-        ended = np.flatnonzero(self._ended)
-        answer, best = self._best(ended), self._best(np.arange(len(self._ids)))
-        complete = bool(self._is_complete[answer])
+        # The first of equal scores, as in `orchestrator.loop.rejection.rank`.
+        answer = int(np.argmax(np.where(self._ended, self._final, -np.inf)))
+        best = int(np.argmax(self._final))
         return Replayed(
             answer=int(self._ids[answer]),
             score=float(self._final[answer]),
-            finish=FinishReason.STOP if complete else FinishReason.LENGTH,
+            finish=FinishReason.STOP if self._is_complete[answer] else FinishReason.LENGTH,
             generated_tokens=sum(round_.generated_tokens for round_ in self._rounds),
             rounds=tuple(self._rounds),
             best_of_n_answer=int(self._ids[best]),
+            best_of_n_score=float(self._final[best]),
             best_of_n_tokens=int(self._num_tokens.sum()),
-            value=float(self._values[answer]),
-            best_of_n_value=float(self._values[best]),
-            highest=float(self._final[ended].max()),
-            best_of_n_highest=float(self._final.max()),
         )
 
     def _round(self) -> ReplayedRound:
@@ -270,8 +253,3 @@ class _Request:
                 f"needs {self._prompt_tokens + floor} slots, there are {self._setting.slots}"
             )
         return self._setting.slots - self._prompt_tokens
-
-    def _best(self, rows: IntArray) -> int:
-        """The service's answer among rows, all of which reached their end."""
-        scores = dict(zip(rows.tolist(), self._final[rows].tolist(), strict=True))
-        return rank(scores, truncated=set(np.flatnonzero(self._ranks_last).tolist()))[0]

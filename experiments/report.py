@@ -19,14 +19,13 @@ from markupsafe import Markup
 
 from experiments import charts
 from experiments.frames import Frames
-from experiments.frontier import first_tokens, frontier, pays_from, sides
+from experiments.frontier import AHEAD, Comparison, first_tokens, frontier, pays_from
 from experiments.statistics import Estimate, shown
 from experiments.studies import (
     BOUND,
     EXPECTED,
     RATIO,
     Study,
-    all_at_default,
     best_of_n,
     correlation,
     equal_reward,
@@ -40,7 +39,7 @@ _MAX_ROWS = 30  # of a compact table with a row per setting
 def analyse(frames: Frames) -> list[Study]:
     """All studies of a collection under one reward, `matched` first."""
     of_settings = [equal_reward(frames), best_of_n(frames), first_tokens(frames)]
-    return [*of_settings, *frontier(frames), correlation(frames), improvement(frames)]
+    return [*of_settings, frontier(frames), correlation(frames), improvement(frames)]
 
 
 def write(sets: Sequence[Frames], out: Path, notes: Mapping[str, str]) -> list[Study]:
@@ -105,37 +104,31 @@ def _summary(analysed: Sequence[tuple[Frames, Sequence[Study]]]) -> Study:
                 "times part of N kept": default["part of N kept"],
                 EXPECTED: default[EXPECTED],
                 BOUND: default[BOUND],
-                "the service's choice is complete, share (95 %)": default[
-                    "complete answers (95 %)"
-                ],
-                "Best-of-N's choice, same N (95 %)": default["Best-of-N's, same N (95 %)"],
             }
         )
-    caption = "Best-of-N over Speculative Rejection at equal reward, complete or not: the default"
+    caption = "Best-of-N over Speculative Rejection at equal reward: the default"
     return Study("summary", caption, pd.DataFrame(rows))
 
 
 def _recommended(analysed: Sequence[tuple[Frames, Sequence[Study]]]) -> Study:
-    """What is recommended for the default's tokens, by each objective."""
+    """What is recommended for the default's tokens."""
     rows = []
     for frames, studies in analysed:
         (first,) = (study.table for study in studies if study.name == "first_tokens")
-        for side in sides(frames):
-            made = side.recommend(frames.default)
-            rows.append(
-                {
-                    "answers": frames.collection,
-                    "reward": frames.reward,
-                    "objective": made.objective,
-                    "recommended for the default's tokens": made.chosen,
-                    "why": made.why,
-                    "the default's reward (95 %)": made.reward,
-                    "regret (95 %)": made.regret,
-                    "ahead of Best-of-N at equal tokens (95 %)": made.ahead,
-                    "rejection pays from token": str(pays_from(first, side.objective) or "none"),
-                }
-            )
-    return Study("recommended", "Recommended settings, by objective", pd.DataFrame(rows))
+        made = Comparison(frames.runs, frames.full).recommend(frames.default)
+        rows.append(
+            {
+                "answers": frames.collection,
+                "reward": frames.reward,
+                "recommended for the default's tokens": made.chosen,
+                "why": made.why,
+                "the default's reward (95 %)": made.reward,
+                "regret (95 %)": made.regret,
+                AHEAD: made.ahead,
+                "rejection pays from token": str(pays_from(first) or "none"),
+            }
+        )
+    return Study("recommended", "Recommended settings", pd.DataFrame(rows))
 
 
 def measured_by(notes: Mapping[str, str], sets: Sequence[Frames]) -> str:
@@ -156,8 +149,9 @@ def _compact(frames: Frames, studies: Sequence[Study], measured: str) -> str:
     for study in studies:
         table, caption = study.table, study.caption
         if len(table) > _MAX_ROWS:
-            table = all_at_default(study, frames)
             first = frames.default.iloc[0]
+            is_default = (table["N"] == first.n) & (table["schedule"] == first.schedule)
+            table = table[is_default | (table["schedule"] == "no cuts")]
             caption += f"; of N = {first.n}, {first.schedule}, at every alpha"
         if not table.empty:
             parts.append(f"**{caption}**\n\n{markdown(table)}")

@@ -60,11 +60,13 @@ def shown(value: Any) -> str:
 
 
 def resampled(num_prompts: int, statistic: Callable[[IntArray], Any]) -> FloatArray:
-    """[1000] values of a statistic on prompts drawn with replacement.
+    """[1000] values of a statistic on prompts drawn with replacement; [1] for a single prompt.
 
     `statistic` maps indices in [..., prompts] to values in [...]. Draws are equal for equal numbers
     of prompts, so that figures can be compared. Values may be infinite.
     """
+    if num_prompts == 1:
+        return np.atleast_1d(statistic(np.zeros(1, np.int64)))
     with np.errstate(invalid="ignore"):
         result = stats.bootstrap(
             (np.arange(num_prompts),),

@@ -16,12 +16,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from experiments import charts
-from experiments.frames import DEFAULT, SETTING, Frames
+from experiments.frames import SETTING, Frames
 from experiments.replay import decision_tokens
 from experiments.statistics import (
     Estimate,
     bootstrap,
-    bounded_mean,
     expected_saving,
     kendall,
     matched_cost,
@@ -37,6 +36,7 @@ from specrej.client.options import parse_schedule
 EXPECTED = "expected if rejection ignores length"
 BOUND = "bound, all answers as long as the limit"
 RATIO = "tokens, ratio (95 %)"
+SCORE = "improvement score (95 %)"
 _SURVIVAL_ALPHAS = (0.5, 0.75)
 _LEAST_SCORES = 10.0  # span of the improvement score's axis, a tenth of the base's range
 
@@ -84,8 +84,6 @@ def best_of_n(frames: Frames) -> Study:
                 "mean reward of the best (95 %)": mean(of_n.reward),
                 "gain over one answer (95 %)": mean(of_n.reward.to_numpy() - single),
                 "tokens": of_n.tokens.mean(),
-                "mean reward, complete answers preferred (95 %)": mean(of_n.score),
-                "complete then, share (95 %)": bounded_mean(of_n.complete, 1.0),
             }
         )
     table = pd.DataFrame(rows)
@@ -103,16 +101,19 @@ def best_of_n(frames: Frames) -> Study:
 def equal_reward(frames: Frames) -> Study:
     """The N that Best-of-N needs for the reward of each setting, and the ratio of the costs.
 
-    By the reward alone. The ratio of tokens has two factors: "tokens saved at equal N", which
-    follows from lengths and schedule if rejection ignores length, and "part of N kept", which is 1
-    if no best answer was rejected. "outside what was measured": "beyond" where the largest N is not
-    as good, "below 1" where one answer is, or the share of resampled prompts with either.
+    The ratio of tokens has two factors: "tokens saved at equal N", which follows from lengths and
+    schedule if rejection ignores length, and "part of N kept", which is 1 if no best answer was
+    rejected. "outside what was measured": "beyond" where the largest N is not as good, "below 1"
+    where one answer is, or the share of resampled prompts with either.
     """
     ns = doublings(frames.n)
-    known = pivot(frames.full, "reward", ns), pivot(frames.full, "tokens", [1])[:, 0]
+    rewards = pivot(frames.full, "reward", ns)
+    single = pivot(frames.full, "tokens", [1])[:, 0]
     rows = []
-    for setting, runs in frames.runs.groupby(SETTING, sort=False):
-        rows.append(_matched(dict(zip(SETTING, setting, strict=True)), runs, known, ns, frames))
+    for (n, alpha, schedule), runs in frames.runs.groupby(SETTING, sort=False):
+        row = {"N": int(n), "alpha": alpha, "schedule": schedule}
+        matched = _matched(runs, rewards, single, ns)
+        rows.append(row | matched | _expected(alpha, schedule, frames))
     table = pd.DataFrame(rows)
     largest = table[table["N"] == table["N"].max()]
 
@@ -132,51 +133,47 @@ def equal_reward(frames: Frames) -> Study:
 
 
 def _matched(
-    setting: dict[str, Any],
-    runs: pd.DataFrame,
-    known: tuple[FloatArray, FloatArray],
-    ns: list[int],
-    frames: Frames,
+    runs: pd.DataFrame, rewards: FloatArray, single: FloatArray, ns: list[int]
 ) -> dict[str, Any]:
-    rewards, single = known
-    own = {name: runs[name].to_numpy() for name in ("reward", "tokens")}
+    """rewards: [prompts, ns] of Best-of-N; single: [prompts] mean tokens of one answer."""
+    reward, tokens = runs.reward.to_numpy(), runs.tokens.to_numpy()
 
     def matched_n(prompts: IntArray) -> FloatArray:
-        """[draws] for prompts [draws, any]; [] for [any]."""
         drawn = np.atleast_2d(prompts)
-        n = matched_cost(ns, rewards[drawn].mean(axis=1), own["reward"][drawn].mean(axis=1))
-        return n if prompts.ndim > 1 else n[0]
+        n = matched_cost(ns, rewards[drawn].mean(axis=1), reward[drawn].mean(axis=1))
+        return n.reshape(prompts.shape[:-1])
 
-    def ratio(prompts: IntArray) -> Any:
-        tokens = matched_n(prompts) * single[prompts].mean(axis=-1)
-        return tokens / own["tokens"][prompts].mean(axis=-1)
+    def ratio(prompts: IntArray) -> FloatArray:
+        needed = matched_n(prompts) * single[prompts].mean(axis=-1)
+        ratios: FloatArray = needed / tokens[prompts].mean(axis=-1)
+        return ratios
 
-    num_prompts = len(runs)
-    n = bootstrap(num_prompts, matched_n)
-    draws = resampled(num_prompts, matched_n) if num_prompts > 1 else np.array([n.value])
-    outside = float(((draws <= 1) | np.isinf(draws)).mean())
-    notes = {math.isinf(n.value): "beyond", n.value <= 1: "below 1"}
-    schedule = parse_schedule(setting["schedule"])
-    is_planned = schedule.kind != "memory"
-    expected, bound = (
-        expected_saving(lengths, setting["alpha"], decision_tokens(schedule, frames.max_tokens))
-        if is_planned
-        else math.nan
-        for lengths in (frames.lengths, np.full(1, frames.max_tokens))
-    )
+    n = bootstrap(len(runs), matched_n)
+    draws = resampled(len(runs), matched_n)
+    share_outside = float(((draws <= 1) | np.isinf(draws)).mean())
+    outside = f"{share_outside:.0%} of draws" if share_outside else ""
+    if math.isinf(n.value):
+        outside = "beyond"
+    elif n.value <= 1:
+        outside = "below 1"
     return {
-        "N": int(setting["n"]),
-        "alpha": setting["alpha"],
-        "schedule": setting["schedule"],
         "as good as Best-of-N with N = (95 %)": n,
         "tokens saved at equal N": runs.full_tokens.sum() / runs.tokens.sum(),
-        "part of N kept": n.value / setting["n"] if math.isfinite(n.value) else math.nan,
-        RATIO: bootstrap(num_prompts, ratio),
-        EXPECTED: expected,
-        BOUND: bound,
-        "outside what was measured": notes.get(True, f"{outside:.0%} of draws" if outside else ""),
-        "complete answers (95 %)": bounded_mean(runs.complete, 1.0),
-        "Best-of-N's, same N (95 %)": bounded_mean(runs.full_complete, 1.0),
+        "part of N kept": n.value / runs.n.iloc[0] if math.isfinite(n.value) else math.nan,
+        RATIO: bootstrap(len(runs), ratio),
+        "outside what was measured": outside,
+    }
+
+
+def _expected(alpha: float, schedule: str, frames: Frames) -> dict[str, float]:
+    """What lengths and planned decision tokens alone say; nothing for the memory schedule."""
+    planned = parse_schedule(schedule)
+    if planned.kind == "memory":
+        return {EXPECTED: math.nan, BOUND: math.nan}
+    ends = decision_tokens(planned, frames.max_tokens)
+    return {
+        EXPECTED: expected_saving(frames.lengths, alpha, ends),
+        BOUND: expected_saving(np.full(1, frames.max_tokens), alpha, ends),
     }
 
 
@@ -224,33 +221,29 @@ def _predicts(part: pd.DataFrame) -> dict[str, Any]:
     prompts = [prompt for _, prompt in part.groupby("prompt")]
     growing = [prompt[prompt.live.astype(bool)] for prompt in prompts]
     pairs = [(live.score.to_numpy(), live.final.to_numpy()) for live in growing]
-    ranks = [_rank_of_best(prompt) for prompt in prompts]
-    ended = [not prompt.live[prompt.best].any() for prompt in prompts]
-    lost = [
-        [not over and rank >= num_kept(len(prompt), alpha) for alpha in _SURVIVAL_ALPHAS]
-        for prompt, rank, over in zip(prompts, ranks, ended, strict=True)
-    ]
-    low = [
-        not over and rank > (len(prompt) - 1) / 2
-        for prompt, rank, over in zip(prompts, ranks, ended, strict=True)
+    # Of an answer that has ended, the whole is in the ranking: no cut loses it for good.
+    ranks = [
+        _rank_of_best(prompt) if prompt.live[prompt.best.astype(bool)].any() else 0
+        for prompt in prompts
     ]
     return {
         "share still growing": np.mean([prompt.live.mean() for prompt in prompts]),
         "Pearson (95 %)": mean([pearson(*pair) for pair in pairs]),
         "Kendall tau (95 %)": mean([kendall(*pair) for pair in pairs]),
         **{
-            f"best survives alpha {alpha:g} (95 %)": share(not row[at] for row in lost)
-            for at, alpha in enumerate(_SURVIVAL_ALPHAS)
+            f"best survives alpha {alpha:g} (95 %)": share(
+                rank < num_kept(len(prompt), alpha)
+                for rank, prompt in zip(ranks, prompts, strict=True)
+            )
+            for alpha in _SURVIVAL_ALPHAS
         },
-        "best one over by then (95 %)": share(ended),
-        "best one in the lower half (95 %)": share(low),
     }
 
 
 def _rank_of_best(prompt: pd.DataFrame) -> int:
     """The rank of the best answer among the prompt's scores; of equal ones the first is ahead."""
-    order = np.argsort(-prompt.score.to_numpy(), kind="stable")
-    return int(np.flatnonzero(prompt.best.to_numpy()[order])[0])
+    order = np.argsort(-prompt.score.to_numpy(dtype=float), kind="stable")
+    return int(np.argmax(prompt.best.to_numpy(dtype=bool)[order]))
 
 
 def _scatter(prefixes: pd.DataFrame, axes: Axes) -> None:
@@ -273,7 +266,7 @@ def _scatter(prefixes: pd.DataFrame, axes: Axes) -> None:
 
 
 def improvement(frames: Frames) -> Study:
-    """The paper's score against relative compute, by the reward alone.
+    """The paper's score against relative compute.
 
     The score is 100 x (1 + mean over prompts of (reward - best of base) / (best of base - worst of
     base)), Sun et al., arXiv 2410.20290, section 5: 100 is as good as Best-of-N of a base N, here
@@ -282,21 +275,21 @@ def improvement(frames: Frames) -> Study:
     """
     base_n = min(frames.n, max(2, frames.n // 8))
     base = frames.full[frames.full.n == base_n]
-
-    def row(method: str, of: pd.DataFrame, n: int, alpha: float, schedule: str) -> dict[str, Any]:
-        return {
-            **{"method": method, "N": n, "alpha": alpha, "schedule": schedule},
-            "improvement score (95 %)": _improvement_score(of.reward.to_numpy(), base),
+    ns = [n for n in doublings(frames.n) if n * 4 >= base_n]
+    full = frames.full[frames.full.n.isin(ns)].assign(
+        method="Best-of-N", alpha=0.0, schedule="no cuts"
+    )
+    fast = frames.runs.assign(method="Speculative Rejection")
+    rows = [
+        {
+            **{"method": method, "N": int(n), "alpha": alpha, "schedule": schedule},
+            SCORE: _improvement_score(of.reward.to_numpy(), base),
             "relative tokens": of.tokens.mean() / base.tokens.mean(),
         }
-
-    ns = [n for n in doublings(frames.n) if n * 4 >= base_n]
-    full = [("Best-of-N", frames.full[frames.full.n == n], n, 0.0, "no cuts") for n in ns]
-    fast = [
-        ("Speculative Rejection", runs, int(n), alpha, schedule)
-        for (n, alpha, schedule), runs in frames.runs.groupby(SETTING, sort=False)
+        for part in (full, fast)
+        for (method, n, alpha, schedule), of in part.groupby(["method", *SETTING], sort=False)
     ]
-    table = pd.DataFrame([row(*each) for each in (*full, *fast)])
+    table = pd.DataFrame(rows)
     of = f"{frames.reward}, against Best-of-{base_n}"
     chart = Chart("improvement-tokens", f"Improvement score: {of}", partial(_scores, table))
     return Study("improvement", f"Improvement score and relative compute: {of}", table, (chart,))
@@ -310,31 +303,15 @@ def _improvement_score(rewards: FloatArray, base: pd.DataFrame) -> Estimate:
 
 
 def _scores(table: pd.DataFrame, axes: Axes) -> None:
-    fast = table[table.method != "Best-of-N"]
+    points = table.assign(score=[score.value for score in table[SCORE]])
+    fast = points[points.method != "Best-of-N"]
     colors = (charts.BLUE, charts.GREEN, charts.PURPLE)
     for (n, part), color in zip(fast.groupby("N"), colors, strict=False):
-        scores = [score.value for score in part["improvement score (95 %)"]]
-        axes.plot(
-            part["relative tokens"],
-            scores,
-            "o",
-            color=color,
-            markersize=3,
-            label=f"Rejection, N = {n}",
-        )
-    full = table[table.method == "Best-of-N"]
-    scores = [score.value for score in full["improvement score (95 %)"]]
-    axes.plot(full["relative tokens"], scores, "o-", color=charts.ORANGE, label="Best-of-N")
+        style: dict[str, Any] = {"color": color, "markersize": 3, "label": f"Rejection, N = {n}"}
+        axes.plot(part["relative tokens"], part.score, "o", **style)
+    full = points[points.method == "Best-of-N"]
+    axes.plot(full["relative tokens"], full.score, "o-", color=charts.ORANGE, label="Best-of-N")
     charts.log2_axis(axes, "relative tokens")
     low, high = axes.get_ylim()
     missing = max(0.0, _LEAST_SCORES - (high - low)) / 2
     axes.set(ylabel="improvement score", ylim=(low - missing, high + missing))
-
-
-def all_at_default(study: Study, frames: Frames) -> pd.DataFrame:
-    """The rows of the default's N and schedule at every alpha, and of Best-of-N."""
-    table = study.table
-    if "schedule" not in table:
-        return table
-    is_default = (table["N"] == frames.runs.n.max()) & (table["schedule"] == str(DEFAULT))
-    return table[is_default | (table["schedule"] == "no cuts")]

@@ -1,13 +1,9 @@
-"""All candidates of a prompt, generated to their ends, and their storage on disk.
-
-A directory holds `trajectories.jsonl` and one `.npz` file per prompt. The first JSON line has the
-settings of the collection; each further line describes one prompt: texts, lengths and finish
-reasons. Log-probabilities and scores are in the `.npz` file that the line names. That file is
-written before the line, so an interrupted collection can resume with the prompts that are missing.
-"""
+"""All candidates of a prompt, generated to their ends, and their storage on disk."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -17,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.json_lines import Line, add_line, read_lines
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import Message, Prompt
 
@@ -25,8 +20,9 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 
-_FILE = "trajectories.jsonl"
+_HEAD = "collection.json"
 _SCALARS = ("prompt_id", "prompt_tokens", "max_tokens", "seed")  # fields stored as they are
+_ARRAYS = ("positions", "num_tokens", "finished", "logprobs")
 
 
 class OffGrid(ValueError):
@@ -95,15 +91,6 @@ class Trajectories:
             return self.logprob_sums[:, -1] / self.num_tokens
         return self.rewards[reward].final
 
-    def values(self, reward: str, *, prefer_complete: bool) -> FloatArray:
-        """[N] final scores by which whole answers are compared; the highest is the answer's.
-
-        If complete answers are preferred, an answer that the limit ended counts as its score less
-        the range of this prompt's scores, so that it is not above any complete one.
-        """
-        final = self.final(reward)
-        return final - ~self.finished * np.ptp(final) if prefer_complete else final
-
     def partial(self, reward: str, position: int) -> FloatArray:
         """[N] scores of the first `position` tokens; NaN where the answer has fewer.
 
@@ -121,10 +108,6 @@ class Trajectories:
                 f"{nearest or 'none'}"
             )
         return self.rewards[reward].partial[:, index]
-
-    def best(self, reward: str) -> int:
-        """The candidate with the highest final score, the first of equals."""
-        return int(np.argmax(self.final(reward)))
 
     def shortened(self, max_tokens: int) -> Trajectories:
         """The same answers under a smaller token limit.
@@ -158,57 +141,57 @@ class Trajectories:
 
 
 class Store:
-    """A directory of trajectories, created by `begin`."""
+    """A directory with one collection: `collection.json` and a file per prompt.
+
+    A file is renamed to its name when it is complete, so an interrupted collection can resume with
+    the prompts that are missing.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._path = directory / _FILE
 
-    def begin(self, head: Line) -> None:
-        """Start a collection; `head` is its first line and must have "settings"."""
-        add_line(self._path, head)
+    def begin(self, head: Mapping[str, Any]) -> None:
+        """Start a collection; `head` must have "settings"."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._write(_HEAD, json.dumps(head, indent=1).encode())
 
     def add(self, trajectories: Trajectories) -> None:
         """Append a prompt."""
-        name = f"{len(self.lines()):04d}.npz"
-        path = self._directory / name
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, **_arrays(trajectories))
-        temporary.replace(path)
-        add_line(self._path, _line(trajectories) | {"arrays": name})
+        file = io.BytesIO()
+        np.savez_compressed(file, **_arrays(trajectories))
+        self._write(f"{len(self._files()):04d}.npz", file.getvalue())
 
-    def head(self) -> Line | None:
-        """The first line; None if the collection does not exist.
+    def head(self) -> dict[str, Any] | None:
+        """What the collection was begun with; None if it does not exist."""
+        path = self._directory / _HEAD
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
 
-        Raises:
-            ValueError: the file is not a collection.
-        """
-        lines = read_lines(self._path)
-        if lines and "settings" not in lines[0]:
-            raise ValueError(f"{self._path} is not a collection of trajectories")
-        return lines[0] if lines else None
-
-    def lines(self) -> list[Line]:
-        """One line per stored prompt, without its arrays."""
-        return read_lines(self._path)[1:]
+    def prompts(self) -> dict[str, tuple[int, Prompt]]:
+        """Seed and prompt of each stored prompt, by id."""
+        return {made.prompt_id: (made.seed, made.prompt) for made in self}
 
     def __iter__(self) -> Iterator[Trajectories]:
         """The stored prompts, loaded one at a time."""
-        for line in self.lines():
-            with np.load(self._directory / line["arrays"]) as arrays:
-                yield _trajectories(line, arrays)
+        for path in self._files():
+            with np.load(path) as arrays:
+                yield _trajectories(arrays)
+
+    def _files(self) -> list[Path]:
+        return sorted(self._directory.glob("*.npz"))
+
+    def _write(self, name: str, content: bytes) -> None:
+        temporary = self._directory / f"{name}.tmp"
+        temporary.write_bytes(content)
+        temporary.replace(self._directory / name)
 
 
 def load(directory: Path, reward: str = LIKELIHOOD) -> tuple[Trajectories, ...]:
     """All prompts of a collection, in memory.
 
     Raises:
-        ValueError: it is not a collection, is empty, or does not have the reward.
+        ValueError: it has no prompts, or does not have the reward.
     """
-    store = Store(directory)
-    store.head()
-    prompts = tuple(store)
+    prompts = tuple(Store(directory))
     if not prompts:
         raise ValueError(f"{directory} holds no trajectories yet")
     if any(reward not in prompt.reward_names for prompt in prompts):
@@ -217,51 +200,48 @@ def load(directory: Path, reward: str = LIKELIHOOD) -> tuple[Trajectories, ...]:
     return prompts
 
 
-def prompt_line(prompt: Prompt) -> Line:
+def prompt_line(prompt: Prompt) -> dict[str, Any]:
     """A prompt as it is stored."""
     return {"messages": [asdict(turn) for turn in prompt.messages], "text": prompt.text}
 
 
-def _line(prompt: Trajectories) -> Line:
-    arrays = ("positions", "num_tokens", "finished")
-    return {
-        **{name: getattr(prompt, name) for name in _SCALARS},
-        **{name: getattr(prompt, name).tolist() for name in arrays},
-        "prompt": prompt_line(prompt.prompt),
-        "rewards": list(prompt.rewards),
-        "texts": list(prompt.texts),
+def _arrays(made: Trajectories) -> dict[str, Any]:
+    """The content of a file; `about` is a JSON object."""
+    about = {name: getattr(made, name) for name in _SCALARS} | {
+        "prompt": prompt_line(made.prompt),
+        "rewards": [*made.rewards],
+        "texts": made.texts,
     }
+    arrays: dict[str, Any] = {name: getattr(made, name) for name in _ARRAYS}
+    for name, scores in made.rewards.items():
+        arrays |= {f"partial/{name}": scores.partial, f"final/{name}": scores.final}
+    return {name: _compact(array) for name, array in arrays.items()} | {"about": json.dumps(about)}
 
 
-def _arrays(prompt: Trajectories) -> dict[str, Any]:
-    arrays: dict[str, Any] = {"logprobs": _compact(prompt.logprobs)}
-    for name, scores in prompt.rewards.items():
-        arrays[f"partial/{name}"] = _compact(scores.partial)
-        arrays[f"final/{name}"] = _compact(scores.final)
-    return arrays
-
-
-def _compact(values: FloatArray) -> NDArray[np.floating[Any]]:
+def _compact(values: NDArray[Any]) -> NDArray[Any]:
     """As float32 where that is exact, which holds for values that a model computed in float32."""
+    if values.dtype != np.float64:
+        return values
     narrow = values.astype(np.float32)
     return narrow if np.array_equal(narrow.astype(np.float64), values, equal_nan=True) else values
 
 
-def _trajectories(line: Line, arrays: Mapping[str, NDArray[Any]]) -> Trajectories:
+def _trajectories(arrays: Mapping[str, NDArray[Any]]) -> Trajectories:
     def floats(name: str) -> FloatArray:
         return arrays[name].astype(np.float64)
 
-    messages = tuple(Message(**turn) for turn in line["prompt"]["messages"])
+    about = json.loads(str(arrays["about"]))
+    messages = tuple(Message(**turn) for turn in about["prompt"]["messages"])
     return Trajectories(
-        **{name: line[name] for name in _SCALARS},
-        prompt=Prompt(messages=messages, text=line["prompt"]["text"]),
-        positions=np.array(line["positions"], dtype=np.int64),
-        num_tokens=np.array(line["num_tokens"], dtype=np.int64),
-        finished=np.array(line["finished"], dtype=np.bool_),
+        **{name: about[name] for name in _SCALARS},
+        positions=arrays["positions"],
+        num_tokens=arrays["num_tokens"],
+        finished=arrays["finished"],
+        prompt=Prompt(messages=messages, text=about["prompt"]["text"]),
         logprobs=floats("logprobs"),
         rewards={
             name: PrefixScores(floats(f"partial/{name}"), floats(f"final/{name}"))
-            for name in line["rewards"]
+            for name in about["rewards"]
         },
-        texts=tuple(line["texts"]),
+        texts=tuple(about["texts"]),
     )

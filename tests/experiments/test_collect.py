@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,26 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.collect import CollectError, collect, collect_prompt, missing
-from experiments.models import remote
+from experiments.collect import CollectError, collect, missing
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.settings import Settings
 from experiments.trajectories import Store, Trajectories, load
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.scoring import LikelihoodScorer
-from reward_service.kinds.toy import ToyReward
 from specrej.contracts import (
     Algorithm,
     GenerationRequest,
     Prompt,
-    Round,
     Selection,
     SessionSpec,
 )
 from specrej.contracts.errors import RewardInvalid, Unavailable
 from tests.experiments.doubles import (
-    ITEM,
     collected,
     live_run,
     models,
@@ -39,7 +34,6 @@ from tests.experiments.doubles import (
 )
 from tests.experiments.test_trajectories import assert_equal
 from tests.orchestrator.runs import PROMPT, FixedScorer
-from tests.world import generator_backend, reward_backend
 
 SETTINGS = Settings(n=20, max_tokens=24, grid=(3, 8, 16, 24), rewards=("letters",), seed=5)
 ITEMS = tuple(
@@ -114,41 +108,6 @@ async def test_every_session_has_its_own_cache_salt() -> None:
     assert len({*salts, ""}) == 5
 
 
-class Hiccups(ToyGenerator):
-    """The first sessions fail at their third round; their tokens are of another seed, as those of
-    another machine may be."""
-
-    def __init__(self, num_failures: int) -> None:
-        super().__init__(end_every=20)
-        self.num_failures = num_failures
-
-    @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
-        fails = self.num_failures > 0
-        self.num_failures -= 1
-        if fails:
-            spec = replace(spec, sampling=replace(spec.sampling, seed=99))
-        async with super().open(spec) as session:
-            if fails:
-                extend, num_calls = session.extend, itertools.count()
-
-                async def fail(until_tokens: int) -> Round:
-                    if next(num_calls) == 2:
-                        raise Unavailable("restarting", retry_after_s=0.001)
-                    return await extend(until_tokens)
-
-                session.extend = fail  # type: ignore[method-assign]
-            yield session
-
-
-async def test_chunk_is_repeated_after_a_hiccup() -> None:
-    """Guards a night of collecting against one restart of a service."""
-    made = await collected(Hiccups(2), SETTINGS, chunk=7)
-    assert_equal(made, await collected(ToyGenerator(end_every=20), SETTINGS))
-    with pytest.raises(Unavailable, match="restarting"):
-        await collected(Hiccups(1000), SETTINGS)
-
-
 class FailsAtSecond(ToyGenerator):
     """Serves the first prompt only."""
 
@@ -197,7 +156,7 @@ async def test_other_settings_prompts_or_models_are_refused(tmp_path: Path) -> N
         missing(store, SETTINGS, [replace(ITEMS[0], prompt=PROMPT)])
     with pytest.raises(CollectError, match="other models"):
         await collect(store, SETTINGS, ITEMS, models(generator, fingerprint="2"), ignore)
-    assert [line["prompt_id"] for line in store.lines()] == ["a"]
+    assert [*store.prompts()] == ["a"]
 
 
 async def test_invalid_rewards_are_not_stored(tmp_path: Path) -> None:
@@ -205,26 +164,7 @@ async def test_invalid_rewards_are_not_stored(tmp_path: Path) -> None:
     broken = models(ToyGenerator(), {"broken": FixedScorer(lambda candidate: math.nan)})
     with pytest.raises(RewardInvalid):
         await collect(store, settings, ITEMS, broken, ignore)
-    assert store.lines() == []
-
-
-async def test_remote_collection_equals_in_process_one() -> None:
-    """Over real gRPC: the same candidates, log-probabilities and scores."""
-    async with (
-        generator_backend(ToyGenerator()) as generator,
-        reward_backend(ToyReward()) as reward,
-    ):
-        addresses = [f"127.0.0.1:{process.port}" for process in (generator, reward)]
-        async with remote(("toy",), *addresses) as there:
-            settings = replace(SETTINGS, rewards=("toy",))
-            made = await collect_prompt(ITEM, settings, there, 7)
-        with pytest.raises(ValueError, match="no such reward: other; available: toy"):
-            async with remote(("other",), *addresses):
-                pass
-    here = await collected(ToyGenerator(), SETTINGS)
-    assert made.texts == here.texts
-    np.testing.assert_array_equal(made.logprobs, here.logprobs)
-    assert not np.isnan(made.final("toy")).any()
+    assert store.prompts() == {}
 
 
 @pytest.mark.parametrize(

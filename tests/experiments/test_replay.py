@@ -12,13 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.frames import ranked
 from experiments.replay import NeverFits, Replayed, Replayer, Setting
 from experiments.settings import Settings
 from experiments.trajectories import Trajectories
 from generator_service.toy import ToyGenerator
 from orchestrator.loop.composition import LIKELIHOOD
-from orchestrator.loop.rejection import rank
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Algorithm,
@@ -32,7 +30,7 @@ from specrej.contracts import (
     Selection,
 )
 from tests.experiments.doubles import ITEM, collected, live_run, tiny_engine
-from tests.experiments.synthetic import from_scores, trajectories
+from tests.experiments.synthetic import from_scores
 from tests.orchestrator.runs import PROMPT, LetterScorer
 
 N, MAX_TOKENS = 24, 28
@@ -56,7 +54,7 @@ def request(setting: Setting, sampling: Sampling, prompt: Prompt) -> GenerationR
         schedule=setting.schedule,
         algorithm=setting.algorithm,
         return_candidates=1,
-        prefer_complete=setting.prefer_complete,
+        prefer_complete=False,
     )
     return GenerationRequest(prompt, sampling, selection)
 
@@ -100,7 +98,6 @@ def held_slots(made: Trajectories, replayed: Replayed, n: int) -> list[int]:
     schedule=SCHEDULES,
     reward=st.sampled_from(sorted(REWARDS)),
     algorithm=st.sampled_from(Algorithm),
-    prefer_complete=st.booleans(),
 )
 async def test_replay_equals_live_run_on_toys(
     n: int,
@@ -111,7 +108,6 @@ async def test_replay_equals_live_run_on_toys(
     schedule: Schedule,
     reward: str,
     algorithm: Algorithm,
-    prefer_complete: bool,
 ) -> None:
     """Candidates that end early, late and never, under every schedule, with unlimited slots."""
     of_collection = Settings(
@@ -119,9 +115,7 @@ async def test_replay_equals_live_run_on_toys(
     )
     generator = ToyGenerator(end_every=end_every)
     trajectories = await collected(generator, replace(of_collection, rewards=("letters",)))
-    setting = Setting(
-        n, alpha, schedule, reward, algorithm=algorithm, prefer_complete=prefer_complete
-    )
+    setting = Setting(n, alpha, schedule, reward, algorithm=algorithm)
     sampling = replace(of_collection.sampling(0), logprobs=False)
     live = await live_run(request(setting, sampling, PROMPT), generator, REWARDS[reward])
     check(replay(trajectories, setting), *live)
@@ -186,8 +180,7 @@ def test_replay_includes_best_of_n_of_the_same_candidates(made: Trajectories) ->
     full = replay(made, replace(setting, algorithm=Algorithm.BEST_OF_N))
     assert replayed.best_of_n_answer == full.answer
     assert replayed.best_of_n_tokens == full.generated_tokens
-    assert replayed.regret == full.value - replayed.value >= 0
-    assert replayed.regret_alone == full.highest - replayed.highest >= 0
+    assert replayed.regret == full.score - replayed.score >= 0
     assert replayed.best_of_n_tokens > replayed.generated_tokens
     with pytest.raises(ValueError, match="25 candidates of 24"):
         replay(made, replace(setting, n=25))
@@ -224,32 +217,12 @@ def test_snap_is_to_the_position_before_except_for_likelihood(made: Trajectories
     assert {length % 4 for length in ends if length is not None} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("prefer_complete", "best", "regret"), [(True, 3, 3), (False, 1, 0)])
-def test_one_order_for_answer_and_regret(prefer_complete: bool, best: int, regret: float) -> None:
-    """Scores 0 5 4 3; only the last answer is complete, and the cut at 8 rejects it."""
-    scores = np.ones((4, 16)) * np.array([0.0, 5.0, 4.0, 3.0])[:, None]
-    made = from_scores(scores, np.array([16, 16, 16, 12]), positions=(8, 16))
-    setting = Setting(
-        4, 0.5, Schedule("tokens", tokens=(8,)), "walk", prefer_complete=prefer_complete
-    )
-    replayed = replay(made, setting)
-    assert (replayed.answer, replayed.score) == (1, 5)
-    assert replayed.best_of_n_answer == best
-    # Truncated answers count less by the range of the scores: 5 - 5 against 3.
-    assert replayed.regret == regret
-    assert (replayed.highest, replayed.best_of_n_highest, replayed.regret_alone) == (5, 5, 0)
-    assert made.best("walk") == 1
-
-
-@given(st.integers(0, 10_000), st.booleans())
-def test_values_are_in_the_order_of_the_service(seed: int, prefer_complete: bool) -> None:
-    """By reward alone they are the scores; else no truncated answer is above a complete one."""
-    made = trajectories(n=12, stop_share=0.5, seed=seed)
-    truncated = set(np.flatnonzero(~made.finished).tolist()) if prefer_complete else set()
-    order = rank(dict(enumerate(made.final("walk").tolist())), truncated=truncated)
-    values = made.values("walk", prefer_complete=prefer_complete)
-    assert (np.diff(values[order]) <= 1e-12).all()
-    if prefer_complete:
-        assert ranked(made, "walk")[:, 1].tolist() == made.final("walk")[order].tolist()
-    else:
-        assert values.tolist() == made.final("walk").tolist()
+def test_a_lost_best_answer_is_regretted() -> None:
+    """Finals 0 5 4 3; the cut at 8 keeps the last two. Of equal scores the first is the answer."""
+    scores = np.ones((4, 16)) * np.array([0.0, 5.0, 4.0, 4.0])[:, None]
+    scores[1, :8] = 0.0
+    made = from_scores(scores, np.array([16, 16, 16, 16]), positions=(8, 16))
+    replayed = replay(made, Setting(4, 0.5, Schedule("tokens", tokens=(8,)), "walk"))
+    assert (replayed.answer, replayed.score, replayed.best_of_n_answer) == (2, 4, 1)
+    assert replayed.regret == 1
+    assert [round_.survivors for round_ in replayed.rounds] == [(2, 3), ()]
