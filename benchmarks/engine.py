@@ -1,9 +1,8 @@
 """The engine beyond its throughput: `make bench-engine`.
 
-Figures on the embedded model: decode throughput as a share of the bound that its matrix products
-set; eight sessions at once against the same eight one after another; a step after a long prompt
-against one after a short prompt; peak memory of a run in a quarter of the slots it could use.
-Compared runs take turns; figures are medians.
+Figures on the embedded model: eight sessions at once against the same eight one after another; a
+step after a long prompt against one after a short prompt; peak memory of a run in a quarter of the
+slots it could use. Compared runs take turns; figures are medians.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import MODEL, parse_arguments, prompt_ids, report, run_cases, timed
+from benchmarks.harness import MODEL, log, parse_arguments, prompt_ids, report, timed
 from generator_service.engine.commands import OpenCommand, PrefixBatch
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
@@ -30,7 +28,6 @@ from generator_service.engine.thread import EngineThread
 from specrej.contracts import RoundEnd, Sampling
 
 _FIGURES = {
-    "gemm": ("share_of_bound", "N=128: decode throughput / bound of the products"),
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
     "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
@@ -38,31 +35,24 @@ _FIGURES = {
 
 
 def main() -> None:
-    """Measure and report; a figure that fails is reported, and the others are measured."""
+    """Measure and report."""
     arguments = parse_arguments(
         __doc__, rounds=(3, "measured rounds"), only=([*_FIGURES], "figures to measure")
     )
-    rounds = arguments.rounds
     model = CausalLM.load(MODEL, "cpu")
     measures: dict[str, Callable[[], dict[str, float]]] = {
-        "gemm": lambda: _gemm(model, rounds),
-        "sessions": lambda: _sessions(model, rounds),
-        "prompt": lambda: _prompt(model, rounds),
+        "sessions": lambda: _sessions(model, arguments.rounds),
+        "prompt": lambda: _prompt(model, arguments.rounds),
         "memory": _memory_in_own_process,
     }
-    results, failed = run_cases({name: measures[name] for name in arguments.only})
-    report(
-        "the engine on the embedded model",
-        ("what", "figure", "details"),
-        [
-            (text, f"{results[name][figure]:.3f}", results[name])
-            for name, (figure, text) in _FIGURES.items()
-            if name in results
-        ],
-        {"results": results, "failed": failed},
-        notes=[f"{name} failed: {reason}" for name, reason in failed.items()],
-    )
-    sys.exit(bool(failed))
+    results, rows = {}, []
+    for name in arguments.only:
+        results[name] = measures[name]()
+        log(f"{name}: {results[name]}")
+        figure, text = _FIGURES[name]
+        rows.append((text, f"{results[name][figure]:.3f}", results[name]))
+    headings = ("what", "figure", "details")
+    report("the engine on the embedded model", headings, rows, {"results": results})
 
 
 def products_seconds(products: Sequence[Any], rows: int) -> float:
@@ -70,23 +60,15 @@ def products_seconds(products: Sequence[Any], rows: int) -> float:
 
     Every layer has its own weights, so they are read from memory as in a step.
     """
-    passes: list[float] = []
-    while len(passes) < 6 or sum(passes) < 1.0:
-        passes += _passes(products, rows, 6)
-    return min(passes)
-
-
-def _passes(products: Sequence[Any], rows: int, count: int) -> list[float]:
-    """Seconds of each pass through all products."""
     data = {size: torch.randn(1, rows, size) for size in {layer.in_features for layer in products}}
     passes: list[float] = []
     with torch.inference_mode():
-        for _ in range(count):
+        while len(passes) < 6 or sum(passes) < 1.0:
             started = time.perf_counter()
             for layer in products:
                 layer(data[layer.in_features])
             passes.append(time.perf_counter() - started)
-    return passes
+    return min(passes)
 
 
 class Sessions:
@@ -137,31 +119,6 @@ def _running(model: CausalLM, capacity_slots: int) -> Iterator[EngineThread]:
     finally:
         engine.stop()
         engine.engine.check_integrity()
-
-
-def _gemm(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> dict[str, float]:
-    """Alternate a few steps and a few passes through their products.
-
-    So both meet the same speed of a machine that others share.
-    """
-    at_once = 4
-
-    def one_round() -> tuple[float, float]:
-        sessions = Sessions(engine, [prompt_ids(40)], n, new_tokens)
-        steps_s = products_s = 0.0
-        for _ in range(0, new_tokens, at_once):
-            steps_s += timed(lambda: sessions.grow(at_once))
-            products_s += sum(_passes(model.products, n, at_once))
-        sessions.close()
-        return steps_s, products_s
-
-    with _running(model, n * new_tokens + 40) as engine:
-        steps_s, products_s, share = _medians(one_round, rounds)
-    return {
-        "share_of_bound": round(share, 3),
-        "tokens_per_s": round(n * new_tokens / steps_s, 1),
-        "bound_tokens_per_s": round(n * new_tokens / products_s, 1),
-    }
 
 
 def _medians(

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,11 +23,12 @@ from deploy.local.processes import dying_with_parent
 from generator_service import embedded
 
 _REASON_CHARS = 300
-_VLLM, _PEERS = Path(".vllm"), Path(".peers")
+VLLM, _PEERS = Path(".vllm"), Path(".peers")
 _BUILD = Path("build/peers").absolute()
+LOGS = _BUILD / "logs"
 _ROOT = str(Path(__file__).parents[1])
 # Rows of a step in vLLM at least; with more candidates all are in one step, as in ours.
-_VLLM_ROWS = 256
+VLLM_ROWS = 256
 # A machine with CUDA has vLLM in this environment.
 _VLLM_IS_HERE = importlib.util.find_spec("vllm") is not None
 _VLLM_ENVIRONMENT = {
@@ -37,7 +37,7 @@ _VLLM_ENVIRONMENT = {
     "VLLM_CACHE_ROOT": str(_BUILD / "vllm"),
     "TORCHINDUCTOR_CACHE_DIR": str(_BUILD / "inductor"),
 }
-_VLLM_CPU_ENVIRONMENT = _VLLM_ENVIRONMENT | {
+VLLM_CPU_ENVIRONMENT = _VLLM_ENVIRONMENT | {
     # One process: with two, the idle one polls while other engines are measured.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -45,7 +45,7 @@ _VLLM_CPU_ENVIRONMENT = _VLLM_ENVIRONMENT | {
     "VLLM_USE_AOT_COMPILE": "0",
     # Recommended by vLLM's manual, with the settings of its own launcher. Idle threads sleep after
     # 5 ms and take no time from the next engine.
-    "LD_PRELOAD": str((_VLLM / "lib/libiomp5.so").absolute()),
+    "LD_PRELOAD": str((VLLM / "lib/libiomp5.so").absolute()),
     "KMP_BLOCKTIME": "5",
     "KMP_TPAUSE": "0",
 }
@@ -104,7 +104,7 @@ class Engine:
             self.kind,
             {**self.options, "threads": threads},
             {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **self.environment},
-            _BUILD / "logs" / f"{self.name}.log",
+            LOGS / f"{self.name}.log",
         )
 
 
@@ -113,7 +113,7 @@ def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[
 
     `slots` and `context_tokens` are those of the largest request, which has `most` candidates.
     """
-    path, rows = {"model": str(model)}, {"max_num_seqs": max(_VLLM_ROWS, most)}
+    path, rows = {"model": str(model)}, {"max_num_seqs": max(VLLM_ROWS, most)}
     llamacpp = {
         "packed": str(embedded.package_directory() / embedded.WEIGHTS),
         "unpacked": str(_PEERS / "llamacpp/SmolLM2-135M-Instruct.F32.gguf"),
@@ -121,8 +121,8 @@ def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[
     compiled = "float32, compiled, prefix caching in blocks of 32 tokens"
     packed = "4-bit weights below N=8, the same unpacked to float32 from there; float16 KV"
     vllm = path | {"context_tokens": context_tokens, "vllm_options": rows}
-    home = None if _VLLM_IS_HERE else _VLLM
-    environment = _VLLM_ENVIRONMENT if _VLLM_IS_HERE else _VLLM_CPU_ENVIRONMENT
+    home = None if _VLLM_IS_HERE else VLLM
+    environment = _VLLM_ENVIRONMENT if _VLLM_IS_HERE else VLLM_CPU_ENVIRONMENT
     ours = {"PYTHONPATH": _ROOT}
     engines = [
         Engine("specrej", "Own", "float32", path | {"slots": slots}, None, ours),
@@ -132,18 +132,6 @@ def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[
     ]
     sessions = [engines[at].behind_verbs(model, slots, most) for at in (0, 2)]
     return [*engines, *sessions]
-
-
-def answering(model: Path, port: int, context_tokens: int, most: int) -> Engine:
-    """vLLM's server at `port`, which answers prompts with at most `most` candidates."""
-    server = {
-        "model": str(model),
-        "port": port,
-        "context_tokens": context_tokens,
-        "max_num_seqs": max(_VLLM_ROWS, most),
-    }
-    environment = _VLLM_CPU_ENVIRONMENT | {"NO_PROXY": "127.0.0.1"}
-    return Engine("vllm", "VLLMServer", "server, n = N", server, _VLLM, environment)
 
 
 class WorkerProcess:
@@ -193,21 +181,15 @@ class WorkerProcess:
         return versions
 
     def measure(self, request: Mapping[str, Any]) -> float:
-        """The seconds of a request; errors as of `exchange`."""
-        seconds: float = self.exchange(request)["seconds"]
-        return seconds
-
-    def exchange(self, message: Mapping[str, Any], until: float | None = None) -> dict[str, Any]:
-        """The reply to a message, as in worker.py; `until` is a time of `time.monotonic`.
+        """The seconds of a request, as in worker.py.
 
         Raises:
-            WorkerError: the request failed, there is no reply in time, or the process ended.
+            WorkerError: the request failed, or the process ended.
         """
         with suppress(BrokenPipeError):  # _reply raises with the reason
-            self._connection.send(dict(message))
-        if not self._connection.poll(None if until is None else until - time.monotonic()):
-            raise WorkerError("no answer in time")
-        return self._reply()
+            self._connection.send(dict(request))
+        seconds: float = self._reply()["seconds"]
+        return seconds
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +26,6 @@ TOYS = {
 }
 # OpenMP's threads spin for up to a fifth of a second after work before they sleep.
 SETTLE_S = 0.3
-
-T = TypeVar("T")
 
 
 def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argparse.Namespace:
@@ -70,29 +68,6 @@ def timed(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
-
-
-def run_cases(cases: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
-    """The results of all cases, and the reasons of those that failed; Ctrl-C ends the rest."""
-    results: dict[str, T] = {}
-    failed: dict[str, str] = {}
-    for name, run in cases.items():
-        try:
-            results[name] = run()
-        except KeyboardInterrupt:
-            failed[name] = "interrupted"
-            break
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"
-            log(f"{name} failed: {failed[name]}")
-        else:
-            log(f"{name}: {results[name]}")
-    return results, failed
-
-
-def rounded(values: Iterable[float], digits: int = 1) -> list[float]:
-    """Each value with this number of digits after the point."""
-    return [round(value, digits) for value in values]
 
 
 def prompt_ids(length: int, number: int = 0) -> list[int]:

@@ -13,8 +13,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.engines import Engine, WorkerError, WorkerProcess, generating
@@ -25,7 +25,6 @@ from benchmarks.harness import (
     parse_arguments,
     prompt_ids,
     report,
-    rounded,
 )
 
 ENGINES = ["specrej", "transformers", "vllm", "llamacpp"]
@@ -46,26 +45,23 @@ class Case:
         return f"n={self.n} prompt={self.prompt_tokens} new={self.new_tokens}"
 
 
-@dataclass(slots=True)
-class Measurements:
-    """Tokens per second by engine and case, in every round; and what could not be measured."""
-
-    speeds: dict[tuple[str, Case], list[float]] = field(default_factory=dict)
-    bounds: dict[int, float] = field(default_factory=dict)  # tokens per second by N
-    missing: dict[str, str] = field(default_factory=dict)  # reasons by engine
-    failed: dict[tuple[str, Case], str] = field(default_factory=dict)  # reasons
-    versions: dict[str, dict[str, str]] = field(default_factory=dict)
-
-
 class Bench:
-    """Starts each engine's process before its first request, and measures."""
+    """Starts each engine's process before its first request, and measures.
+
+    speeds: tokens per second by engine and case, in every round. bounds: tokens per second by N.
+    missing: reasons by engine. failed: reasons by engine and case.
+    """
 
     def __init__(
-        self, specs: Sequence[Engine], threads: int, num_rounds: int, settle_s: float = SETTLE_S
+        self, engines: Sequence[Engine], threads: int, num_rounds: int, settle_s: float = SETTLE_S
     ) -> None:
-        self.measurements = Measurements()
+        self.engines = engines
+        self.speeds: dict[tuple[str, Case], list[float]] = {}
+        self.bounds: dict[int, float] = {}
+        self.missing: dict[str, str] = {}
+        self.failed: dict[tuple[str, Case], str] = {}
+        self._versions: dict[str, dict[str, str]] = {}
         self._settle_s = settle_s
-        self._specs = specs
         self._threads = threads
         self._num_rounds = num_rounds
         self._workers: dict[str, WorkerProcess] = {}
@@ -73,31 +69,23 @@ class Bench:
 
     def measure(self, case: Case) -> None:
         """Warm every engine up with a short request, then measure the rounds."""
-        self._round(case, self._specs_left(case), min(case.new_tokens, _WARM_UP_TOKENS))
+        self._round(case, min(case.new_tokens, _WARM_UP_TOKENS))
         rounds = []
         for number in range(1, self._num_rounds + 1):
-            speeds = self._round(case, self._specs_left(case), case.new_tokens)
+            speeds = self._round(case, case.new_tokens)
             rounds.append(speeds)
             self._measure_bound(case.n)
             figures = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
             log(f"{case} round {number}/{self._num_rounds}: {figures} tokens/s")
-        for name in rounds[0]:
-            if all(name in speeds for speeds in rounds):
-                self.measurements.speeds[name, case] = [speeds[name] for speeds in rounds]
+        for name in rounds[-1]:  # an engine that failed is not in later rounds
+            self.speeds[name, case] = [speeds[name] for speeds in rounds]
 
     def stop(self) -> None:
         for worker in self._workers.values():
             worker.stop()
         self._workers.clear()
 
-    def _specs_left(self, case: Case) -> Iterator[Engine]:
-        """Engines that are not missing and have not failed in this case."""
-        for spec in self._specs:
-            failed = (spec.name, case) in self.measurements.failed
-            if not failed and spec.name not in self.measurements.missing:
-                yield spec
-
-    def _round(self, case: Case, specs: Iterable[Engine], new_tokens: int) -> dict[str, float]:
+    def _round(self, case: Case, new_tokens: int) -> dict[str, float]:
         """Tokens per second of each engine that answered; all get the same new prompt."""
         request = {
             "n": case.n,
@@ -105,51 +93,99 @@ class Bench:
             "new_tokens": new_tokens,
         }
         speeds = {}
-        for spec in specs:
+        for engine in self.engines:
+            if engine.name in self.missing or (engine.name, case) in self.failed:
+                continue
             try:
-                speeds[spec.name] = case.n * new_tokens / self._seconds(spec, request)
+                speeds[engine.name] = case.n * new_tokens / self._seconds(engine, request)
             except WorkerError as error:
-                if spec.name not in self.measurements.missing:
-                    self.measurements.failed[spec.name, case] = str(error)
-                    log(f"{case}: {spec.name} failed: {error}")
+                if engine.name not in self.missing:
+                    self.failed[engine.name, case] = str(error)
+                    log(f"{case}: {engine.name} failed: {error}")
         return speeds
 
     def _measure_bound(self, n: int) -> None:
         """Keep the highest bound of all rounds."""
-        for spec in self._specs:
-            if spec.name == OURS and OURS not in self.measurements.missing:
+        for engine in self.engines:
+            if engine.name == OURS and OURS not in self.missing:
                 try:
-                    bound = n / self._seconds(spec, {"gemm_bound": n})
+                    bound = n / self._seconds(engine, {"gemm_bound": n})
                 except WorkerError as error:
                     log(f"no bound for n={n}: {error}")
                 else:
-                    bounds = self.measurements.bounds
-                    bounds[n] = max(bound, bounds.get(n, 0.0))
+                    self.bounds[n] = max(bound, self.bounds.get(n, 0.0))
 
-    def _seconds(self, spec: Engine, request: dict[str, Any]) -> float:
+    def _seconds(self, engine: Engine, request: dict[str, Any]) -> float:
         """The seconds of one request. A worker that ended is started again by the next request."""
-        worker = self._workers.get(spec.name) or self._start(spec)
+        worker = self._workers.get(engine.name) or self._start(engine)
         time.sleep(self._settle_s)
         try:
             return worker.measure(request)
         except WorkerError:
             if worker.has_ended():
-                self._workers.pop(spec.name).stop()
+                self._workers.pop(engine.name).stop()
             raise
 
-    def _start(self, spec: Engine) -> WorkerProcess:
+    def _start(self, engine: Engine) -> WorkerProcess:
         """Raises WorkerError if the engine cannot be started; from then on it is missing."""
-        log(f"starting {spec.name}")
+        log(f"starting {engine.name}")
         try:
-            worker = self._workers[spec.name] = spec.start(self._threads)
-            self.measurements.versions[spec.name] = worker.ready()
+            worker = self._workers[engine.name] = engine.start(self._threads)
+            self._versions[engine.name] = worker.ready()
         except WorkerError as error:
-            if spec.name in self._workers:
-                self._workers.pop(spec.name).stop()
-            self.measurements.missing[spec.name] = str(error)
-            log(f"{spec.name} is missing: {error}")
+            if engine.name in self._workers:
+                self._workers.pop(engine.name).stop()
+            self.missing[engine.name] = str(error)
+            log(f"{engine.name} is missing: {error}")
             raise
         return worker
+
+    def result(self) -> dict[str, Any]:
+        """The content of the JSON line."""
+        return {
+            "results": [
+                {
+                    "engine": name,
+                    **asdict(case),
+                    "tokens_per_s": round(statistics.median(speeds), 1),
+                    "rounds": [round(speed, 1) for speed in speeds],
+                }
+                for (name, case), speeds in self.speeds.items()
+            ],
+            "gemm_bound_tokens_per_s": {str(n): round(s, 1) for n, s in self.bounds.items()},
+            "missing": self.missing,
+            "failed": [
+                {"engine": name, **asdict(case), "reason": reason}
+                for (name, case), reason in self.failed.items()
+            ],
+            "settings": {engine.name: engine.settings for engine in self.engines},
+            "versions": self._versions,
+            "threads": self._threads,
+            "num_rounds": self._num_rounds,
+        }
+
+    def rows(self) -> Iterator[Sequence[object]]:
+        """One row per case; after a peer's figure comes ours as a multiple of it."""
+        speeds = {key: statistics.median(values) for key, values in self.speeds.items()}
+        for case in dict.fromkeys(case for _, case in speeds):
+            ours = speeds.get((OURS, case))
+            cells = []
+            for engine in self.engines:
+                speed = speeds.get((engine.name, case))
+                ratio = f" ({ours / speed:.2f}x)" if ours and speed and engine.name != OURS else ""
+                cells.append(f"{speed:.0f}{ratio}" if speed else "-")
+            bound = self.bounds.get(case.n)
+            numbers = (case.n, case.prompt_tokens, case.new_tokens)
+            yield (*numbers, *cells, f"{bound:.0f}" if bound else "-")
+
+    def notes(self) -> Iterator[str]:
+        """Settings of the engines, and what could not be measured."""
+        for engine in self.engines:
+            yield f"{engine.name}: {engine.settings}"
+        for name, reason in self.missing.items():
+            yield f"{name} is missing: {reason}"
+        for (name, case), reason in self.failed.items():
+            yield f"{name} failed at {case}: {reason}"
 
 
 def main() -> None:
@@ -172,8 +208,8 @@ def main() -> None:
     context_tokens = max(case.prompt_tokens + case.new_tokens for case in cases)
     most = max(case.n for case in cases)
     engines = generating(arguments.model, slots, context_tokens, most)
-    specs = [spec for spec in engines if spec.name in arguments.engines]
-    bench = Bench(specs, arguments.threads, arguments.rounds)
+    compared = [engine for engine in engines if engine.name in arguments.engines]
+    bench = Bench(compared, arguments.threads, arguments.rounds)
     interrupted = False
     try:
         for case in cases:
@@ -185,64 +221,12 @@ def main() -> None:
         bench.stop()
     report(
         "tokens/s, median of the rounds; in brackets ours as a multiple",
-        ("N", "prompt", "new", *(spec.name for spec in specs), "products alone"),
-        table_rows(bench.measurements, specs),
-        {
-            **as_json(bench.measurements, specs),
-            "threads": arguments.threads,
-            "num_rounds": arguments.rounds,
-        },
-        notes=notes(bench.measurements, specs),
+        ("N", "prompt", "new", *(engine.name for engine in compared), "products alone"),
+        bench.rows(),
+        bench.result(),
+        bench.notes(),
     )
-    sys.exit(130 if interrupted else int(not bench.measurements.speeds))
-
-
-def as_json(measurements: Measurements, specs: Iterable[Engine]) -> dict[str, Any]:
-    """The content of the JSON line."""
-    return {
-        "results": [
-            {
-                "engine": name,
-                **asdict(case),
-                "tokens_per_s": round(statistics.median(speeds), 1),
-                "rounds": rounded(speeds),
-            }
-            for (name, case), speeds in measurements.speeds.items()
-        ],
-        "gemm_bound_tokens_per_s": {str(n): round(s, 1) for n, s in measurements.bounds.items()},
-        "missing": measurements.missing,
-        "failed": [
-            {"engine": name, **asdict(case), "reason": reason}
-            for (name, case), reason in measurements.failed.items()
-        ],
-        "settings": {spec.name: spec.settings for spec in specs},
-        "versions": measurements.versions,
-    }
-
-
-def table_rows(measurements: Measurements, specs: Sequence[Engine]) -> Iterator[Sequence[object]]:
-    """One row per case; after a peer's figure comes ours as a multiple of it."""
-    speeds = {key: statistics.median(values) for key, values in measurements.speeds.items()}
-    for case in dict.fromkeys(case for _, case in speeds):
-        ours = speeds.get((OURS, case))
-        cells = []
-        for spec in specs:
-            speed = speeds.get((spec.name, case))
-            ratio = f" ({ours / speed:.2f}x)" if ours and speed and spec.name != OURS else ""
-            cells.append(f"{speed:.0f}{ratio}" if speed else "-")
-        bound = measurements.bounds.get(case.n)
-        numbers = (case.n, case.prompt_tokens, case.new_tokens)
-        yield (*numbers, *cells, f"{bound:.0f}" if bound else "-")
-
-
-def notes(measurements: Measurements, specs: Iterable[Engine]) -> Iterator[str]:
-    """Settings of the engines, and what could not be measured."""
-    for spec in specs:
-        yield f"{spec.name}: {spec.settings}"
-    for name, reason in measurements.missing.items():
-        yield f"{name} is missing: {reason}"
-    for (name, case), reason in measurements.failed.items():
-        yield f"{name} failed at {case}: {reason}"
+    sys.exit(130 if interrupted else int(not bench.speeds))
 
 
 if __name__ == "__main__":

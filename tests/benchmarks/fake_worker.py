@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 
 from benchmarks import worker
 
@@ -23,7 +22,6 @@ class Toy:
             raise OSError("no weights")
         if mode == "exits":
             sys.exit("killed\n")
-        self.mode = mode
         self.versions = {"toy": "1.0"}
 
     def measure(self, n: int) -> float:
@@ -34,14 +32,6 @@ class Toy:
             print("last line", file=sys.stderr, flush=True)
             os._exit(3)
         return float(n)
-
-    def answer(
-        self, score: Callable[[list[str]], list[float]], turns: list[str], n: int
-    ) -> tuple[str, int]:
-        if self.mode == "slow answer":
-            time.sleep(600)
-        texts = ["a" * (number + 1) for number in range(n)]
-        return max(zip(score(texts), texts, strict=True))[1], n
 
 
 if __name__ == "__main__":

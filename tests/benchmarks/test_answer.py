@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import httpx
 import pandas as pd
 import pytest
 
 from benchmarks import answer
 from benchmarks.answer import Record, common, differences, points, write_picture
-from benchmarks.engines import Engine, WorkerError, WorkerProcess
 from experiments.prompts import Item
 from specrej import Prompt, Unavailable
 from specrej.contracts import Scores
@@ -34,79 +34,54 @@ def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
     assert (systems[1].role, systems[1].content) == ("system", "Be brief.")
 
 
-@dataclass
-class Worker:
-    """A double of a worker process: takes 100 s to start, and fails with 64 candidates."""
+class Double:
+    """A system that fails with 64 candidates."""
 
-    clock: list[float]
-
-    def ready(self) -> dict[str, str]:
-        self.clock[0] += 100
-        return {}
-
-    def exchange(self, message: dict[str, Any], until: float) -> dict[str, Any]:
-        if "scores" in message:
-            return {"text": "text", "tokens": 1}
-        self.clock[0] += 1
-        if message["n"] == 64:
-            raise WorkerError("no answer in time")
-        return {"score": ["text"]}
-
-    def stop(self) -> None:
-        pass
+    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+        if n == 64:
+            raise TimeoutError
+        return "text", max_tokens
 
 
-class Spec(Engine):
-    """A double of a peer's engine."""
+@pytest.mark.parametrize("judge_is_away", [False, True])
+async def test_a_failure_ends_one_case_only(judge_is_away: bool) -> None:
+    """Guards hours of answers against one slow answer, or an error of the reward service."""
 
-    def start(self, threads: int) -> WorkerProcess:
-        return cast("WorkerProcess", Worker(self.options["clock"]))
-
-
-class Rewards:
-    """A double of the reward service: every score is 0.5, or the service is away."""
-
-    def __init__(self, is_away: bool = False) -> None:
-        self.is_away = is_away
-
-    async def score(self, prompt: Prompt, texts: list[str], reward: str) -> Scores:
-        if self.is_away:
-            raise Unavailable("the reward service is away")
-        return Scores((0.5,) * len(texts), 1)
-
-
-def peer_of(clock: list[float], is_away: bool = False) -> answer.Peer:
-    rewards: Any = Rewards(is_away)
-    return answer.Peer(Spec("vllm", "", "", {"clock": clock}), rewards, "r", 60.0)
-
-
-def judge_of(is_away: bool = False) -> answer.Judge:
     async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-        scores = await Rewards(is_away).score(prompt, [text], reward="r")
-        return scores.values[0], scores.values[0]
+        if judge_is_away:
+            raise Unavailable("the reward service is away")
+        return 0.5, 0.5
 
-    return judge
-
-
-async def test_starts_are_outside_of_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards peers against the seconds of a restart after a failure, which ends one case only."""
-    clock = [0.0]
-    monkeypatch.setattr("benchmarks.answer.time.perf_counter", lambda: clock[0])
     record = Record(Path())
-    bench = answer.Bench({"vllm": peer_of(clock)}, [64, 4], judge_of(), record, settle_s=0.0)
+    bench = answer.Bench({"vllm": Double()}, [64, 4], judge, record, settle_s=0.0)
     for number in range(2):
         await bench.answer(replace(ITEM, id=str(number)), max_tokens=8)
-    assert record.unavailable == {("vllm", 64): "no answer in time"}
-    assert [(given["n"], given["seconds"]) for given in record.answers] == [(4, 1)] * 2
+    failed = {64: "no answer in time"}
+    if judge_is_away:
+        failed[4] = "the reward service is away"
+    assert record.unavailable == {("vllm", n): why for n, why in failed.items()}
+    assert [line["n"] for line in record.answers] == [4] * (0 if judge_is_away else 2)
 
 
-@pytest.mark.parametrize("away", ["peer", "judge"])
-async def test_a_failed_score_ends_one_case_only(away: str) -> None:
-    """Guards hours of answers against one error of the reward service."""
-    record, peer = Record(Path()), peer_of([0.0], away == "peer")
-    bench = answer.Bench({"vllm": peer}, [4], judge_of(away == "judge"), record, settle_s=0.0)
-    await bench.answer(ITEM, max_tokens=8)
-    assert record.unavailable == {("vllm", 4): "the reward service is away"}
+async def test_the_best_text_of_the_peer_is_its_answer() -> None:
+    """One request with n; the same reward service scores the texts."""
+    sent: list[Any] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        choices = [{"message": {"content": text}} for text in ("bad", "good")]
+        return httpx.Response(200, json={"choices": choices, "usage": {"completion_tokens": 7}})
+
+    class Rewards:
+        async def score(self, prompt: Prompt, texts: list[str], reward: str) -> Scores:
+            return Scores(tuple(float(text == "good") for text in texts), 1)
+
+    rewards: Any = Rewards()
+    transport = httpx.MockTransport(respond)
+    async with httpx.AsyncClient(transport=transport, base_url="http://peer") as http:
+        peer = answer.Peer(http, rewards, "r", 60.0)
+        assert await peer.answer(ITEM, 2, 8) == ("good", 7)
+    assert [sent[0][name] for name in ("n", "max_tokens", "seed")] == [2, 8, ITEM.number]
 
 
 def answers(system: str, n: int, rewards: list[float], seconds: float = 2.0) -> list[Any]:
@@ -166,7 +141,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
     toys = [{"name": name, "kind": "toy"} for name in ("toy", "second")]
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
-    monkeypatch.setattr("benchmarks.engines._VLLM", tmp_path)
+    monkeypatch.setattr("benchmarks.engines.VLLM", tmp_path)
     monkeypatch.setattr(answer, "MODEL", Path("toy"))
 
 

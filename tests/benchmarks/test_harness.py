@@ -1,20 +1,14 @@
-"""Arguments, rounds and the result line of all benchmarks; cases of generators."""
+"""Arguments and the result line of all benchmarks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import (
-    parse_arguments,
-    prompt_ids,
-    report,
-    run_cases,
-)
+from benchmarks.harness import parse_arguments, prompt_ids, report
 
 
 def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,23 +40,6 @@ def test_numbers_of_options_are_above_zero(
     with pytest.raises(SystemExit):
         parse_arguments(None, n=([16], ""), alpha=(0.5, ""))
     assert "must be above 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "reason", "finished"),
-    [
-        (OSError("no memory"), "OSError: no memory", {"first": 1, "last": 3}),
-        (KeyboardInterrupt(), "interrupted", {"first": 1}),
-    ],
-)
-def test_a_failed_case_leaves_the_results_of_others(
-    error: BaseException, reason: str, finished: dict[str, int]
-) -> None:
-    def fails() -> int:
-        raise error
-
-    cases: dict[str, Callable[[], int]] = {"first": lambda: 1, "fails": fails, "last": lambda: 3}
-    assert run_cases(cases) == (finished, {"fails": reason})
 
 
 def test_last_line_is_one_json_object_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines import Engine, WorkerError
-from benchmarks.peers import Bench, Case, as_json, notes, table_rows
+from benchmarks.engines import WorkerError
+from benchmarks.peers import Bench, Case
 
 CASE, OTHER = Case(4, 40, 64), Case(1, 40, 64)
 
@@ -59,6 +59,10 @@ class FakeSpec:
     workers: list[FakeWorker] = field(default_factory=list)
     num_starts: int = 0
 
+    @property
+    def settings(self) -> str:
+        return f"settings of {self.name}"
+
     def start(self, threads: int) -> FakeWorker:
         self.num_starts += 1
         if self.no_environment:
@@ -87,8 +91,8 @@ def test_every_round_sends_one_new_request_to_all_engines() -> None:
     assert sent[0] == sent[1] == sent[2]
     assert len({tuple(request["prompt_ids"]) for request in sent[0]}) == 4
     assert [request["new_tokens"] for request in sent[0]] == [16, 64, 64, 64]
-    assert bench.measurements.speeds["vllm", CASE] == [256.0, 64.0, 128.0]
-    assert bench.measurements.bounds == {4: 16.0}
+    assert bench.speeds["vllm", CASE] == [256.0, 64.0, 128.0]
+    assert bench.bounds == {4: 16.0}
     bench.stop()
     assert all(worker.stopped for spec in specs for worker in spec.workers)
 
@@ -99,9 +103,9 @@ def test_every_round_sends_one_new_request_to_all_engines() -> None:
 )
 def test_missing_peer_is_reported_once_and_the_rest_goes_on(missing: FakeSpec) -> None:
     bench = _measured(FakeSpec("specrej"), missing, FakeSpec("llamacpp"), cases=(CASE, OTHER))
-    assert bench.measurements.missing == {"vllm": "no package"}
-    assert bench.measurements.failed == {}
-    assert {name for name, _ in bench.measurements.speeds} == {"specrej", "llamacpp"}
+    assert bench.missing == {"vllm": "no package"}
+    assert bench.failed == {}
+    assert {name for name, _ in bench.speeds} == {"specrej", "llamacpp"}
     assert missing.num_starts == 1
 
 
@@ -119,9 +123,9 @@ def test_failed_case_is_lost_and_the_next_is_measured(reason: str, num_workers: 
 
     peer = FakeSpec("vllm", answer)
     bench = _measured(FakeSpec("specrej"), peer, cases=(CASE, OTHER))
-    assert bench.measurements.failed == {("vllm", CASE): reason}
+    assert bench.failed == {("vllm", CASE): reason}
     measured = {("specrej", CASE), ("specrej", OTHER), ("vllm", OTHER)}
-    assert set(bench.measurements.speeds) == measured
+    assert set(bench.speeds) == measured
     assert len(peer.workers) == num_workers
     assert [worker.stopped for worker in peer.workers] == [True, False][-num_workers:]
 
@@ -133,9 +137,7 @@ def test_report_holds_measured_missing_and_failed_engines() -> None:
         FakeSpec("vllm", no_environment="no such package"),
         FakeSpec("llamacpp", _fails),
     )
-    names = ("specrej", "transformers", "vllm")
-    specs = [Engine(name, "", f"settings of {name}", {}) for name in names]
-    result = json.loads(json.dumps(as_json(bench.measurements, specs)))
+    result = json.loads(json.dumps(bench.result()))
     case = {"n": 4, "prompt_tokens": 40, "new_tokens": 64}
     assert result["results"] == [
         {"engine": "specrej", **case, "tokens_per_s": 256.0, "rounds": [256.0] * 3},
@@ -148,6 +150,5 @@ def test_report_holds_measured_missing_and_failed_engines() -> None:
     ]
     assert result["settings"]["vllm"] == "settings of vllm"
     assert result["versions"]["transformers"] == {"engine": "1.0"}
-    rows = list(table_rows(bench.measurements, specs))
-    assert rows == [(4, 40, 64, "256", "128 (2.00x)", "-", "4")]
-    assert "vllm is missing: no such package" in notes(bench.measurements, specs)
+    assert [*bench.rows()] == [(4, 40, 64, "256", "128 (2.00x)", "-", "-", "4")]
+    assert "vllm is missing: no such package" in bench.notes()

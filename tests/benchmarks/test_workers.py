@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,14 +66,3 @@ def test_busy_worker_is_stopped(start: Start) -> None:
     process.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
-
-
-def test_worker_requests_scores_before_it_answers(start: Start) -> None:
-    process, request = start(), {"turns": [], "n": 2}
-    process.ready()
-    assert process.exchange(request, time.monotonic() + 60) == {"score": ["a", "aa"]}
-    assert process.exchange({"scores": [2.0, 1.0]}) == {"text": "a", "tokens": 2}
-    late = start("slow answer")
-    late.ready()
-    with pytest.raises(WorkerError, match=r"^no answer in time$"):
-        late.exchange(request, time.monotonic() + 0.1)
