@@ -62,7 +62,7 @@ class Processes:
         self._grace_s = grace_s
 
     @property
-    def pids(self) -> dict[str, int]:
+    def processes(self) -> dict[str, int]:
         """Process ids by name."""
         return {name: process.pid for name, process in self._running.items()}
 

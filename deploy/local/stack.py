@@ -93,7 +93,6 @@ class Stack(Processes):
         ProcessError: a port is taken, or a process ended or was not ready in time.
     """
 
-    processes = Processes.pids
     # Tests replace them with broken ones.
     modules: ClassVar[Mapping[str, str]] = {
         "generator": "generator_service",

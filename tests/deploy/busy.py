@@ -252,7 +252,7 @@ async def _lost(client: Client, address: str, log_dir: Path) -> None:
             request = asyncio.ensure_future(client.generate(f"lost {number}", n=4, max_tokens=400))
             await until(partial(_is_used, request, address))
             if not request.done():
-                os.kill(processes.pids["spare"], signal.SIGKILL)
+                os.kill(processes.processes["spare"], signal.SIGKILL)
                 await request
                 return
         raise AssertionError("the generator received no session")

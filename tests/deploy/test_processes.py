@@ -41,7 +41,7 @@ from deploy.local.processes import Processes
 from tests.deploy.test_processes import program
 async def main():
     async with Processes([program(Path(sys.argv[1]), "child")], Path(sys.argv[1])) as children:
-        print(children.pids["child"], flush=True)
+        print(children.processes["child"], flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())
 """
@@ -69,7 +69,7 @@ async def test_children_start_log_and_stop_in_reverse(tmp_path: Path) -> None:
     """Guards against backends that go away under a draining orchestrator."""
     programs = [program(tmp_path, name) for name in ("a", "b", "c")]
     async with children(tmp_path, *programs) as running:
-        pids = running.pids
+        pids = running.processes
         assert sorted(pids) == ["a", "b", "c"] and all(map(pid_exists, pids.values()))
         assert running.log_tail("a") == "  hello from a"
     assert all_dead(list(pids.values()))
@@ -83,7 +83,7 @@ async def test_error_of_an_early_end_has_the_log(tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match=r"b ended with code 3.*\n  no such model"):
         async with running:
             pytest.fail("entered")
-    assert all_dead(list(running.pids.values())), "the healthy child has to go too"
+    assert all_dead(list(running.processes.values())), "the healthy child has to go too"
 
 
 async def test_a_child_that_is_never_ready_raises(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ async def test_a_child_that_is_never_ready_raises(tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match=r"silent was not ready within 0\.2 s"):
         async with running:
             pytest.fail("entered")
-    assert all_dead(list(running.pids.values()))
+    assert all_dead(list(running.processes.values()))
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -103,7 +103,7 @@ async def test_a_hanging_child_is_killed_after_its_grace(tmp_path: Path, is_stop
     child = program(tmp_path, "a", POLITE if is_stopped else DEAF)
     with pytest.raises(LookupError):
         async with children(tmp_path, child, grace_s=0.2) as running:
-            pids = list(running.pids.values())
+            pids = list(running.processes.values())
             if is_stopped:
                 os.kill(pids[0], signal.SIGSTOP)
             raise LookupError
@@ -122,7 +122,7 @@ async def test_a_second_cancellation_kills_at_once(tmp_path: Path) -> None:
 
     task = asyncio.ensure_future(run())
     await asyncio.wait_for(entered.wait(), 20)
-    pids = list(running.pids.values())
+    pids = list(running.processes.values())
     task.cancel()
     done, _ = await asyncio.wait({task}, timeout=0.2)
     assert not done, "the grace is being waited for"
@@ -138,13 +138,13 @@ async def test_an_ended_child_is_restarted(tmp_path: Path) -> None:
     async with children(tmp_path, program(tmp_path, "a")) as running:
         keeping = asyncio.ensure_future(running.keep_alive(reports.put_nowait, delay_s=0.01))
         for _ in range(2):
-            old = running.pids["a"]
+            old = running.processes["a"]
             assert os.getpgid(old) != os.getpgrp()
             os.kill(old, signal.SIGKILL)
             for text in ("a was ended by SIGKILL; restarting it", "a is back"):
                 assert (await asyncio.wait_for(reports.get(), 20)).startswith(text)
-            assert running.pids["a"] != old and not pid_exists(old)
-            assert pid_exists(running.pids["a"])
+            assert running.processes["a"] != old and not pid_exists(old)
+            assert pid_exists(running.processes["a"])
         keeping.cancel()
         await asyncio.wait({keeping})
 

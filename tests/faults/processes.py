@@ -41,10 +41,10 @@ async def kill(name: str, phase: Phase, world: World, **options: Any) -> list[st
 async def starts_again(world: World) -> list[str]:
     """A request whose generator is killed starts again at another one, with the same answer."""
     async with (
-        world.another("generator") as other,
+        world.another("generator") as (other, _),
         world.another(
             "orchestrator", GENERATOR_ADDRESS=f"{world.addresses['generator']},{other}"
-        ) as address,
+        ) as (address, _),
     ):
         call, options = await _placed(world, address)
         world.kill("generator")

@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import time
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from typing import Any
 import grpc.aio
 import psutil  # type: ignore[import-untyped]
 
-from deploy.local.processes import Processes, Program
 from deploy.local.stack import Ports, Stack
 from specrej.client.channel import open_channel
 from specrej.client.client import build_request
@@ -45,6 +45,7 @@ from tests.faults.proxy import HOST, Proxy, proxy
 from tests.serving import describe_generator, describe_service, health_of
 
 RECOVERY_S = 10.0  # bound of the invariant
+_START_S = 60.0
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
 CALL_S = 20.0  # a call that takes longer hangs
 CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
@@ -182,12 +183,10 @@ class World:
         stack: Stack,
         proxies: Mapping[str, Proxy],
         other_children: frozenset[int],
-        files: Path,
         variables: Mapping[str, str],
     ) -> None:
         """`other_children`: process ids of children that do not belong to the stack."""
         self.stack = stack
-        self.files = files  # directory of the files that settings name
         self.variables = variables  # of all its services
         # Between the orchestrator and "generator", "reward", "redis".
         self.proxies = proxies
@@ -274,26 +273,26 @@ class World:
                 await self.stack.restart(name)
 
     @asynccontextmanager
-    async def another(self, kind: str, **settings: str) -> AsyncIterator[str]:
-        """The address of one more process of a service, with these settings besides the world's."""
-        port, prefix = Ports.free().orchestrator, f"SPECREJ_{kind.upper()}_"
-        address = f"{HOST}:{port}"
-
-        async def is_ready() -> bool:
-            return await health_of(address) == "SERVING"
-
-        program = Program(
-            name=f"another-{kind}",
-            arguments=(sys.executable, "-m", Stack.modules[kind]),
-            is_ready=is_ready,
-            environment={
-                **self.variables,
-                **{f"{prefix}{name}": value for name, value in settings.items()},
-                f"{prefix}PORT": str(port),
-            },
+    async def another(
+        self, kind: str, state: str = "SERVING", **settings: str
+    ) -> AsyncIterator[tuple[str, Process]]:
+        """One more process of a service, with these settings besides the world's, once its health
+        is `state`: its address and the process, which is killed at the end."""
+        settings = {"PORT": str(Ports.free().orchestrator), **settings}
+        named = {f"SPECREJ_{kind.upper()}_{name}": value for name, value in settings.items()}
+        address = f"{HOST}:{settings['PORT']}"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", Stack.modules[kind]),
+            env={**os.environ, **self.variables, **named},
+            stderr=DEVNULL,
         )
-        async with Processes([program], self.files, grace_s=10):
-            yield address
+        try:
+            await until_health(address, state)
+            yield address, process
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
     async def settle(self) -> float:
         """Return the seconds until the invariant holds.
@@ -362,9 +361,18 @@ async def world(
         (files / CACHE_SECRET).write_text(secrets.token_hex(32))
         variables = {**_environment(proxies, files), **(environment or {})}
         stack = await undo.enter_async_context(make_stack(ports, environment=variables, grace_s=10))
-        running = World(stack, proxies, other_children, files, variables)
+        running = World(stack, proxies, other_children, variables)
         await running.settle()  # the first answer is the reference
         yield running
+
+
+async def until_health(address: str, state: str) -> None:
+    """Wait for a state of a service's health, or the status code of a failed check."""
+
+    async def is_reached() -> bool:
+        return await health_of(address) == state
+
+    await until(is_reached, bound_s=_START_S)
 
 
 def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRequest:

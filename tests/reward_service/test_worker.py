@@ -316,7 +316,7 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     reward, released = PiecewiseReward(), threading.Event()
     reward.gate.release(50)
     async with started(reward) as worker:
-        assert worker.heartbeat_s() < 1.0
+        assert worker.heartbeat_s() < 10.0
         method = getattr(reward, place)
 
         def hang(*arguments: Any, **options: Any) -> Any:

@@ -100,9 +100,9 @@ def test_the_items_of_a_long_list_are_not_visited() -> None:
     """Guards the event loop and memory: each item takes a hundred times its bytes as an object."""
     data = part(2, part(1, b"") * (4 * 2**20))  # 8 MiB of empty messages
     message = orchestrator_pb2.GenerateRequest.FromString(data)
-    began = time.perf_counter()
+    began = time.process_time()
     assert violations_of(message) == [("prompt.messages", "must have at most 1024 items")]
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_unknown_fields_are_not_violations() -> None:

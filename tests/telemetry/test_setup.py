@@ -68,7 +68,7 @@ async def _run_a_reward(collector: str, log_dir: Path) -> None:
             await client.score("Why?", ["So."])
         values = (await scrape([url])).values
         began = time.monotonic()
-        os.kill(running.pids["reward"], signal.SIGTERM)
+        os.kill(running.processes["reward"], signal.SIGTERM)
         code = await asyncio.wait_for(running._running["reward"].wait(), 20)
         seconds = time.monotonic() - began
     assert code == 0

@@ -1,1 +1,0 @@
-"""What the site of the documents needs beyond MkDocs' theme and mkdocstrings."""
