@@ -25,7 +25,9 @@ SERVICES = {
     "specrej_models", "orchestrator", "generator_service", "reward_service", "gateway", "loadtest",
     "deploy",
 }  # fmt: skip
-LIGHT = {"grpcio", "grpcio-health-checking", "googleapis-common-protos", "protobuf"}
+LIGHT = {
+    "grpcio", "grpcio-health-checking", "googleapis-common-protos", "opentelemetry-api", "protobuf",
+}  # fmt: skip
 
 
 def build(target: Path, source: Path = ROOT) -> dict[str, Path]:
