@@ -39,6 +39,7 @@ async def test_a_service_that_cannot_start_raises(
 ) -> None:
     """Guards against a hanging start where the model is missing; nothing is left running."""
     monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", str(tmp_path / "missing"))
+    monkeypatch.setenv("SPECREJ_REWARD_REWARDS", '[{"name": "toy", "kind": "toy"}]')
     stack = Stack(log_dir=tmp_path / "logs", start_timeout_s=60, grace_s=5)
     with pytest.raises(ProcessError, match="the end of its log"):
         async with stack:
