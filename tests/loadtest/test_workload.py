@@ -23,8 +23,8 @@ from loadtest.options import (
 from loadtest.workload import LoadRequest, n_of_step, poisson, requests, split_label
 from specrej.contracts import Algorithm, CacheControl
 
-_SEEDS_OF_TWO_USERS = """
-import argparse
+_USERS = """
+import argparse, time
 from locust.env import Environment
 from loadtest.options import add_options
 from loadtest.users import ApiUser
@@ -36,6 +36,13 @@ users = [ApiUser(environment), ApiUser(environment)]
 for user in users:
     user.on_start()
 print(*(next(user.requests).options["seed"] for user in users * 2))
+environment.parsed_options.rate = 1
+late = ApiUser(environment)
+late.on_start()
+due = late._due = time.perf_counter() - 5
+late._call = lambda request, started: print(started == due)
+late.send()
+late._pool.join()
 """
 
 
@@ -59,10 +66,13 @@ def test_workers_use_different_seeds() -> None:
     assert not seeds[0] & seeds[1]
 
 
-def test_users_of_a_process_send_no_equal_requests() -> None:
-    command = [sys.executable, "-c", _SEEDS_OF_TWO_USERS]
-    seeds = subprocess.check_output(command, text=True, timeout=60).split()
+def test_users_send_no_equal_requests_and_measure_from_the_time_that_one_is_due() -> None:
+    """Guards against answers of the cache, and delays of the load generator that hide latency. In a
+    process of its own: Locust replaces functions of the standard library."""
+    printed = subprocess.check_output((sys.executable, "-c", _USERS), text=True, timeout=60)
+    *seeds, is_due = printed.split()
     assert len(set(seeds)) == len(seeds) == 4
+    assert is_due == "True"
 
 
 def test_both_algorithms_get_the_same_prompt_and_seed() -> None:
