@@ -16,13 +16,13 @@ from tests.programs import outcome_of
 
 _STOP_S = 10.0
 # A request of two seconds, and one longer than all bounds here.
-_SHORT, _ENDLESS = {"max_tokens": 400}, {"max_tokens": 4000}
+_SHORT_TOKENS, _ENDLESS_TOKENS = 400, 4000
 
 
 async def sigterm_in_flight(world: World) -> list[str]:
     """Running requests are answered, new ones are refused, then the process ends."""
     async with world.another("orchestrator", GRACE_S="8") as (address, process):
-        running = Call(address, stream=True, **_SHORT)
+        running = Call(address, stream=True, max_tokens=_SHORT_TOKENS)
         await running.begin()
         process.send_signal(signal.SIGTERM)
         # For a moment after NOT_SERVING, calls on their way are still accepted.
@@ -35,7 +35,7 @@ async def sigterm_in_flight(world: World) -> list[str]:
 async def sigterm_beyond_grace(world: World) -> list[str]:
     """A request longer than the grace period ends with a status, and the process ends."""
     async with world.another("orchestrator", GRACE_S="1") as (address, process):
-        running = Call(address, stream=True, **_ENDLESS)
+        running = Call(address, stream=True, max_tokens=_ENDLESS_TOKENS)
         await running.begin()
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
