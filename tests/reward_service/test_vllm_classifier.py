@@ -78,6 +78,10 @@ class FakeEngine:
         """There is nothing to end."""
 
 
+def on_fake(directory: Path, **options: Any) -> Any:
+    return loaded("vllm-classifier", directory, vllm_options={"quantization": "fp8"}, **options)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """What `FakeEngine` receives."""
@@ -94,13 +98,9 @@ def test_scores_are_weighted_logits_of_each_different_text(
     directory: Path, fake: list[list[int]]
 ) -> None:
     """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
-    options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}, "unfinished": "open"}
-    reward = loaded("vllm-classifier", directory, **options)
-    candidates = [
-        Candidate(0, "ab", 0, 0.0),
-        Candidate(1, "ab", 0, 0.0, FinishReason.STOP),
-        Candidate(2, "ab", 0, 0.0),
-    ]
+    reward = on_fake(directory, unfinished="open")
+    ends = (None, FinishReason.STOP, None)
+    candidates = [Candidate(i, "ab", 0, 0.0, finish) for i, finish in enumerate(ends)]
     scores = score_batch(reward.open(PROMPT), reward, candidates)
     unclosed, closed = fake
     assert closed == [*unclosed, closed[-1]]
@@ -114,8 +114,7 @@ def test_scores_are_weighted_logits_of_each_different_text(
 
 def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -> None:
     """Guards models whose padding is their end of text: their heads were not trained on it."""
-    options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}}
-    reward = loaded("vllm-classifier", saved(tmp_path, 2), **options)
+    reward = on_fake(saved(tmp_path, 2))
     score(reward, PROMPT, ["ab"])
     (read,) = fake
     assert 2 not in read[-2:]
@@ -132,7 +131,7 @@ def test_a_failure_of_the_engine_is_raised_as_itself(
         yield
 
     monkeypatch.setattr(FakeEngine, "encode", fails)
-    reward = loaded("vllm-classifier", directory, vllm_options={"quantization": "fp8"})
+    reward = on_fake(directory)
     with pytest.raises(Unavailable, match="dead"):
         score(reward, PROMPT, ["ab", "c"])
     monkeypatch.setattr(FakeEngine, "errored", True)
@@ -147,8 +146,7 @@ def test_the_device_is_the_settings(
     directory: Path, device: str, numbers: list[int] | None
 ) -> None:
     """Guards against a reward beside the generator on the first GPU, with the second one idle."""
-    options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}, "device": device}
-    loaded("vllm-classifier", directory, **options).close()
+    on_fake(directory, device=device).close()
     assert FakeEngine.devices == numbers
 
 
