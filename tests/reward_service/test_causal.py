@@ -161,6 +161,7 @@ def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -
     texts = {0: "abcXYZ", 2: "abcdefgh", 3: "abcde!", 4: "xyzw"}
     forked = scored(reward, session, texts)
     assert forked.computed_tokens == 3 + 2 + 1 + 1 + 4 * CLOSING
+    assert session[1].texts.keys() == texts.keys(), "of the rejected parent nothing is kept"
     assert forked.values == pytest.approx(
         references(models["llama"], list(texts.values())), abs=1e-4
     )
