@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from transformers import AutoConfig
@@ -150,7 +149,7 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         arguments["device_ids"] = [int(number)]
     if resources.device == "cpu":
         block = BLOCK_TOKENS["cpu"]
-        sizes = ModelSizes.of(partial(getattr, config.get_text_config()))
+        sizes = ModelSizes.of(config.get_text_config())
         kept = max(resources.kept_tokens, 2 * conversation.max_tokens) + block
         arguments |= {"dtype": "float32", "block_size": block}
         arguments["kv_cache_memory_bytes"] = kept * sizes.slot_bytes(4)
