@@ -41,23 +41,6 @@ def pair_of(
     }
 
 
-async def sample(client: Client, prompt: str, n: int) -> tuple[RankedCandidate, ...]:
-    """All of `n` answers: Best-of-N, as Speculative Rejection never completes the worst.
-
-    Raises:
-        SpecrejError: the request failed.
-    """
-    generation = await client.generate(
-        prompt,
-        n=n,
-        algorithm=Algorithm.BEST_OF_N,
-        return_candidates=n,
-        max_tokens=128,
-        temperature=0.8,
-    )
-    return generation.candidates
-
-
 async def run(options: argparse.Namespace) -> None:
     with options.prompts.open(encoding="utf-8") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
@@ -68,8 +51,16 @@ async def run(options: argparse.Namespace) -> None:
         async def worker(client: Client, work: Iterator[str]) -> None:
             nonlocal num_pairs
             for prompt in work:  # shared by all workers
-                candidates = await sample(client, prompt, options.n)
-                if pair := pair_of(prompt, candidates, options.min_margin):
+                generation = await client.generate(
+                    prompt,
+                    n=options.n,
+                    # Speculative Rejection never completes the worst.
+                    algorithm=Algorithm.BEST_OF_N,
+                    return_candidates=options.n,
+                    max_tokens=128,
+                    temperature=0.8,
+                )
+                if pair := pair_of(prompt, generation.candidates, options.min_margin):
                     file.write(json.dumps(pair, ensure_ascii=False) + "\n")
                     num_pairs += 1
 
