@@ -11,26 +11,28 @@ import pytest_asyncio
 from deploy.local.stack import Stack
 from tests.programs import ROOT
 
-_COMPOSITES = re.search(
-    r"^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", (ROOT / "docs/rewards.md").read_text(), re.M
-)
-assert _COMPOSITES
-_REWARDS = [
-    # With the names of the embedded rewards, which documents and examples use.
-    *({"name": name, "kind": "toy"} for name in ("toy", "relevance", "harmless")),
-    *json.loads((ROOT / "examples/coding/rewards.json").read_text()),
-]
-_SETTINGS = {
-    # A request for 4,000 tokens takes longer than any test waits.
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
-    "SPECREJ_REWARD_REWARDS": json.dumps(_REWARDS),
-    "SPECREJ_ORCHESTRATOR_COMPOSITES": _COMPOSITES[1],
-    # The default of a quarter of a second is short on a busy machine.
-    "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
-}
+# The names of the embedded rewards, which documents and examples use.
+_NAMES = ("toy", "relevance", "harmless")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def toys() -> AsyncIterator[Stack]:
-    async with Stack(environment=_SETTINGS) as running:
+    async with Stack(environment=_settings()) as running:
         yield running
+
+
+def _settings() -> dict[str, str]:
+    """With the rewards of the examples and the composites of docs/rewards.md."""
+    rewards = [{"name": name, "kind": "toy"} for name in _NAMES]
+    rewards += json.loads((ROOT / "examples/coding/rewards.json").read_text("utf-8"))
+    page = (ROOT / "docs/rewards.md").read_text("utf-8")
+    composites = re.search("^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", page, re.MULTILINE)
+    assert composites
+    return {
+        # A request for 4,000 tokens takes longer than any test waits.
+        "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
+        "SPECREJ_REWARD_REWARDS": json.dumps(rewards),
+        "SPECREJ_ORCHESTRATOR_COMPOSITES": composites[1],
+        # The default of a quarter of a second is short on a busy machine.
+        "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
+    }
