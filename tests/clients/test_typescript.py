@@ -46,6 +46,7 @@ async def test_the_client(toys: Stack) -> None:
     await wait_for_free_slots(toys)
 
 
+@pytest.mark.long
 @installed
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CLIENT / "examples").iterdir()))
@@ -55,6 +56,7 @@ async def test_an_example(toys: Stack, name: str) -> None:
     assert "score" in await run("node", program, folder=CLIENT, SPECREJ_ADDRESS=address)
 
 
+@pytest.mark.long
 @installed
 @pytest.mark.usefixtures("built")
 async def test_tls_and_tokens(tmp_path: Path) -> None:
@@ -78,6 +80,7 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.long
 @installed
 async def test_the_package_is_complete(tmp_path: Path) -> None:
     """Guards against files that npm leaves out."""
