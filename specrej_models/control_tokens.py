@@ -33,14 +33,9 @@ class ControlTokens:
         pattern = _pattern_of(text for text in texts if len(text) > 1) or "(?!)"
         self._any = re.compile(pattern)
         self._all = re.compile(f"(?=({pattern}))")  # those that overlap, too
-        self._marked = re.compile(f"{_BEGIN}({pattern}){_END}")
         self._longest = max(map(len, texts), default=0)
         self._prefixes = {text[:at] for text in texts for at in range(1, len(text))}
         self._suffixes = {text[at:] for text in texts for at in range(1, len(text))}
-        # A text may have a million of them, and where none overlaps another, this is faster.
-        self._may_overlap = not self._prefixes.isdisjoint(self._suffixes) or any(
-            self._any.search(text[1:]) for text in texts
-        )
         tokenizer.add_tokens([_BEGIN], special_tokens=True)
         self.cut_id: int = tokenizer.convert_tokens_to_ids(_BEGIN)
 
@@ -49,8 +44,6 @@ class ControlTokens:
         around the text if it could make a control token with what the template writes there."""
         text = _MARKS.sub("", text)
         core = text.strip()  # as many templates do
-        if not (self._may_overlap or self._is_partial(core)):
-            return self._any.sub(rf"{_BEGIN}\g<0>{_END}", text)
         spans = [m.span(1) for m in self._all.finditer(text)] if self._any.search(text) else []
         if self._is_partial(core):
             begin = text.index(core)
@@ -64,10 +57,6 @@ class ControlTokens:
     def cut(self, text: str) -> str:
         """A text that contains marked ones, for the tokenizer: the text of `cut_id` is in each
         control token that callers wrote, and nowhere else."""
-        if not self._may_overlap:
-            whole, count = self._marked.subn(_halves, text)
-            if _END not in whole and whole.count(_BEGIN) == count:  # all were of whole tokens
-                return whole
         parts = _MARKS.split(text)  # with the marks at odd places
         if len(parts) == 1:
             return text
@@ -114,11 +103,6 @@ class ControlTokens:
         """Whether a text begins with the end of a control token, or ends with its beginning."""
         sizes = range(1, self._longest)
         return any(text[:k] in self._suffixes or text[-k:] in self._prefixes for k in sizes)
-
-
-def _halves(marked: re.Match[str]) -> str:
-    """A marked control token with a cut behind its first character."""
-    return f"{marked[1][0]}{_BEGIN}{marked[1][1:]}"
 
 
 def _is_control(text: str, listed: Sequence[str] | None, template: str) -> bool:

@@ -1,4 +1,4 @@
-"""A model hub on loopback, as the real client library reads it: lists, revisions, files, ranges.
+"""A model hub on loopback, as the real client library reads it: lists, revisions, files.
 
 `HF_ENDPOINT` names it. Only what downloads need; see huggingface_hub for the protocol.
 """
@@ -32,7 +32,7 @@ class Hub:
     token: str = ""  # required if set
     gated: bool = False
     faults: dict[str, str] = field(default_factory=dict)  # by file
-    requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
+    downloads: list[str] = field(default_factory=list)  # files of which content was requested
 
     def add(self, name: str, files: Mapping[str, bytes] | Path, *revisions: str) -> str:
         """Add a commit under these names; returns its hash."""
@@ -48,11 +48,6 @@ class Hub:
     def commit_of(self, name: str, revision: str) -> str:
         known = self.repositories[name]
         return next(c for c in known if len(c) == 40 and known[c] is known[revision])
-
-    def downloads(self) -> list[str]:
-        """Files of which content was requested, in order."""
-        found = (_FILE.fullmatch(path) for method, path, _ in self.requests if method == "GET")
-        return [match[3] for match in found if match]
 
 
 def use(
@@ -99,7 +94,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub = self.hub
-        hub.requests.append((self.command, self.path, self.headers.get("Range", "")))
         match = _API.match(self.path) or _FILE.fullmatch(self.path)
         if not match:
             return self._refuse(404, "NotFound")
@@ -131,21 +125,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str, commit: str, path: str) -> None:
         files = self.hub.repositories[name].get(commit, {})
         fault = self.hub.faults.get(path)
-        if path not in files or (fault == GONE):
+        if path not in files or fault == GONE:
             return self._refuse(404, "EntryNotFound")
         content = files[path]
         etag = hashlib.sha256(content).hexdigest()
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "X-Linked-Etag": f'"{etag}"'}
         headers["X-Linked-Size"] = str(len(content))
-        if self.command == "HEAD":
-            return self._send(200, content, headers)
-        if fault == CHANGED:
-            content = bytes(len(content))
-        start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
-        status = 206 if start else 200
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        return self._send(status, content[start:], headers)
+        if self.command == "GET":
+            self.hub.downloads.append(path)
+            content = bytes(len(content)) if fault == CHANGED else content
+        return self._send(200, content, headers)
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

@@ -1,6 +1,6 @@
 """Starts vLLM in this process, as the generator does, and prints what it allocates as JSON.
 
-python -m tests.conformance.allocated DIRECTORY SLOTS [DTYPE]
+python -m tests.conformance.allocated DIRECTORY SLOTS
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_generator import _prepare_environment
 
 
-def main(directory: str, slots: int, dtype: str = "float32") -> None:
+def main(directory: str, slots: int) -> None:
     settings = GeneratorSettings(
         engine="vllm",
         model=directory,
         threads=1,
         kv_slots=slots,
         max_candidates=32,
-        vllm_options={"enforce_eager": True, "dtype": dtype},
+        vllm_options={"enforce_eager": True, "dtype": "float32"},
     )
     _prepare_environment(settings)
     # Imported here: vLLM reads the environment when imported.
@@ -28,8 +28,8 @@ def main(directory: str, slots: int, dtype: str = "float32") -> None:
 
     from generator_service.stock.vllm_engine import _arguments, _shape
 
-    shape = _shape(settings)
-    engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings, shape)))
+    arguments = _arguments(settings, _shape(settings))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
     stores = [tensor.untyped_storage() for tensor in worker.model_runner.kv_caches]
     cache = engine.vllm_config.cache_config
@@ -37,10 +37,9 @@ def main(directory: str, slots: int, dtype: str = "float32") -> None:
         "kv_bytes": sum({store.data_ptr(): store.nbytes() for store in stores}.values()),
         "blocks": cache.num_gpu_blocks,
         "block_tokens": cache.block_size,
-        "slot_bytes": shape.slot_bytes,
     }
     print(json.dumps(allocated))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -28,7 +27,6 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
 from generator_service.admission import Blocks
 from generator_service.budget import Budget, num_parameters, read_config, weight_bytes
-from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_engine import VLLMEngine
 from generator_service.stock.vllm_generator import VLLMGenerator
 from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
@@ -53,37 +51,6 @@ _BOUND_S = 120.0
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def test_a_shorter_context_is_a_limit(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against an internal error for a text beyond vLLM's max_model_len."""
-
-    def started(arguments: Any, **_: Any) -> Any:
-        return SimpleNamespace(
-            vllm_config=SimpleNamespace(
-                model_config=SimpleNamespace(max_model_len=arguments.max_model_len),
-                cache_config=SimpleNamespace(block_size=32, num_gpu_blocks=64),
-                scheduler_config=SimpleNamespace(max_num_seqs=8),
-            )
-        )
-
-    monkeypatch.setattr("vllm.AsyncLLMEngine.from_engine_args", started)
-
-    def context_tokens(setting: int = 0, **options: object) -> int:
-        settings = GeneratorSettings(
-            engine="vllm",
-            model=str(model_directory),
-            kv_slots=96,
-            context_tokens=setting,
-            vllm_options=options,
-        )
-        return VLLMEngine.load(settings).shape.context_tokens
-
-    assert context_tokens() > 96  # a small kv_slots is no limit of the context
-    assert context_tokens(80) == 80
-    assert context_tokens(80, max_model_len=64) == 64
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_plan_has_the_slots_that_vllm_allocates(
     kind: str, model_directory: Path, tmp_path: Path
@@ -98,7 +65,10 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
             sliding_window=64,
         )
         model_directory = save_language_model(tmp_path, config, make_tokenizer("<pad>"))
-    allocated = _allocated(model_directory)
+    command = [sys.executable, "-m", "tests.conformance.allocated", str(model_directory), "1024"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    allocated: dict[str, int] = json.loads(outcome.stdout.splitlines()[-1])
     config = read_config(model_directory)
     planned = Budget(
         ModelSizes.of(config),
@@ -115,19 +85,6 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
     used = planned.weight_bytes + planned.workspace_bytes
     planned = replace(planned, usable_bytes=used + allocated["kv_bytes"])
     assert planned.slots == 1024
-
-
-def test_slots_have_the_bytes_of_the_dtype_in_vllms_options(model_directory: Path) -> None:
-    allocated = _allocated(model_directory, "bfloat16")
-    assert allocated["kv_bytes"] == allocated["blocks"] * 32 * allocated["slot_bytes"]
-
-
-def _allocated(directory: Path, *dtype: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.conformance.allocated", str(directory), "1024", *dtype]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    allocated: dict[str, int] = json.loads(outcome.stdout.splitlines()[-1])
-    return allocated
 
 
 @pytest.mark.skipif("tensor_parallel_size" in VLLM_OPTIONS, reason="it has nine heads")
@@ -199,40 +156,6 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
         "bias": "none",
     }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.skipif(
-    "tensor_parallel_size" not in VLLM_OPTIONS, reason="one worker: make conformance-distributed"
-)
-async def test_a_killed_worker_ends_sessions_with_a_status(model_directory: Path) -> None:
-    """Guards against a request that waits for ever, and a dead engine that counts as healthy."""
-    long = Sampling(max_tokens=150, ignore_eos=True)
-    for is_killed in (True, False):  # the second one is the restart
-        others = _workers()  # of the generators of other tests
-        async with vllm(model_directory) as subject, asyncio.timeout(_BOUND_S):
-            generator = subject.generator
-            assert isinstance(generator, VLLMGenerator)
-            async with generator.open(SessionSpec(PROMPT, 2, long, 8)) as session:
-                assert (await session.extend(8)).num_tokens == 8
-                if not is_killed:
-                    continue
-                workers = [worker for worker in _workers() if worker not in others]
-                assert len(workers) == 2
-                growing = asyncio.create_task(session.extend(150))
-                workers[-1].kill()
-                with pytest.raises((Unavailable, InternalError)):
-                    await growing
-            await until(partial(_has_ended, generator), bound_s=_BOUND_S)
-
-
-def _workers() -> list[Any]:
-    """The processes of vLLM's workers; others may end meanwhile."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if "Worker" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
 
 
 def _has_ended(generator: VLLMGenerator) -> bool:

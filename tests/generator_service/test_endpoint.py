@@ -270,26 +270,9 @@ async def test_a_failure_stops_the_other_candidates() -> None:
         await until(lambda: endpoint.num_gone == 3)
 
 
-async def test_requests_at_once_are_bounded() -> None:
-    """Guards against hundreds of connections for one large N."""
-
-    def held_by_seed(body: Body, number: int) -> Reply:
-        return replace(by_seed(body, number), is_held=True)
-
-    async with (
-        generator(held_by_seed, remote_requests=2) as (made, endpoint),
-        made.open(replace(SPEC, n=9)) as session,
-    ):
-        extending = asyncio.create_task(session.extend(9))
-        await until(lambda: endpoint.running >= 2)
-        await turns(100)  # more requests would be received meanwhile
-        endpoint.release.set()
-        assert len((await extending).candidates) == 9
-    assert endpoint.most_running == 2
-
-
 async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
-    """Guards a request for one candidate against minutes behind a thousand of another one."""
+    """Guards a request for one candidate against minutes behind a thousand of another one, and an
+    endpoint against hundreds of connections for one large N."""
 
     def reply(body: Body, number: int) -> Reply:
         return replace(by_seed(body, number), is_held=number < 2)
@@ -309,6 +292,7 @@ async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
         assert len((await asyncio.wait_for(waiting[1], 20)).candidates) == 1
         assert len((await asyncio.wait_for(growing, 20)).candidates) == 20
         assert 99 in [request.body["seed"] for request in endpoint.requests[2:4]]
+        assert endpoint.most_running == 2
         assert made._places._num_free == 2 and not made._places._running
 
 

@@ -156,17 +156,13 @@ def test_logits_that_are_not_finite_end_their_session(sampling: Sampling) -> Non
 
 
 class StopsAt:
-    """Stop texts that the given number of tokens complete, by default the first."""
-
-    def __init__(self, num_tokens: int = 1) -> None:
-        self.left = num_tokens
+    """Stop texts that every token completes."""
 
     def __call__(self, token_id: int) -> bool:
-        self.left -= 1
-        return self.left <= 0
+        return True
 
     def copy(self) -> Self:
-        return type(self)(self.left)
+        return self
 
 
 def test_no_memory_for_a_suffix_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,15 +306,6 @@ class EngineMachine(RuleBasedStateMachine):
             assert step.num_prompt_rows + sum(step.rows) > 0
         self.model.passes.clear()
 
-    @invariant()
-    def salts_share_no_node(self) -> None:
-        for session in self.engine.sessions.values():
-            assert session.prompt
-            nodes = session.prompt.path()
-            assert {node.salt for node in nodes} == {session.command.cache_salt}
-            spelt = tuple(itertools.chain(*(node.tokens for node in nodes)))
-            assert spelt == session.command.prompt_ids
-
     def teardown(self) -> None:
         """From any state all sessions are admitted, reach their end and free all slots."""
         try:

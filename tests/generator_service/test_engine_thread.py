@@ -6,14 +6,13 @@ import asyncio
 import math
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from generator_service.engine.commands import OpenCommand, PrefixBatch, Step
+from generator_service.engine.commands import OpenCommand, Step
 from generator_service.engine.engine import Engine
 from generator_service.engine.generator import Frontend
 from generator_service.engine.thread import EngineThread
@@ -65,31 +64,6 @@ def test_a_bug_between_steps_does_not_end_the_thread(
     with pytest.raises(InternalError):
         thread.extend(session_id, 24).result(BOUND_S)
     monkeypatch.undo()
-
-
-def test_a_cancelled_command_does_not_end_the_thread(
-    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cancelling a future races with its result."""
-
-    class CancelledBetween(Future[PrefixBatch]):
-        def set_result(self, result: PrefixBatch) -> None:
-            self.cancel()
-            super().set_result(result)
-
-    for _ in range(50):
-        session_id, future = thread.open(replace(COMMAND, prompt_ids=PROMPT[:2], n=1))
-        future.cancel()
-        thread.extend(session_id, 1).cancel()
-        thread.close(session_id).cancel()
-    session_id = opened(thread)
-    monkeypatch.setattr("generator_service.engine.thread.Future", CancelledBetween)
-    growing = thread.extend(session_id, 8)
-    monkeypatch.undo()
-    with pytest.raises(CancelledError):
-        growing.result(BOUND_S)
-    assert thread.extend(session_id, 16).result(BOUND_S).num_tokens == 16
-    thread.close(session_id).result(BOUND_S)
 
 
 def test_stopping_fails_open_waiting_and_later_sessions() -> None:

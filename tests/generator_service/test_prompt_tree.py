@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from generator_service.engine import prompt_tree
-from generator_service.engine.prompt_tree import MIN_SHARED_TOKENS, PromptTree, RadixNode
+from generator_service.engine.prompt_tree import PromptTree, RadixNode
 from specrej_models.slots import SlotLedger
-
-LEAST = MIN_SHARED_TOKENS
+from specrej_models.token_prefix import common_length
 
 
 class Cells:
@@ -58,13 +57,6 @@ def compute(leaf: Leaf, count: int = 10_000) -> None:
         node.store.tokens[node.computed : end] = node.tokens[node.computed : end]
         count -= end - node.computed
         node.computed = end
-
-
-def check_stores(tree: Tree) -> None:
-    """A node's computed cells are those of its own tokens."""
-    for node in tree.nodes():
-        assert len(node.store.tokens) == len(node.tokens)
-        assert (*node.store.tokens[: node.computed],) == node.tokens[: node.computed]
 
 
 def cache(tree: Tree, prompt: Sequence[int]) -> None:
@@ -127,8 +119,6 @@ class TreeMachine(RuleBasedStateMachine):
         self.budget = 0
         self.tree: Tree = PromptTree(self.ledger, self.allocate, self.budget)
         self.sessions: list[Session] = []
-        self.shares: list[int] = []
-        self.next_share = 1
 
     @initialize(budget=st.sampled_from([40, 15, 100, 0]))
     def begin(self, budget: int) -> None:
@@ -140,18 +130,11 @@ class TreeMachine(RuleBasedStateMachine):
             raise MemoryError
         return Cells(num_tokens)
 
-    @rule(salt=SALTS, prompt=PROMPTS)
-    def acquire(self, salt: str, prompt: tuple[int, ...]) -> None:
-        self.attempt(salt, prompt)
-
-    @precondition(lambda self: self.sessions)
     @rule(data=st.data(), cut=st.integers(0, 6), rest=st.just(()) | PROMPTS, salt=SALTS)
-    def acquire_alike(
-        self, data: st.DataObject, cut: int, rest: tuple[int, ...], salt: str
-    ) -> None:
-        """An equal prompt, a part of it, or a prompt that begins with one of them."""
-        open_prompt = self.one_of_them(data).prompt
-        self.attempt(salt, open_prompt[: max(1, len(open_prompt) - cut)] + rest)
+    def acquire(self, data: st.DataObject, cut: int, rest: tuple[int, ...], salt: str) -> None:
+        """A prompt that is equal to that of another session, or begins with a part of it."""
+        other = self.one_of_them(data).prompt if self.sessions else ()
+        self.attempt(salt, other[: max(1, len(other) - cut)] + rest or (1,))
 
     @rule(salt=SALTS, prompt=PROMPTS)
     def acquire_without_memory(self, salt: str, prompt: tuple[int, ...]) -> None:
@@ -198,27 +181,14 @@ class TreeMachine(RuleBasedStateMachine):
     def compute(self, data: st.DataObject, count: int) -> None:
         compute(self.one_of_them(data).leaf, count)
 
-    @precondition(lambda self: len(self.shares) < 3)
-    @rule(count=st.integers(1, 30))
-    def share(self, count: int) -> None:
+    @rule(count=st.integers(0, 30), share=st.integers(1, 60))
+    def make_room(self, count: int, share: int) -> None:
         """Candidates' slots, which cached prompts make room for."""
-        if self.ledger.can_admit(count):
-            self.ledger.admit(self.next_share, count, count, 0)
-            self.tree.make_room()
-            self.shares.append(self.next_share)
-            self.next_share += 1
-
-    @precondition(lambda self: self.shares)
-    @rule(data=st.data())
-    def unshare(self, data: st.DataObject) -> None:
-        share = data.draw(st.sampled_from(self.shares))
-        self.shares.remove(share)
-        self.ledger.close(share)
-
-    @rule(count=st.integers(0, 30))
-    def make_room(self, count: int) -> None:
-        self.tree.make_room(count)
-        assert self.ledger.cached <= max(0, self.ledger.unshared - count)
+        if self.ledger.can_admit(share):
+            self.ledger.admit(1, share, share, 0)
+            self.tree.make_room(count)
+            assert self.ledger.cached <= max(0, self.ledger.unshared - count)
+            self.ledger.close(1)
 
     @invariant()
     def ledger_is_consistent(self) -> None:
@@ -241,7 +211,9 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_computed_is_lost(self) -> None:
-        check_stores(self.tree)
+        for node in self.tree.nodes():  # computed cells are those of the node's own tokens
+            assert len(node.store.tokens) == len(node.tokens)
+            assert (*node.store.tokens[: node.computed],) == node.tokens[: node.computed]
         for session in self.sessions:
             computed, session.computed = session.computed, computed_of(session.leaf)
             assert session.computed >= computed
@@ -273,11 +245,6 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.make_room(self.ledger.capacity)
         assert self.ledger.owned == self.ledger.cached == 0
         self.patch.undo()
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 TestTree = TreeMachine.TestCase

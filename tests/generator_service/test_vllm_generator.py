@@ -21,7 +21,6 @@ from generator_service.engine.commands import OpenCommand
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
 from specrej.contracts import (
-    FinishReason,
     GeneratorDescription,
     Prompt,
     RoundEnd,
@@ -29,7 +28,7 @@ from specrej.contracts import (
     SessionSpec,
     SlotGauge,
 )
-from specrej.contracts.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
+from specrej.contracts.errors import InternalError, InvalidRequest, SessionExpired
 from tests.serving import until
 
 EOS = 0
@@ -207,14 +206,6 @@ def generator(engine: DoubleEngine) -> Iterator[VLLMGenerator]:
     check_idle(generator)
 
 
-async def test_n_left_open_is_not_reduced_by_others_where_there_are_none(
-    generator: VLLMGenerator,
-) -> None:
-    """Guards the cache against a generator whose rows are fewer than its settings suppose."""
-    async with opened(generator, 0) as session:
-        assert session.n == 16 and not session.reduced
-
-
 @given(
     size=st.integers(1, 64),
     prompt_tokens=st.integers(1, 300),
@@ -269,50 +260,10 @@ def test_the_ledger_counts_at_least_the_blocks_held(
     asyncio.run(run())
 
 
-async def test_a_finished_candidate_makes_room_within_the_round() -> None:
-    """There is room for ten tokens of both candidates."""
-    generator = make(DoubleEngine(60, ends={0: 3}))
-    async with opened(generator, 2, Sampling(max_tokens=40)) as session:
-        ended = await session.extend(40)
-    assert [(c.num_tokens, c.finish) for c in ended.candidates] == [
-        (3, FinishReason.STOP),
-        (40, FinishReason.LENGTH),
-    ]
-
-
 async def visit(generator: VLLMGenerator) -> None:
     """A session of 4 candidates and one round."""
     async with opened(generator, 4) as session:
         await session.extend(4)
-
-
-async def test_finished_candidates_make_room_for_a_waiting_session() -> None:
-    """Guards against rows that stay empty where no round rejects anything."""
-    generator = make(DoubleEngine(4000, max_rows=8, ends=dict.fromkeys(range(7), 4)))
-
-    async with opened(generator, 8, Sampling(max_tokens=40)) as session:
-        waiting = asyncio.create_task(visit(generator))
-        await until(lambda: generator.load().waiting == 1)
-        await session.extend(8)
-        await asyncio.wait_for(waiting, 20)
-    check_idle(generator)
-
-
-async def test_a_waiting_session_is_admitted_or_cancelled(generator: VLLMGenerator) -> None:
-    order: list[str] = []
-
-    async def visit(name: str) -> None:
-        async with opened(generator, 8, first=40):
-            order.append(name)
-
-    async with opened(generator, 8, first=40):
-        cancelled, waiting = (asyncio.create_task(visit(name)) for name in ("cancelled", "waiting"))
-        await until(lambda: generator.load().waiting == 2)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-    await waiting
-    assert order == ["waiting"]
 
 
 async def test_no_more_requests_are_open_than_vllm_schedules() -> None:
@@ -343,29 +294,6 @@ async def test_a_failure_ends_its_session_and_no_other() -> None:
     check_idle(generator)
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_commands_during_a_round_are_refused(
-    engine: DoubleEngine, generator: VLLMGenerator, is_cancelled: bool
-) -> None:
-    """The round then ends, or is cancelled."""
-    async with opened(generator, 3) as session:
-        engine.gate.clear()
-        growing = asyncio.create_task(session.extend(8))
-        await until(lambda: engine.num_growing > 0)
-        for command in (session.extend(8), session.prune([0])):
-            with pytest.raises(OutOfOrder):
-                await command
-        if is_cancelled:
-            growing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await growing
-        else:
-            engine.gate.set()
-            assert (await growing).num_tokens == 8
-    with pytest.raises(SessionExpired):
-        await session.extend(9)
-
-
 async def test_a_cancelled_prune_frees_what_it_rejects(
     engine: DoubleEngine, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,12 +318,10 @@ async def test_a_cancelled_prune_frees_what_it_rejects(
     await until(lambda: not engine.held)
 
 
-async def test_one_candidate_is_enough_to_start() -> None:
+async def test_warm_up_and_end() -> None:
     """Guards against a valid setting with which the process ends after loading."""
-    await make(DoubleEngine(max_rows=1)).warm_up()
-
-
-async def test_warm_up_and_end(engine: DoubleEngine, generator: VLLMGenerator) -> None:
+    engine = DoubleEngine(max_rows=1)
+    generator = make(engine)
     await generator.warm_up()
     check_idle(generator)
     generator.close()

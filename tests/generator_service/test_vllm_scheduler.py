@@ -112,22 +112,6 @@ def test_outputs_are_joined_whatever_other_requests_ask_for() -> None:
     assert made.new_logprobs.logprob_token_ids.tolist() == [[1], [2], [3]]
 
 
-def test_tokens_with_stop_texts_are_sent_at_once() -> None:
-    scheduler = recent()
-    scheduler.add("a", stream_interval=1)
-    assert [one.new_token_ids for one in scheduler.sent(output("a", 1))] == [[1]]
-    (made,) = scheduler.sent(output("a", 2, FinishReason.LENGTH))
-    assert made.new_token_ids == [2]
-
-
-def test_nothing_is_kept_of_an_aborted_request() -> None:
-    scheduler = recent()
-    scheduler.add("a", stream_interval=3)
-    scheduler.sent(output("a", 1))
-    scheduler.finish_requests(["a"])
-    assert not scheduler._kept
-
-
 def test_a_long_round_reports_every_16_steps_and_every_second() -> None:
     """Guards against a heartbeat that a long round stops."""
     scheduler = recent()

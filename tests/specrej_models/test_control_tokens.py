@@ -68,21 +68,6 @@ def test_only_the_templates_control_tokens_are_in_the_result(contents: list[str]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
-@given(st.lists(st.lists(st.sampled_from(PARTS)).map("".join), min_size=1, max_size=3))
-def test_tokens_that_never_overlap_are_marked_and_cut_alike(contents: list[str]) -> None:
-    """Guards the faster way, for texts of a million control tokens, against other results."""
-    tokenizer = make(special=SPECIAL[:-2])
-    control = ControlTokens(tokenizer)
-    results = []
-    for control._may_overlap in (False, True):
-        turns = [{"role": "user", "content": control.mark(content)} for content in contents]
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        results.append(control.encode([rendered], add_special_tokens=False))
-    assert results[0] == results[1]
-    assert not ControlTokens(make(special=SPECIAL[:-2]))._may_overlap
-    assert ControlTokens(make())._may_overlap
-
-
 def test_a_template_that_joins_texts_makes_no_control_token() -> None:
     """Guards against what is left when a template removes the middle of a text."""
     template = "{% for m in messages %}{{ m.content.replace('</think>', '') }}{% endfor %}"

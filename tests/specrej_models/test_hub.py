@@ -51,10 +51,10 @@ def test_a_model_is_fetched_once(server: hubs.Hub, pull: Pull) -> None:
     """Guards against pickled weights, code and copies in the cache, and a second download."""
     server.add("tiny/llama", FILES)
     first = pull("tiny/llama")
-    assert stored(first) == sorted(server.downloads()) == USED
-    server.requests.clear()
+    assert stored(first) == sorted(server.downloads) == USED
+    server.downloads.clear()
     assert pull("tiny/llama").stdout == first.stdout
-    assert not server.downloads()
+    assert not server.downloads
     assert stored(pull("tiny/llama", "--with-code")) == [*USED[:2], "modeling.py", USED[2]]
 
 
@@ -87,9 +87,9 @@ def test_a_damaged_model_is_refused(server: hubs.Hub, pull: Pull, fault: str, re
     assert (outcome.returncode, outcome.stdout) == (1, "")
     assert reason in outcome.stderr and len(outcome.stderr.splitlines()) == 1
     server.faults.clear()
-    server.requests.clear()
+    server.downloads.clear()
     assert stored(pull("tiny/llama")) == USED
-    assert "model.safetensors" in server.downloads()
+    assert "model.safetensors" in server.downloads
 
 
 def without(*names: str) -> dict[str, bytes]:
@@ -110,7 +110,7 @@ def test_an_incomplete_model_is_refused(
     server.add("tiny/llama", files)
     outcome = pull("tiny/llama")
     assert (outcome.returncode, outcome.stderr) == (1, f"specrej: tiny/llama {reason}\n")
-    assert not {"pytorch_model.bin", "README.md"} & set(server.downloads())
+    assert not {"pytorch_model.bin", "README.md"} & set(server.downloads)
 
 
 def test_a_token_is_sent_and_a_missing_one_named(
