@@ -68,7 +68,6 @@ test-long: $(READY) models ## run the tests of whole commands, which CI leaves o
 
 conformance: $(VLLM) models ## test all generators by one suite, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
-		tests/generator_service/test_vllm_draw.py tests/generator_service/test_vllm_scheduler.py \
 		tests/reward_service/test_vllm_classifier.py $(ARGS)
 
 # Both workers on this machine; vLLM's CPU build has neither Ray nor pipelines of several stages.

@@ -100,7 +100,6 @@ class SessionVerbs:
             from generator_service.stock.vllm_generator import load_vllm
 
             self._generator = load_vllm(parsed)
-            self._loop.run_until_complete(self._generator.warm_up())
             self.versions["vllm"] = VERSION
         else:
             import torch
@@ -109,6 +108,7 @@ class SessionVerbs:
 
             torch.set_num_threads(threads)
             self._generator = load_generator(parsed)
+        self._loop.run_until_complete(self._generator.warm_up())
 
     def measure(self, n: int, prompt_ids: Sequence[int], new_tokens: int) -> float:
         """Seconds for a session in one round, after a prompt of as many words as there are ids."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from generator_service import instruments
 from generator_service.servicer import GeneratorServicer
@@ -67,22 +67,18 @@ async def _load(
         toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
         instruments.observe(toy.load)
         return toy, lambda: 0.0
-    await threads.load(partial(_check_files, settings))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    engine = await threads.load(partial(_engine_of, settings))
-    generator = await threads.load(partial(_load_model, settings, engine))
+    generator = await threads.load(partial(_load_model, settings))
     resources.callback(generator.close)
-    if engine == "vllm":
-        await cast("VLLMGenerator", generator).warm_up()
+    await generator.warm_up()
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
 
 
-def _check_files(settings: GeneratorSettings) -> None:
-    """Check that the model's files exist; fetch them first if the model is one of the hub.
+def _load_model(settings: GeneratorSettings) -> LocalGenerator | VLLMGenerator:
+    """The generator on a model's files, which are fetched first if the model is one of the hub.
 
     Raises:
-        OSError, ValueError: they do not exist, or cannot be fetched.
+        OSError, ValueError: the files do not exist, cannot be fetched or cannot be loaded.
     """
     try:
         files = settings.files
@@ -90,24 +86,14 @@ def _check_files(settings: GeneratorSettings) -> None:
         raise FileNotFoundError(f"{error} (SPECREJ_GENERATOR_MODEL): run make models") from None
     if not files.gguf_file and not (files.directory / "config.json").is_file():
         raise FileNotFoundError(f"no model in {files.directory} (SPECREJ_GENERATOR_MODEL)")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Imported here: --help must not load torch, and vLLM has an environment of its own.
+    from generator_service.loading import engine_of, load_generator
 
-
-def _engine_of(settings: GeneratorSettings) -> str:
-    if settings.engine != "auto":
-        return settings.engine
-    from generator_service.loading import engine_of  # loads torch, which --help must not
-
-    return engine_of(settings)
-
-
-def _load_model(settings: GeneratorSettings, engine: str) -> LocalGenerator | VLLMGenerator:
-    if engine == "vllm":
-        # Not above: it cannot be imported without vLLM, which has an environment of its own.
+    if engine_of(settings) == "vllm":
         from generator_service.stock.vllm_generator import load_vllm
 
         return load_vllm(settings, instruments.count_step)
-    from generator_service.loading import load_generator
-
     return load_generator(settings, instruments.count_step)
 
 

@@ -214,10 +214,10 @@ class AdmissionQueue(Generic[S]):
         least = demand.least
         floor = demand.floor(least)
         # First without the prompt: comparing it with the stored prompts in every step is slow.
-        if least > free or not self._ledger.can_admit(floor):
+        if least > free or floor > self._ledger.unshared:
             return 0
         missing = self._missing(session)
-        if not self._ledger.can_admit(missing + floor):
+        if missing + floor > self._ledger.unshared:
             return 0
         room = demand.max_candidates_within(self._ledger.unshared - missing)
         return demand.n or max(least, min(self._auto_candidates, free, room))

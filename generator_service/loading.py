@@ -1,4 +1,4 @@
-"""From settings to an engine: which one, its device, weights, KV capacity and a warm-up round."""
+"""From settings to an engine: which one, its device, weights and KV capacity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from generator_service.budget import Budget, host_memory
-from generator_service.engine.commands import OnStep, OpenCommand
+from generator_service.engine.commands import OnStep
 from generator_service.engine.engine import Engine
 from generator_service.engine.generator import LocalGenerator
 from generator_service.engine.model import CausalLM
@@ -18,7 +18,7 @@ from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from generator_service.settings import GeneratorSettings
 from specrej import fingerprint
-from specrej.contracts import GeneratorDescription, Sampling, SlotGauge
+from specrej.contracts import GeneratorDescription, SlotGauge
 from specrej_models.hub import ModelFiles
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,13 @@ def device_of(setting: str) -> str:
 
 
 def engine_of(settings: GeneratorSettings) -> str:
-    """The engine where it is left to the device: vLLM on CUDA, the own one on CPUs.
+    """The engine of the settings; where it is left to the device, vLLM on CUDA, else the own one.
 
     Raises:
         RuntimeError: it is vLLM, which is not installed.
     """
+    if settings.engine != "auto":
+        return settings.engine
     if device_of(settings.device) == "cpu":
         return "own"
     if importlib.util.find_spec("vllm") is None:
@@ -50,7 +52,7 @@ def engine_of(settings: GeneratorSettings) -> str:
 
 
 def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -> LocalGenerator:
-    """A generator on an engine that runs and is warmed up; takes seconds.
+    """A generator on an engine that runs; takes seconds.
 
     `on_step` is called after every step, in the engine's thread.
     """
@@ -78,7 +80,6 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     )
     thread = EngineThread(engine)
     thread.start()
-    _warm_up(thread)
     card = GeneratorDescription(
         model=files.name,
         fingerprint=_fingerprint(files, str(model.shape.dtype)),
@@ -131,12 +132,3 @@ def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
             "specrej plan computes settings that fit"
         )
     return budget.slots
-
-
-def _warm_up(engine: EngineThread) -> None:
-    """A few tokens, so that first-time work is done before the first request."""
-    sampling = Sampling(max_tokens=2, ignore_eos=True)
-    session_id, opened = engine.open(OpenCommand([0] * 8, 2, sampling, 1))
-    opened.result()
-    engine.extend(session_id, 2).result()
-    engine.close(session_id).result()

@@ -121,14 +121,6 @@ class SuffixKV:
         """As `keys`."""
         return self._view(self._values[layer], self.tokens_room)
 
-    def key_addresses(self) -> list[int]:
-        """Of each layer's keys, for compiled code that writes and reads them itself."""
-        return [tensor.data_ptr() for tensor in self._keys]
-
-    def value_addresses(self) -> list[int]:
-        """As `key_addresses`."""
-        return [tensor.data_ptr() for tensor in self._values]
-
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the next token of every live row, [live, kv_heads, d]; `advance` makes it count."""
         self.keys(layer)[: self.live, :, self.length] = keys
@@ -143,10 +135,7 @@ class SuffixKV:
 
         A layer that is too small moves to a tensor of at least `slots`, so that it moves only once.
         """
-        for store in (self._keys, self._values):
-            for layer, flat in enumerate(store):
-                store[layer] = self._restride(flat, tokens_room, slots)
-        self.tokens_room = tokens_room
+        self._move(tokens_room, slots=slots)
 
     def keep(self, rows: Sequence[int], slots: int) -> None:
         """Make some live rows the only ones, in this order; a repeated row is copied.
@@ -154,63 +143,59 @@ class SuffixKV:
         Takes the extra memory of one layer. If the rows do not fit into the store, it also grows:
         to at most `slots`, or to what the stored tokens need.
         """
-        index = torch.tensor(rows, dtype=torch.long, device=self._shape.device)
         tokens_room = self.tokens_room
-        values = self._shape.kv_heads * self._shape.head_dim
-        if len(rows) * tokens_room * values > self._keys[0].numel():
+        if len(rows) * tokens_room * self._slot_numbers > self._keys[0].numel():
             tokens_room = min(tokens_room, max(self.length, slots // len(rows)))
-        for store in (self._keys, self._values) if self.tokens_room else ():
-            for layer, flat in enumerate(store):
-                store[layer] = self._gathered(flat, index, tokens_room)
-        self.live, self.tokens_room = len(rows), tokens_room
+        self._move(tokens_room, rows)
 
     def drop(self, row: int) -> None:
         """Free one live row: the last live row moves into its place."""
         last = self.live - 1
-        if row != last:
-            for view in self._views():
-                view[row, :, : self.length] = view[last, :, : self.length]
+        for flat in (*self._keys, *self._values) if row != last else ():
+            view = self._view(flat, self.tokens_room)
+            view[row, :, : self.length] = view[last, :, : self.length]
         self.live = last
 
     def shrink(self, slots: int) -> None:
         """Return memory beyond `slots` to the allocator, one layer at a time."""
-        if self._keys[0].numel() <= slots * self._shape.kv_heads * self._shape.head_dim:
-            return
-        tokens_room = min(self.tokens_room, slots // self.live) if self.live else 0
+        if self._keys[0].numel() > slots * self._slot_numbers:
+            tokens_room = min(self.tokens_room, slots // self.live) if self.live else 0
+            self._move(tokens_room, is_fresh=True)
+
+    def _move(
+        self,
+        tokens_room: int,
+        only: Sequence[int] | None = None,
+        *,
+        slots: int = 0,
+        is_fresh: bool = False,
+    ) -> None:
+        """Lay all layers out for the live rows, or `only` these, of `tokens_room` tokens each: one
+        layer after the other, in place unless it is too small or `is_fresh`."""
+        count = self.live if only is None else len(only)
+        rows: slice | Tensor = slice(None)
+        if only is not None:
+            rows = torch.tensor(only, dtype=torch.long, device=self._shape.device)
         for store in (self._keys, self._values):
             for layer, flat in enumerate(store):
-                store[layer] = self._copied(flat, tokens_room)
-        self.tokens_room = tokens_room
+                kept = self._stored(flat)[rows]
+                if is_fresh or count * tokens_room * self._slot_numbers > flat.numel():
+                    num_slots = max(slots, count * tokens_room)
+                    store[layer] = self._shape.empty(num_slots, self._shape.kv_heads).view(-1)
+                elif only is None:
+                    kept = kept.clone()  # its new place overlaps it
+                if count:  # else there is nothing to copy, and the shapes may differ
+                    self._view(store[layer], tokens_room)[:count, :, : self.length] = kept
+                del kept  # its memory is for the next layer
+        self.live, self.tokens_room = count, tokens_room
 
-    def _gathered(self, flat: Tensor, rows: Tensor, tokens_room: int) -> Tensor:
-        kept = self._stored(flat)[rows]
-        slots = len(rows) * tokens_room
-        if slots * self._shape.kv_heads * self._shape.head_dim > flat.numel():
-            flat = self._shape.empty(slots, self._shape.kv_heads).view(-1)
-        self._view(flat, tokens_room)[: len(rows), :, : self.length] = kept
-        return flat
-
-    def _restride(self, flat: Tensor, tokens_room: int, slots: int) -> Tensor:
-        needed = self.live * tokens_room * self._shape.kv_heads * self._shape.head_dim
-        if needed > flat.numel():
-            return self._copied(flat, tokens_room, slots)
-        stored = self._stored(flat).clone()
-        self._view(flat, tokens_room)[: self.live, :, : self.length] = stored
-        return flat
-
-    def _copied(self, flat: Tensor, tokens_room: int, slots: int = 0) -> Tensor:
-        slots = max(slots, self.live * tokens_room)
-        fresh = self._shape.empty(slots, self._shape.kv_heads).view(-1)
-        if self.live:  # else nothing is to be copied, and the shapes may differ
-            view = self._view(fresh, tokens_room)
-            view[: self.live, :, : self.length] = self._stored(flat)
-        return fresh
+    @property
+    def _slot_numbers(self) -> int:
+        """Numbers of one token's keys in one layer."""
+        return self._shape.kv_heads * self._shape.head_dim
 
     def _stored(self, flat: Tensor) -> Tensor:
         return self._view(flat, self.tokens_room)[: self.live, :, : self.length]
-
-    def _views(self) -> list[Tensor]:
-        return [self._view(flat, self.tokens_room) for flat in (*self._keys, *self._values)]
 
     def _view(self, flat: Tensor, tokens_room: int) -> Tensor:
         heads, dim = self._shape.kv_heads, self._shape.head_dim

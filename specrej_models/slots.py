@@ -55,15 +55,9 @@ class SlotLedger:
     def share_of(self, session_id: int) -> int:
         return self._holdings[session_id].share
 
-    def can_admit(self, floor: int) -> bool:
-        """Whether a session that needs at least `floor` slots may start now."""
-        return floor <= self.unshared
-
     def admit(self, session_id: int, floor: int, useful: int, num_waiting: int) -> None:
-        """Give a session a share from `floor` to `useful`: fair if others wait, else `useful`.
-
-        `can_admit(floor)` must hold.
-        """
+        """Give a session a share from `floor`, which must be at most `unshared`, to `useful`: the
+        fair one if others wait, else `useful`."""
         fair = self._fair(self.num_sessions + 1 + num_waiting) if num_waiting else self.capacity
         share = min(self.unshared, max(floor, min(useful, fair)))
         self._holdings[session_id] = Holding(owned=0, share=share)

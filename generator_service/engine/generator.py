@@ -169,6 +169,14 @@ class LocalGenerator:
     async def describe(self) -> GeneratorDescription:
         return self._frontend.description(self.load())
 
+    async def warm_up(self) -> None:
+        """A few tokens, so that first-time work is done before the first request."""
+        command = OpenCommand([0] * 8, 1, Sampling(max_tokens=2, ignore_eos=True), 1)
+        session_id, opened = self._engine.open(command)
+        await asyncio.wrap_future(opened)
+        await asyncio.wrap_future(self._engine.extend(session_id, 2))
+        await asyncio.wrap_future(self._engine.close(session_id))
+
     def load(self) -> Load:
         """Slots and sessions as of now; from any thread."""
         engine = self._engine.engine

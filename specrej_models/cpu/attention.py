@@ -406,11 +406,8 @@ class _Tables:
         before = sum(ends) - (pieces[0][1] if pieces else 0)
         own = suffix.length + 1 - first_own
         record["before"], record["own"] = before, own
-        for name, addresses in (
-            ("key", suffix.key_addresses()),
-            ("value", suffix.value_addresses()),
-        ):
-            store = np.array(addresses)
+        for name, kv in (("key", suffix.keys), ("value", suffix.values)):
+            store = np.array([kv(layer).data_ptr() for layer in range(self._shape.layers)])
             record[f"own_{name}s"] = store + first_own * token
             record[f"new_{name}"] = store + suffix.length * token
         record["store_head"] = suffix.tokens_room * token

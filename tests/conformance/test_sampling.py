@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -96,46 +94,6 @@ async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
         for candidate, endless in zip(ended.candidates, made, strict=True):
             assert candidate.text == endless.text.partition(stop)[0]
             assert candidate.new_token_ids == endless.new_token_ids[: candidate.num_tokens]
-
-
-async def test_adjustments_change_draws_as_defined(subject: Subject) -> None:
-    """Each alone."""
-    if subject.is_toy:
-        pytest.skip("a toy ignores adjustments")
-
-    async def drawn(n: int = 8, **changes: Any) -> list[tuple[int, ...]]:
-        sampling = replace(ENDLESS, max_tokens=60, **changes)
-        return [c.new_token_ids for c in await whole(subject.generator, n, sampling)]
-
-    def num_distinct(made: list[tuple[int, ...]]) -> int:
-        return sum(len(set(tokens)) for tokens in made)
-
-    plain = await drawn()
-    token = Counter(chain(*plain)).most_common(1)[0][0]
-    assert token not in chain(*await drawn(logit_bias=(TokenBias(token, -100.0),)))
-    assert {*chain(*await drawn(logit_bias=(TokenBias(token, 100.0),)))} == {token}
-    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        changes: dict[str, Any] = {penalty: 2.0}
-        assert num_distinct(await drawn(**changes)) > num_distinct(plain), penalty
-    if IS_FLOAT32:
-        assert {*await drawn(min_p=1.0)} == {*await drawn(1, temperature=0.0)}
-    likely = replace(ENDLESS, max_tokens=1, min_p=1.0, logprobs=True)
-    best = replace(ENDLESS, max_tokens=1, temperature=0.0, logprobs=True)
-    (most,) = [c.new_logprobs[0] for c in await whole(subject.generator, 1, best)]
-    for candidate in await whole(subject.generator, 8, likely):
-        assert candidate.new_logprobs[0] == pytest.approx(most, abs=0.02)
-
-
-async def test_bad_words_never_appear(subject: Subject) -> None:
-    """Of one token and of two, where texts have them without; bytes are tokens."""
-    if subject.is_toy:
-        pytest.skip("a toy ignores bad words")
-    sampling = replace(ENDLESS, max_tokens=60)
-    texts = [c.text for c in await whole(subject.generator, 8, sampling)]
-    pairs = re.findall(r"(?a)\w\w", " ".join(texts))
-    words = pairs[0], pairs[1][0]
-    for candidate in await whole(subject.generator, 8, replace(sampling, bad_words=words)):
-        assert not [word for word in words if word in candidate.text]
 
 
 async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:

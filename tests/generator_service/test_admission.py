@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator_service.admission import AdmissionQueue, Demand
+from generator_service.admission import AdmissionQueue, Blocks, Demand
 from specrej.contracts.errors import InvalidRequest, Overloaded, SlotsExceeded
 from specrej_models.slots import SlotLedger
 
@@ -159,3 +159,21 @@ def test_forks_have_room_for_their_next_token(
     share, each = room.ledger.share_of(0), num_tokens + 1
     assert not made or (kept + len(made)) * each <= share
     assert len(made) == num_forks or (kept + len(made) + 1) * each > share
+
+
+@given(
+    size=st.integers(1, 64),
+    prompt_tokens=st.integers(1, 300),
+    tokens=st.integers(1, 500),
+    room=st.integers(0, 1000),
+)
+def test_reach_is_the_most_that_fits(size: int, prompt_tokens: int, tokens: int, room: int) -> None:
+    """Guards against preemption by vLLM, which stores whole blocks."""
+    blocks = Blocks(size, prompt_tokens)
+    assert 0 <= blocks.shared < prompt_tokens
+    assert blocks.own(tokens) % size == 0
+    assert blocks.shared + blocks.own(tokens) >= prompt_tokens + tokens - 1
+    reach = blocks.reach(room)
+    assert blocks.own(reach) <= room
+    assert blocks.own(reach + 1) > room
+    assert blocks.reach(blocks.own(tokens)) >= tokens

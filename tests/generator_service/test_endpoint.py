@@ -258,18 +258,6 @@ async def test_cancelling_closes_every_request() -> None:
         await until(lambda: endpoint.num_gone == 4)
 
 
-async def test_a_failure_stops_the_other_candidates() -> None:
-    """Guards against answers that are made for a request that has failed."""
-
-    def reply(_: Body, number: int) -> Reply:
-        return Reply({}, 401) if number == 3 else Reply(is_held=True)
-
-    async with generator(reply) as (made, endpoint), made.open(SPEC) as session:
-        with pytest.raises(InternalError):
-            await session.extend(9)
-        await until(lambda: endpoint.num_gone == 3)
-
-
 async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
     """Guards a request for one candidate against minutes behind a thousand of another one, and an
     endpoint against hundreds of connections for one large N."""
@@ -294,26 +282,6 @@ async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
         assert 99 in [request.body["seed"] for request in endpoint.requests[2:4]]
         assert endpoint.most_running == 2
         assert made._places._num_free == 2 and not made._places._running
-
-
-async def test_a_request_that_waits_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards other sessions against the delays of one whose requests fail."""
-    monkeypatch.setattr(endpoint_module, "_FIRST_DELAY_S", 1000.0)
-
-    def reply(body: Body, number: int) -> Reply:
-        return Reply({}, 500) if body["seed"] < 9 else by_seed(body, number)
-
-    others = replace(SPEC, n=1, sampling=replace(SPEC.sampling, seed=99))
-    async with (
-        generator(reply, remote_requests=4) as (made, endpoint),
-        made.open(SPEC) as failing,
-        made.open(others) as session,
-    ):
-        waiting = asyncio.create_task(failing.extend(9))
-        await until(lambda: len(endpoint.requests) == 4 and not endpoint.running)
-        assert len((await asyncio.wait_for(session.extend(9), 20)).candidates) == 1
-        assert session.reserved == 0
-        waiting.cancel()
 
 
 async def test_sessions_are_bounded() -> None:

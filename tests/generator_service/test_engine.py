@@ -156,13 +156,17 @@ def test_logits_that_are_not_finite_end_their_session(sampling: Sampling) -> Non
 
 
 class StopsAt:
-    """Stop texts that every token completes."""
+    """Stop texts that the given number of tokens complete, by default the first."""
+
+    def __init__(self, num_tokens: int = 1) -> None:
+        self.left = num_tokens
 
     def __call__(self, token_id: int) -> bool:
-        return True
+        self.left -= 1
+        return self.left <= 0
 
     def copy(self) -> Self:
-        return self
+        return type(self)(self.left)
 
 
 def test_no_memory_for_a_suffix_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +204,17 @@ def test_a_stop_text_counts_from_min_tokens_on(min_tokens: int, length: int) -> 
     assert {prefix.finish for prefix in batch.prefixes} == {FinishReason.STOP}
 
 
+def test_a_fork_has_stop_texts_of_its_own() -> None:
+    """Guards against two candidates whose tokens go into one state, and end too early."""
+    engine = Engine(MODEL, 5000)
+    command = OpenCommand(PROMPT, 1, ENDLESS, 4, lambda: StopsAt(10))
+    session_id = opened(engine, command).id
+    grown(engine, session_id, 4)
+    engine.prune(session_id, {0}, {1: 0})
+    batch = grown(engine, session_id)
+    assert [len(prefix.token_ids) for prefix in batch.prefixes] == [10, 10]
+
+
 def test_steps_report_each_token_once() -> None:
     """Guards against metrics that lose or invent tokens; an equal prompt is read once."""
     reports: list[Step] = []
@@ -235,22 +250,6 @@ def test_sessions_take_turns() -> None:
         num_waiting = max(num_waiting, len(running))
     assert whole.done()
     assert num_waiting < 5
-
-
-def test_a_long_prompt_does_not_delay_sessions_that_grow() -> None:
-    """Chunks bound a step's prompt tokens, and each step makes a token of all other sessions."""
-    model = Recorder(MODEL)
-    engine = Engine(model, 5000, prefill_chunk=16)
-    growing = admitted(engine)
-    grown(engine, growing, 1)
-    model.passes.clear()
-    running = engine.extend(growing, 24)
-    reading = admitted(engine, [5 + i % 80 for i in range(200)])
-    grown(engine, reading, 1)
-    assert [step.num_prompt_tokens for step in model.passes] == [16] * 12 + [7, 1]
-    assert [step.rows for step in model.passes] == [(3,)] * 14
-    assert engine.sessions[growing].num_tokens == 1 + 14
-    assert tokens_of(result(engine, running)) == alone()
 
 
 def test_sessions_on_a_stored_prompt_begin_together() -> None:

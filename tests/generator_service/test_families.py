@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
-from generator_service.engine.text import Text
-from specrej.contracts import Message, Prompt
 from tests.generator_service import families, tiny
 from tests.generator_service.stepping import (
     ENDLESS,
@@ -55,20 +53,6 @@ def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
     config |= {"rope_parameters": rope | factors | {"factor": 8.0}}
     path.write_text(json.dumps(config | {"original_max_position_embeddings": 32}))
     assert CausalLM.load(directory, "cpu").sizes.context_tokens == 32
-
-
-def test_the_chat_template_is_that_of_the_files(tmp_path: Path) -> None:
-    """Guards against another format than the model was trained with, and a lost end of turn."""
-    directory = families.save("Llama 3", tmp_path)
-    text = Text.load(directory, CausalLM.load(directory, "cpu").eos_ids)
-    rendered = text.encode(Prompt(messages=(Message("system", "be"), Message("user", "hi"))))
-    assert text.decode(rendered) == "<system>be<user>hi<a>"
-    assert rendered.count(families.END) == 2 and 1 not in rendered
-    hi = text.encode(Prompt(text="hi"))[1:]
-    assert text.decode([*hi, families.END_OF_TURN]) == text.decode(hi) == "hi"
-    assert text.decode([*hi, families.END_OF_TURN, *hi]) != "hi"
-    (directory / "generation_config.json").unlink()
-    assert CausalLM.load(directory, "cpu").eos_ids == {families.END}
 
 
 def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import grpc
 import pytest
+from pydantic import ValidationError
 
 from generator_service.__main__ import _load, _serve, main
 from generator_service.loading import engine_of
 from generator_service.settings import GeneratorSettings
+from generator_service.stock.vllm_generator import fingerprint_of
 from specrej.backend.v1 import generator_pb2_grpc
 from specrej.client.channel import open_channel
 from specrej.contracts import Prompt, Sampling, SessionSpec
@@ -53,29 +55,23 @@ async def test_a_session_without_a_deadline_has_the_servers(
 
 
 async def test_a_shorter_context_is_a_limit(tmp_path: Path) -> None:
+    """Also guards the exit code: an interpreter that ends during a step in torch aborts."""
     save_language_model(tmp_path)
+    others = engine_threads()
     settings = GeneratorSettings(model=str(tmp_path), kv_slots=1000, context_tokens=40)
     async with AsyncExitStack() as resources:
         generator, _ = await _load(settings, resources)
+        assert len(engine_threads() - others) == 1
         assert (await generator.describe()).context_tokens == 40
         spec = SessionSpec(Prompt(text="Hello"), 1, Sampling(max_tokens=40), 1)
         with pytest.raises(InvalidRequest, match="exceed the context of 40"):
             async with generator.open(spec):
                 pass
+    assert not engine_threads() - others
 
 
 def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "engine"}
-
-
-async def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
-    """Guards the exit code: an interpreter that ends during a step in torch aborts."""
-    save_language_model(tmp_path)
-    others = engine_threads()
-    async with AsyncExitStack() as resources:
-        await _load(GeneratorSettings(model=str(tmp_path), kv_slots=1000), resources)
-        assert len(engine_threads() - others) == 1
-    assert not engine_threads() - others
 
 
 @pytest.mark.parametrize(
@@ -111,3 +107,24 @@ def test_a_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(SystemExit) as ended:
         main()
     assert str(ended.value.code).startswith(f"generator: no model in {tmp_path}")
+
+
+def test_vllm_options_are_in_the_fingerprint(tmp_path: Path) -> None:
+    """Guards against generators with different tokens that replace each other."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def of(**options: object) -> str:
+        settings = GeneratorSettings(engine="vllm", model=str(tmp_path), vllm_options=options)
+        return fingerprint_of(settings, "bfloat16", "1")
+
+    assert of(quantization="fp8") == of(quantization="fp8")
+    assert len({of(), of(quantization="fp8"), of(kv_cache_dtype="fp8")}) == 3
+    # Generators of several nodes differ in the addresses of their nodes.
+    nodes = [{"master_addr": "a", "master_port": 1}, {"master_addr": "b", "node_rank": 0}]
+    assert len({of(nnodes=2, **addresses) for addresses in nodes}) == 1
+
+
+def test_speculative_decoding_is_refused() -> None:
+    """Guards against tokens that depend on what a draft model proposes."""
+    with pytest.raises(ValidationError, match="speculative_config cannot be used"):
+        GeneratorSettings(vllm_options={"speculative_config": {"model": "ngram"}})

@@ -184,7 +184,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 30), share=st.integers(1, 60))
     def make_room(self, count: int, share: int) -> None:
         """Candidates' slots, which cached prompts make room for."""
-        if self.ledger.can_admit(share):
+        if share <= self.ledger.unshared:
             self.ledger.admit(1, share, share, 0)
             self.tree.make_room(count)
             assert self.ledger.cached <= max(0, self.ledger.unshared - count)

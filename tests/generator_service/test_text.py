@@ -250,6 +250,7 @@ def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None
     assert text.answer(token_ids, ["."], min_tokens=completed[0] + 1) == "one. two"
     assert text.answer(token_ids, ["."], min_tokens=completed[2]) == "one. two. three"
     assert text.answer(token_ids, ["!"], min_tokens=3) == "one. two. three. four."
+    assert text.answer(token_ids, ["three", "two"]) == "one. "
 
 
 def test_a_conversation_that_the_template_refuses() -> None:

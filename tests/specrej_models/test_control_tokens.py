@@ -87,15 +87,6 @@ def test_other_added_tokens_are_as_before(listed: list[str] | None, text: str) -
     assert ids == tokenizer.encode(text + "<think>", add_special_tokens=False)
 
 
-def test_raw_text_gets_what_the_tokenizer_adds_once() -> None:
-    tokenizer = make()
-    control = ControlTokens(tokenizer)
-    (ids,) = control.encode([control.mark("a<s>b")], add_special_tokens=True)
-    assert ids == [tokenizer.convert_tokens_to_ids("<s>"), *ids[1:]]
-    assert tokenizer.decode(ids[1:]) == "a<s>b"
-    assert len(ids) == 6
-
-
 def test_a_tokenizer_that_makes_control_tokens_of_plain_text_does_not() -> None:
     """Guards SentencePiece vocabularies, where a control token is also a piece of plain text."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((sign, -1.0) for sign in "</s>ab▁")]
