@@ -280,7 +280,9 @@ class Engine:
             candidate.append(token_id, logprob)
             candidate.finish = command.finish_of(candidate, eos_ids)
         if count := command.sampling.top_logprobs:
-            session.note_top(most_probable(logits, tokens, logprobs, count))
+            tops = most_probable(logits, tokens, logprobs, count)
+            for candidate, top in zip(session.rows, tops, strict=True):
+                candidate.note_top(top)
         self.ledger.give_back(session.id, session.drop_finished() * session.suffix.length)
 
     def _end_round_if_over(self, session: Session) -> None:

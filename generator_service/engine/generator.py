@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from generator_service.engine.commands import Load, OpenCommand, Prefix, PrefixBatch, named_tokens
-from generator_service.engine.grammar import Grammars
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
@@ -31,20 +30,15 @@ from specrej.threads import WorkClock
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
 class Frontend:
-    """A model's text and limits; tokenizer work is done off the event loop.
+    """A model's text and limits; tokenizer work is done off the event loop."""
 
-    `card` has no sessions: `description` adds those of a moment.
-    """
-
-    text: Text
-    card: GeneratorDescription
-    _clock: WorkClock = field(default_factory=WorkClock)
-    _grammars: Grammars = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._grammars = self.text.grammars(self.card.vocabulary)
+    def __init__(self, text: Text, card: GeneratorDescription) -> None:
+        """`card` has no sessions: `description` adds those of a moment."""
+        self._text = text
+        self._card = card
+        self._clock = WorkClock()
+        self._grammars = text.grammars(card.vocabulary)
 
     def heartbeat_s(self) -> float:
         """Seconds since the oldest running tokenizer call began; 0 if none runs."""
@@ -53,7 +47,7 @@ class Frontend:
     def description(self, load: Load) -> GeneratorDescription:
         """The card with slots and sessions as in `load`."""
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
-        return replace(self.card, slots=slots, sessions=sessions, waiting=waiting, can_fork=True)
+        return replace(self._card, slots=slots, sessions=sessions, waiting=waiting, can_fork=True)
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """A session's spec in tokens.
@@ -62,7 +56,7 @@ class Frontend:
             InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens; the
                 structured output is not supported.
         """
-        text, words = self.text, spec.sampling.bad_words
+        text, words = self._text, spec.sampling.bad_words
         output = spec.sampling.structured_output
         prompt_ids, bad_words = await self._in_thread(
             lambda: (text.encode(spec.prompt), text.sequences(words))
@@ -83,7 +77,7 @@ class Frontend:
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         def ended() -> Round:
             candidates = tuple(self._candidate(prefix, sampling) for prefix in batch.prefixes)
-            tokens = named_tokens(candidates, self.text.token) if sampling.logprobs else ()
+            tokens = named_tokens(candidates, self._text.token) if sampling.logprobs else ()
             slots = batch.slots
             return Round(candidates, batch.ended_by, batch.num_tokens, slots, token_texts=tokens)
 
@@ -99,11 +93,11 @@ class Frontend:
     def _candidate(self, prefix: Prefix, sampling: Sampling) -> Candidate:
         ids = prefix.token_ids
         written = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
-        text = self.text.answer(written, sampling.stop, sampling.min_tokens)
+        text = self._text.answer(written, sampling.stop, sampling.min_tokens)
         return prefix.candidate(text, logprobs=sampling.logprobs)
 
     def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
-        limit = self.card.context_tokens
+        limit = self._card.context_tokens
         if not prompt_tokens:
             raise InvalidRequest([Violation("prompt", "has no tokens")])
         if prompt_tokens + max_tokens > limit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -12,7 +12,6 @@ from generator_service.engine.commands import (
     OpenCommand,
     Opened,
     PrefixBatch,
-    Top,
 )
 from generator_service.engine.grammar import Matchers
 from generator_service.engine.prompt_tree import RadixNode
@@ -93,11 +92,6 @@ class Session:
         self.rows = [*(self.rows[row] for row in kept), *forked]
         self.unreported = [c for c in self.unreported if c.finish or c.id in ids]
         self.unreported = sorted([*self.unreported, *forked], key=lambda candidate: candidate.id)
-
-    def note_top(self, tops: Sequence[Top]) -> None:
-        """Keep the most probable tokens of each row's newest step."""
-        for candidate, top in zip(self.rows, tops, strict=True):
-            candidate.note_top(top)
 
     def drop_finished(self) -> int:
         """Remove the finished candidates, into whose rows the last ones move; their number."""
