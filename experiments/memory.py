@@ -78,9 +78,10 @@ def draw(prompt_slots: int, rounds: Sequence[RoundTrace], capacity_slots: int) -
     candidates.stairs(started, edges, baseline=None, color="tab:green")
     candidates.set(ylabel="candidates alive", ylim=(0, None))
     for trace in rounds:
-        at, kept = [trace.decision_token] * len(trace.scores), trace.num_live or 1
-        rewards.scatter(at[kept:], trace.scores[kept:], s=8, color="lightgray")
-        rewards.scatter(at[:kept], trace.scores[:kept], s=8, color="tab:blue")
+        scores = [traced.score for traced in trace.candidates]
+        at, kept = [trace.decision_token] * len(scores), trace.num_live or 1
+        rewards.scatter(at[kept:], scores[kept:], s=8, color="lightgray")
+        rewards.scatter(at[:kept], scores[:kept], s=8, color="tab:blue")
     rewards.set(ylabel="reward at decision tokens", xlabel="new tokens per candidate")
     rewards.legend(["rejected", "kept"], loc="lower right")
     return figure

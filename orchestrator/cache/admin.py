@@ -71,9 +71,7 @@ async def _keys(redis: Redis, secret: Secret, tenant: str | None) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="specrej cache",
-        description="List and purge stored answers, as JSON lines. Settings of Redis are read from"
-        " the environment of the orchestrator.",
+        prog="specrej cache", description="List and purge stored answers, as JSON lines."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help=_list.__doc__)

@@ -123,8 +123,7 @@ class Cache:
         return found
 
     async def put(self, key: str, generation: Generation) -> bool:
-        """Store an answer that any caller would have got, unless it is too large; returns
-        whether."""
+        """Store an answer, unless it is weak, cached or too large; returns whether."""
         is_weak = generation.reduced or generation.degraded or generation.hurried
         if not self.redis.is_on or generation.cached or is_weak:
             return False

@@ -27,10 +27,8 @@ T = TypeVar("T")
 # Errors that concern the leader alone: the next in line can still succeed. CancelledError and
 # GeneratorExit, which are not an `Exception`, are treated alike.
 OWN_REASONS = (TimeoutError, DeadlineExceeded, TooLate, Cancelled)
-# Appended to the key of a flight for those that cannot wait for it.
-_BESIDE = ":beside"
+_BESIDE = ":beside"  # appended to the key of a flight for those that cannot wait for it
 LOCK_S = 5.0  # of a process that died
-_PAUSE_S = 0.05  # between two attempts to get a lock
 
 
 @dataclass(eq=False, slots=True)
@@ -72,11 +70,9 @@ class SingleFlight(Generic[T]):
     ) -> AsyncIterator[Flight[T]]:
         """Lead the flight of `key` if it has no leader (`result` is None), else wait for it.
 
-        `left_s`: seconds to the caller's deadline.
-
         If the leader is cancelled, runs out of time or leaves without a result, one of those that
-        wait leads a new flight. A caller with less than half of the leader's time left leads
-        one beside it after half of its own.
+        wait leads a new flight. A caller with less than half of the leader's time left (`left_s`
+        returns seconds) leads one beside it after half of its own.
 
         Raises:
             Exception: the leader's error, of any other kind.
@@ -133,7 +129,7 @@ async def locked(redis: RedisClient, key: str, flight: Flight[Any]) -> AsyncIter
     if has_waited:
         telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
     while is_held is False and now() < until:
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(0.05)
         is_held = await acquire()
     if has_waited and is_held:
         await release()

@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from orchestrator.cache import Secret, answer_key, tenant_digest
+from orchestrator.cache import Secret, answer_key
 from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
 from orchestrator.loop.schedule import first_round_tokens, most_rounds
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
@@ -70,7 +70,6 @@ class Plan:
     candidate_tokens: int  # upper bound, for admission
     tenant: str
     share: Share
-    salt: str  # of prompt prefixes in the generator's memory
     key: str  # of the answer in the cache
     generator_fingerprint: str
     reward_fingerprint: str
@@ -169,7 +168,6 @@ class Planner:
             candidate_tokens=_candidate_tokens(request, most, generator),
             tenant=tenant,
             share=share,
-            salt=tenant_digest(tenant),
             key=answer_key(
                 planned,
                 tenant=tenant,

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 
-from orchestrator.cache import Answers, Cache, Wanted
+from orchestrator.cache import Answers, Cache, Wanted, tenant_digest
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
@@ -182,8 +182,9 @@ class Orchestrator:
                 self._num_refused += 1
                 raise
             before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
-            request, scorers, left_s = plan.request, plan.scorers, plan.left_s
-            events = run(request, self._generator, scorers, plan.salt, left_s, within=within)
+            backends = self._generator, plan.scorers
+            salt = tenant_digest(plan.tenant)  # of prompt prefixes in the generator's memory
+            events = run(plan.request, *backends, salt, plan.left_s, within=within)
             try:
                 async with aclosing(events):
                     async for event in events:

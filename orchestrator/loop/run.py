@@ -543,7 +543,7 @@ def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:
         names.SESSION_SLOTS: trace.session_slots,
         names.FREED_SLOTS: trace.freed_slots,
         names.BEST_SCORE: trace.best_score,
-        names.SCORES: trace.scores[: names.MAX_SCORES],
+        names.SCORES: [traced.score for traced in trace.candidates[: names.MAX_SCORES]],
         names.ALPHA: trace.alpha,
     }
 

@@ -271,7 +271,6 @@ class RunState:
             num_rejected=self.num_started - num_finished - num_live + len(forks),
             num_live=num_live,
             best_score=0.0 if best is None else self.scores([best])[best],
-            scores=tuple(fate.score for fate in fates),
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,

@@ -90,7 +90,6 @@ class RoundTrace:
     num_rejected: int
     num_live: int
     best_score: float
-    scores: tuple[float, ...]
     session_slots: int
     freed_slots: int
     capacity_slots: int

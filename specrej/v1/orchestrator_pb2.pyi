@@ -841,7 +841,6 @@ class RoundTrace(_message.Message):
     NUM_REJECTED_FIELD_NUMBER: _builtins.int
     NUM_LIVE_FIELD_NUMBER: _builtins.int
     BEST_SCORE_FIELD_NUMBER: _builtins.int
-    SCORES_FIELD_NUMBER: _builtins.int
     SESSION_SLOTS_FIELD_NUMBER: _builtins.int
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     CAPACITY_SLOTS_FIELD_NUMBER: _builtins.int
@@ -884,12 +883,6 @@ class RoundTrace(_message.Message):
     alpha: _builtins.float
     """Fraction of the ranked candidates that was rejected; more than requested if the deadline is near."""
     @_builtins.property
-    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Rewards of the candidates ranked in this round, best first; empty if the request's rounds would
-        otherwise list more than 16384 candidates and forks in all.
-        """
-
-    @_builtins.property
     def extend_duration(self) -> _duration_pb2.Duration:
         """Time spent generating tokens."""
 
@@ -903,7 +896,9 @@ class RoundTrace(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateTrace]:
-        """The candidates of `scores`, in the same order."""
+        """The candidates ranked in this round, best first; empty if the request's rounds would otherwise
+        list more than 16384 candidates and forks in all.
+        """
 
     @_builtins.property
     def forks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Fork]:
@@ -922,7 +917,6 @@ class RoundTrace(_message.Message):
         num_rejected: _builtins.int = ...,
         num_live: _builtins.int = ...,
         best_score: _builtins.float = ...,
-        scores: _abc.Iterable[_builtins.float] | None = ...,
         session_slots: _builtins.int = ...,
         freed_slots: _builtins.int = ...,
         capacity_slots: _builtins.int = ...,
@@ -937,7 +931,7 @@ class RoundTrace(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extend_duration", b"extend_duration", "prune_duration", b"prune_duration", "score_duration", b"score_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

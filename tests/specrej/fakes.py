@@ -27,7 +27,6 @@ def trace(number: int, **changes: Any) -> c.RoundTrace:
         "num_rejected": 4,
         "num_live": 4,
         "best_score": 0.412,
-        "scores": (0.412, 0.1),
         "session_slots": 1544,
         "freed_slots": 512,
         "capacity_slots": 4096,
