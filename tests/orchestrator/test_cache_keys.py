@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cache import Secret, answer_key, keys
+from orchestrator.cache import Secret, answer_key
 from orchestrator.cache.keys import FORMAT_VERSION, hashed_tenant
 from orchestrator.cache.single_flight import lock_key
 from specrej.contracts import (
@@ -167,21 +167,6 @@ def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: 
     assert re.fullmatch(f"specrej:{shape}", key)
     assert re.fullmatch(f"specrej:flight:{shape}", lock_key(key))
     assert key.isascii() and " " not in key
-
-
-def test_a_long_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a health check that waits while megabytes become JSON for each key."""
-    sizes: list[int] = []
-    encoded = keys._encoded
-
-    def counted(value: object) -> bytes:
-        sizes.append(len(encoded(value)))
-        return encoded(value)
-
-    monkeypatch.setattr(keys, "_encoded", counted)
-    prompt = "\U0001f600" * 10_000
-    key_of(request(prompt))
-    assert len(prompt.encode()) < sum(sizes) < len(prompt.encode()) + 5000
 
 
 def test_no_part_of_a_key_can_be_computed_without_the_secret(tmp_path: Path) -> None:

@@ -153,16 +153,6 @@ def test_a_sum_that_is_not_finite_is_refused(values: Mapping[int, Sequence[float
         judged(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
 
 
-def test_no_candidates_have_no_verdicts() -> None:
-    assert combine({}, [WeightedReward("a")]) == {}
-
-
-def test_values_of_too_few_rewards_are_a_value_error() -> None:
-    """Guards against values multiplied by the weights of other rewards."""
-    with pytest.raises(ValueError):
-        combine({0: (1.0,)}, [WeightedReward("a"), WeightedReward("b")])
-
-
 def test_an_example_computed_by_hand() -> None:
     rewards = [
         WeightedReward("helpful", 2.0, Normalization("fixed", 1.0, 0.5)),
@@ -242,8 +232,3 @@ def test_invalid_composites_are_violations(composite: Composite, field: str) -> 
     strict = Composite("strict", (HARMLESS,))
     fields = {violation.field for violation in check_composites([strict, composite])}
     assert fields == {field}
-
-
-def test_composites_at_the_limits_are_valid() -> None:
-    longest = Composite("9" + "b._-" * 15 + "abc", (WeightedReward("likelihood"), HELPFUL))
-    assert list(check_composites([BALANCED, longest, COMPOSITES["strict"]])) == []

@@ -42,14 +42,6 @@ def test_reading_the_prompt_is_no_step() -> None:
     assert deadline.step_s(64) == pytest.approx(0.1)
 
 
-def test_finished_candidates_need_no_time() -> None:
-    """Guards against rejecting the last live candidates because many finished ones are ranked."""
-    assert controller(9.0).alpha(16, 64, 64, 0.1) > 0.1
-    deadline = controller(9.0)
-    assert deadline.alpha(16, 64, 2, 0.1) == 0.1
-    assert not deadline.hurried
-
-
 def test_without_a_deadline_nothing_changes() -> None:
     deadline = controller(None)
     assert deadline.stride_tokens(16, 128, 64) == 112
@@ -94,21 +86,6 @@ def test_the_time_of_a_batch_of_scores_is_that_of_all_its_candidates() -> None:
     deadline.note_scoring(64, 1.0)
     assert deadline.alpha(16, 64, 64, 0.1) == 0.1
     assert not deadline.hurried
-
-
-def test_a_short_deadline_leaves_forks_out() -> None:
-    """Guards against forks that no answer has time for."""
-    assert controller(None).width(16, 64, 4) == 64
-    assert controller(9.0, measured=False).width(16, 64, 4) == 64
-    widths = []
-    for time_left_s in (30.0, 10.0, 8.0, 1.0):
-        deadline = controller(time_left_s)
-        widths.append(deadline.width(16, 64, 4))
-        assert deadline.hurried == (widths[-1] < 64)
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] == 64
-    assert 4 < widths[1] < 64
-    assert widths[-1] == 4
 
 
 @given(

@@ -10,7 +10,6 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -27,7 +26,6 @@ from tests.orchestrator.caching import (
     CacheEvents,
     acl_rules,
     generation,
-    new_cache,
     new_flight,
     new_key,
     open_cache,
@@ -95,16 +93,6 @@ async def test_a_password_file_is_read_for_every_connection(
                 client.client_kill_filter(_type="normal", skipme=True)
             assert await cache.put(KEY, generation())
             assert await cache.get(KEY)
-
-
-def test_a_url_cannot_override_options_of_the_client() -> None:
-    """Guards against ?socket_timeout= in a URL: retries, other protocols, texts, waits."""
-    others = "socket_timeout=9&protocol=3&max_connections=1000"
-    cache = new_cache(f"redis://h?{others}", timeout_s=0.5)
-    redis_client: Any = cache.redis._redis
-    options = redis_client.connection_pool.connection_kwargs
-    assert (options["socket_timeout"], options["protocol"]) == (0.5, 2)
-    assert redis_client.connection_pool.max_connections == 16
 
 
 # TLS.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,12 +15,11 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import run_state
-from orchestrator.loop.composition import Verdict
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState
 from orchestrator.loop.schedule import first_round_tokens
-from orchestrator.loop.scoring import LikelihoodScorer, judged
+from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Admitted,
     Algorithm,
@@ -33,7 +31,6 @@ from specrej.contracts import (
     Fork,
     Generation,
     GenerationRequest,
-    Normalization,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -275,44 +272,6 @@ async def test_a_taper_narrows_later_rounds() -> None:
     generation = await answer(branching, ToyGenerator(end_every=10**9), FixedScorer())
     assert [trace.num_live for trace in generation.rounds] == [16, 8, 4, 0]
     assert [trace.alpha for trace in generation.rounds] == [14 / 16, 14 / 16, 6 / 8, 0]
-
-
-async def test_forks_that_there_cannot_be_do_not_make_an_answer_hurried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Guards the cache: there is time for two candidates and not for 64, and no fork is left."""
-    monkeypatch.setattr(run_state, "MAX_FORKS", 0)
-    seconds = itertools.count()
-    generation = await answer(
-        request(4, 64, schedule=Schedule(first=8), branching=Branching(64, 2)),
-        ToyGenerator(end_every=10**9),
-        FixedScorer(),
-        time_left_s=100.0,
-        clock=lambda: float(next(seconds)),
-    )
-    assert generation.rounds[0].num_live == 2
-    assert not generation.hurried
-
-
-@pytest.mark.parametrize("kind", ["none", "batch"])
-async def test_scores_of_ended_candidates_are_combined_anew_only_if_they_depend_on_others(
-    monkeypatch: pytest.MonkeyPatch, kind: Literal["none", "batch"]
-) -> None:
-    """Guards the event loop: thousands of forks that have ended took 0.2 s of it per round."""
-    every_token, num_judged = Schedule("tokens", tokens=tuple(range(1, 60))), 0
-
-    def counted(values: Mapping[int, Sequence[float]], *others: Any) -> dict[int, Verdict]:
-        nonlocal num_judged
-        num_judged += len(values)
-        return judged(values, *others)
-
-    monkeypatch.setattr(run_state, "judged", counted)
-    rewards = (WeightedReward("a", normalization=Normalization(kind)),)
-    many = request(8, 60, schedule=every_token, branching=Branching(16, 1), rewards=rewards)
-    generation = await answer(many, ToyGenerator(end_every=8), LetterScorer("a"))
-    num_scored = sum(trace.num_started for trace in generation.rounds)
-    assert sum(trace.num_finished for trace in generation.rounds) > 60
-    assert (num_judged > num_scored) == (kind == "batch")
 
 
 async def test_tokens_of_forks_and_their_most_probable_ones() -> None:

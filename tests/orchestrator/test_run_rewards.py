@@ -101,30 +101,6 @@ async def test_best_of_n_ranks_vetoed_candidates_last() -> None:
     assert all(c.vetoed == (c.score < 0.06) for c in generation.candidates)
 
 
-async def test_all_vetoed_keeps_the_best_one() -> None:
-    """Never empty: the best vetoed candidate continues alone, and is flagged."""
-    reward = WeightedReward("length", veto_below=1e9)
-    vetoing = request(schedule=Schedule(first=4), rewards=(reward,))
-    generation = await answer(vetoing, ToyGenerator(end_every=10**9), FixedScorer())
-    assert [trace.num_live for trace in generation.rounds[:-1]] == [1] * len(generation.rounds[:-1])
-    assert generation.rounds[0].num_vetoed == generation.rounds[0].num_started
-    assert [candidate.vetoed for candidate in generation.candidates] == [True]
-
-
-async def test_a_vetoed_finished_candidate_does_not_end_the_request() -> None:
-    """Short candidates are vetoed, complete or not."""
-    scorer = FixedScorer(lambda c: float(c.num_tokens > 4))
-    reward = WeightedReward("length", veto_below=1.0)
-    vetoing = request(32, schedule=Schedule("tokens", tokens=(4, 8)), rewards=(reward,))
-    generation = await answer(vetoing, ToyGenerator(end_every=30), scorer)
-    first = generation.rounds[0]
-    assert first.num_finished, "the case did not occur"
-    assert first.num_live == 1
-    assert [candidate.vetoed for candidate in generation.candidates] == (
-        [False] + [True] * first.num_finished
-    )
-
-
 async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
     """The answer was ranked out, but no reward vetoes it."""
 

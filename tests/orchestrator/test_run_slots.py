@@ -47,17 +47,6 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
     assert len(positions) > 4 and max(positions.values()) < 4, positions
 
 
-async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:
-    """The paper's trigger: with room for a quarter, the live set shrinks as texts grow."""
-    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
-    generation = await answer(
-        request(32, 64, schedule=Schedule("memory")), generator, FixedScorer()
-    )
-    full = [t for t in generation.rounds if t.ended_by is RoundEnd.SLOTS_FULL]
-    assert len(full) >= 2
-    assert all(trace.freed_slots > 0 for trace in full)
-
-
 @pytest.mark.parametrize(("first", "n"), [(16, 8), (32, 4), (200, 2)])
 async def test_the_memory_decides_n_by_the_first_decision_token(first: int, n: int) -> None:
     """As in the paper: all slots are full at the first cut. No cut before max_tokens: 2 fit."""

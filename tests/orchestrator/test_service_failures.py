@@ -185,23 +185,13 @@ async def test_a_call_whose_client_does_not_read_ends(caplog: pytest.LogCaptureF
         assert error.details() == "the client did not read for 0.1 s"
 
 
-@BY_METHOD
 @pytest.mark.parametrize("timeout_s", [1e6, 1e8])  # the longest that clients send
-async def test_a_long_deadline_is_shortened(stream: bool, timeout_s: float) -> None:
+async def test_a_long_deadline_is_shortened(timeout_s: float) -> None:
     """Guards against a client that holds a permit for eleven days."""
-    async with world(server_settings={"max_deadline_s": BOUND_S}) as service:
-        service.shut("extend")
-        call = start_call(service, small_request(), stream, timeout=timeout_s)
-        ending = asyncio.create_task(error_of_call(call, stream))
-        await until(lambda: service.num_held("extend") == 1 or ending.done())
-        (left_s,) = service.generator.times_left_s
-        assert left_s is not None and left_s < BOUND_S + 2
-        call.cancel()
-        await asyncio.wait({ending})
     async with world(server_settings={"max_deadline_s": 0.5}) as service:
         service.shut("extend")
-        call = start_call(service, small_request(), stream, timeout=timeout_s)
-        assert reason_of(await error_of_call(call, stream)) == "DEADLINE_EXCEEDED"
+        call = start_call(service, small_request(), stream=False, timeout=timeout_s)
+        assert reason_of(await error_of_call(call, stream=False)) == "DEADLINE_EXCEEDED"
 
 
 @BY_METHOD

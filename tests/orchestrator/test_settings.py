@@ -21,7 +21,6 @@ from reward_service import __main__ as reward
 from reward_service.settings import RewardSettings
 from specrej.contracts import (
     Normalization,
-    Schedule,
     WeightedReward,
 )
 from specrej.settings import ServiceSettings, load
@@ -154,35 +153,6 @@ def test_a_password_of_redis_is_there_once(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit):
             load(OrchestratorSettings, [f"--redis-url={url}", f"--redis-password-file={__file__}"])
         assert "not in both" in capsys.readouterr().err
-
-
-def test_an_unknown_flag_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a typing mistake that leaves the default in force."""
-    with pytest.raises(SystemExit) as ended:
-        load(OrchestratorSettings, ["--max-runing=3"])
-    assert ended.value.code == 2
-    assert "--max-runing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ('--default-schedule={"kind": "memory"}', Schedule("memory")),
-        ('--default-schedule={"kind": "memory", "first": 64}', Schedule("memory", first=64)),
-        (
-            '--default-schedule={"kind": "tokens", "tokens": [4, 9]}',
-            Schedule("tokens", tokens=(4, 9)),
-        ),
-        ('--default-schedule={"first": 32, "factor": 1.5}', Schedule(first=32, factor=1.5)),
-        *(
-            (f"--redis-url={url}", url)
-            for url in ("", "redis://h:6379/0", "rediss://:secret@h", "unix:///run/r")
-        ),
-    ],
-)
-def test_every_kind_of_schedule_and_url_is_accepted(flag: str, value: Schedule | str) -> None:
-    name = flag.removeprefix("--").partition("=")[0].replace("-", "_")
-    assert getattr(load(OrchestratorSettings, [flag]), name) == value
 
 
 MANUAL = """

@@ -26,7 +26,7 @@ from tests.orchestrator.backends.fleets import (
     target_of,
 )
 from tests.orchestrator.runs import PROMPT
-from tests.serving import turns, until
+from tests.serving import until
 from tests.world import HeldGenerator, generator_backend
 
 SAMPLING = Sampling(max_tokens=8)
@@ -183,29 +183,6 @@ async def test_a_closed_backend_is_unavailable() -> None:
             async with backend.holding(nullcontext()):
                 pass
         assert backend.running == 0
-
-
-async def test_closing_twice_ends_a_call_that_ends_slowly() -> None:
-    async with generator_backend(HeldGenerator()) as server:
-        backend = _backend(server)
-        ending, may_end = asyncio.Event(), asyncio.Event()
-
-        async def call() -> None:
-            async with backend.answering():
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    ending.set()
-                    await may_end.wait()
-
-        calling = asyncio.ensure_future(call())
-        await turns()
-        await backend.close()
-        await ending.wait()
-        await backend.close()
-        may_end.set()
-        with pytest.raises(Unavailable):
-            await calling
 
 
 async def test_a_backend_that_answers_sessions_is_not_lost() -> None:

@@ -157,26 +157,6 @@ async def test_a_silent_generator_is_lost() -> None:
         await until(lambda: running.counts == (2, 0, 0) and silent.is_idle and toys[0].is_idle)
 
 
-@pytest.mark.parametrize("other", ["none", "too small", "full"])
-async def test_a_lost_request_without_another_place_is_unavailable(other: str) -> None:
-    """Guards against INVALID_ARGUMENT or RESOURCE_EXHAUSTED because a generator was lost."""
-    large = HeldGenerator(end_every=10**6)
-    small = HeldGenerator(1000 if other == "full" else 100, end_every=10**6)
-    large_request = request(20, Schedule(first=32))
-    async with AsyncExitStack() as stack:
-        if other == "full":
-            session = await stack.enter_async_context(
-                small.toy.open(SessionSpec(PROMPT, 25, SAMPLING, 32))
-            )
-            await session.extend(31)
-        toys = [large] if other == "none" else [large, small]
-        running = await stack.enter_async_context(generators(*toys))
-        answering = await large.gates["extend"].hold(answer(large_request, running.client, SCORER))
-        await running.servers[0].kill()
-        with pytest.raises(Unavailable, match="no other one"):
-            await answering
-
-
 async def test_a_request_starts_again_once() -> None:
     """Guards against a prompt that crashes its generator and is then sent to all others."""
     toys = [HeldGenerator() for _ in range(3)]

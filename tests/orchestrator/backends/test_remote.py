@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -36,7 +35,6 @@ from specrej.contracts.errors import (
     InternalError,
     OutOfOrder,
     Overloaded,
-    RewardInvalid,
     SessionExpired,
     SlotsExceeded,
     SpecrejError,
@@ -46,7 +44,6 @@ from specrej.contracts.errors import (
 from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator.backends.rogue import Rogue
 from tests.orchestrator.runs import PROMPT, events_of, request
-from tests.reward_service.fakes import FixedReward
 from tests.serving import serving
 from tests.world import (
     BOUND_S,
@@ -107,13 +104,6 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     if generation_request.selection.schedule.kind == "memory":
         ends = [event.trace.ended_by for event in remote if isinstance(event, RoundCompleted)]
         assert RoundEnd.SLOTS_FULL in ends, "the case did not occur"
-
-
-async def test_every_field_of_a_description_arrives(service: World) -> None:
-    """Guards against limits that are read as 0 because one side omits their field."""
-    assert await service.remote_generator.describe() == await service.generator.describe()
-    names = [reward.name for reward in await service.remote_rewards.describe()]
-    assert names == ["toy", "other"]
 
 
 async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
@@ -220,14 +210,3 @@ async def test_the_answer_to_another_command_is_an_internal_error(fault: str) ->
     ):
         with pytest.raises(InternalError, match="another command"):
             await session.score(batch)
-
-
-@pytest.mark.parametrize("values", [[0.5] * 11, [math.nan] * 12])
-async def test_invalid_scores_keep_their_reason_on_the_wire(
-    service: World, values: list[float]
-) -> None:
-    async with reward_backend(FixedReward(values)) as backend, channel_to(backend) as channel:
-        with pytest.raises(RewardInvalid) as raised:
-            scorer = partial(RemoteRewards(channel).open, "fixed")
-            await events_of(request(), service.remote_generator, scorer)
-    assert raised.value.reason == "REWARD_INVALID"
