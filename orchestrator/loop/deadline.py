@@ -88,18 +88,11 @@ class DeadlineController:
     def _patience_s(self, more_s: float) -> float | None:
         return max(0.0, self.left_s + more_s) if self.time_left_s is not None else None
 
-    def note_stride(
-        self,
-        rows: int,
-        num_tokens: int,
-        num_ended: int,
-        seconds: float,
-    ) -> None:
+    def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
         """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
-        is_step = self._has_begun or self.time_left_s is None
         if not self._has_begun:
             self._has_begun, self._first_s = True, seconds / max(1, num_tokens)
-        if is_step and num_tokens > 0 and rows > 0:
+        elif num_tokens > 0 and rows > 0:
             self._steps[rows] = seconds / num_tokens
             self._latest_rows = rows
         self._num_ended += num_ended
