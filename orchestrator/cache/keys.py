@@ -22,8 +22,7 @@ ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 
 
 def tenant_digest(tenant: str) -> str:
-    """32 characters that identify a tenant where its name must not appear; keys in Redis have
-    `hashed_tenant` instead."""
+    """32 characters that identify a tenant outside of Redis, where its name must not appear."""
     return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
 
 

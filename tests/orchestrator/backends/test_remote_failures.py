@@ -17,12 +17,11 @@ from orchestrator.loop.scoring import LikelihoodScorer
 from specrej import remote
 from specrej.client.channel import open_channel
 from specrej.contracts import Sampling, SessionSpec
-from specrej.contracts.errors import InternalError, InvalidRequest, SpecrejError, Unavailable
+from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
 from specrej.contracts.status import DETAILS_TRAILER
 from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator.runs import PROMPT, answer, request
-from tests.serving import turns
-from tests.world import BOUND_S, HeldGenerator, World, dead_port, world
+from tests.world import BOUND_S, World, dead_port
 
 
 async def test_a_refused_connection_is_unavailable() -> None:
@@ -61,32 +60,15 @@ async def test_a_backend_that_sends_nothing_is_unavailable(
             assert await last.get() is description
 
 
-@pytest.mark.parametrize("num_turns", range(0, 24, 2))
-async def test_a_generator_that_ends_between_two_commands_is_unavailable(num_turns: int) -> None:
-    """Guards against INTERNAL, which grpc reports for a stream that breaks inside a write.
-
-    The end reaches the client some turns of the event loop later, anywhere in the commands that
-    follow. Without the case in `_CommandStream` about one run in seven raised InternalError.
-    """
-    outcomes = [await _error_after(num_turns) for _ in range(4)]
-    assert outcomes == [Unavailable] * 4
-
-
-async def _error_after(num_turns: int) -> type[SpecrejError] | None:
-    async with world(HeldGenerator(end_every=10**9)) as service:
-        try:
-            async with service.remote_generator.open(
-                SessionSpec(PROMPT, 4, Sampling(), 8)
-            ) as session:
-                killing = asyncio.create_task(service.generator_server.kill())
-                await turns(num_turns)
-                for until_tokens in range(1, 100):
-                    await session.extend(until_tokens)
-        except SpecrejError as error:
-            return type(error)
-        finally:
-            await killing
-    return None
+async def test_a_stream_that_stays_broken_is_unavailable(
+    service: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against INTERNAL, which grpc reports for a stream that breaks inside a write."""
+    monkeypatch.setattr(remote, "_RESTART_PAUSES_S", ())
+    service.remote_generator._stub.Session = lambda **_: _BrokenCall()
+    with pytest.raises(Unavailable, match="ended the stream"):
+        async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)):
+            pass
 
 
 @pytest.mark.parametrize("num_dropped", [1, 2])
