@@ -420,7 +420,7 @@ async def _start_vllm(peers: AsyncExitStack, most: int) -> httpx.AsyncClient:
     """
     port = Ports.free().orchestrator
     engines.LOGS.mkdir(parents=True, exist_ok=True)
-    server = Processes([vllm_server(port, most)], engines.LOGS, start_timeout_s=600)
+    server = Processes([vllm_server(port, most)], engines.LOGS)
     # In a task of its own: a group of tasks that fails leaves its task marked as cancelled (Python
     # 3.11), and Ctrl-C would no longer be a KeyboardInterrupt.
     await asyncio.create_task(peers.enter_async_context(server))

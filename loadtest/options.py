@@ -68,13 +68,6 @@ def violations(values: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: {error.message}"
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Listener of Locust's `init_command_line_parser`."""
-    _add_request_options(parser)
-    _add_load_options(parser)
-    _add_limits(parser)
-
-
 def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
     # The value stays text: Locust sends it to workers and shows it in the browser.
     def value(text: str) -> str:
@@ -102,7 +95,10 @@ def _number(kind: Callable[[str], N], least: float, most: float = math.inf) -> C
     return value
 
 
-def _add_request_options(parser: ArgumentParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
+    """Listener of Locust's `init_command_line_parser`."""
+    _add_load_options(parser)
+    _add_limits(parser)
     parser.add_argument(
         "--n",
         type=_checked(counts),
@@ -151,10 +147,9 @@ def _add_load_options(parser: ArgumentParser) -> None:
     # Options of groups are not in the page's form, which has a field "Shape Class".
     parser.add_argument_group("shape").add_argument(
         "--shape",
-        choices=["constant", "ramp", "spike", "steps"],
+        choices=["constant", "steps"],
         default="constant",
-        help="number of users over --run-time: all; rising evenly to all; a tenth, all, a tenth. "
-        "steps: all, until every --n was used",
+        help="constant: all users for --run-time; steps: all, until every --n was used",
     )
     parser.add_argument(
         "--rate",

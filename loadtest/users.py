@@ -77,9 +77,13 @@ events.init.add_listener(_update_loop_time)  # type: ignore[no-untyped-call]
 
 
 class ApiUser(User):
-    """Base of all users: a connection and a sequence of requests."""
+    """Base of all users: a connection and a sequence of requests.
+
+    call: sends one request; a method of `Caller`.
+    """
 
     abstract = True
+    call: Callable[..., Outcome]
 
     def on_start(self) -> None:
         """Connect with the credentials of the command line's environment variables."""
@@ -123,10 +127,6 @@ class ApiUser(User):
         else:
             self._pool.spawn(self._call, next(self.requests), time.perf_counter()).get()
 
-    def method(self) -> Callable[..., Outcome]:
-        """The method of the caller that sends one request."""
-        raise NotImplementedError
-
     def fire(
         self,
         kind: Kind,
@@ -163,7 +163,8 @@ class ApiUser(User):
         self._pool.spawn(self._call, request, due)
 
     def _call(self, request: LoadRequest, started: float) -> None:
-        outcome = self.method()(request.prompt, started, request.tenant, **request.options)
+        made = (request.prompt, started, request.tenant)
+        outcome = self.call(self.caller, *made, **request.options)
         if outcome.admitted_s:
             self.fire(Kind.ADMITTED, request, outcome.admitted_s)
         for number, event in enumerate(outcome.rounds):
@@ -180,13 +181,10 @@ class StreamingUser(ApiUser):
     """Sends streaming requests, whose rounds are timed."""
 
     weight = 3
-
-    def method(self) -> Callable[..., Outcome]:
-        return self.caller.stream
+    call = staticmethod(Caller.stream)
 
 
 class UnaryUser(ApiUser):
     """Sends unary requests."""
 
-    def method(self) -> Callable[..., Outcome]:
-        return self.caller.generate
+    call = staticmethod(Caller.generate)

@@ -27,11 +27,8 @@ values = st.lists(st.integers(min_value=-20, max_value=20).map(float), min_size=
 )
 
 
-def test_correlations() -> None:
-    """Kendall's pairs: 3 in order, 2 in opposite order, 1 tied in x: (3 - 2) / sqrt(5 * 6)."""
-    tied, other = np.array([1.0, 1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0, 1.5])
-    assert kendall(tied, other) == pytest.approx(1 / math.sqrt(30))
-    assert pearson(tied, other) == pytest.approx(np.corrcoef(tied, other)[0, 1])
+def test_constants_have_no_correlation() -> None:
+    """Guards against a warning of scipy, which is an error in the tests, or a 0."""
     for constant, of in ((np.ones(4), np.arange(4.0)), (np.ones(1), np.zeros(1))):
         assert math.isnan(pearson(constant, of))
         assert math.isnan(kendall(constant, of))

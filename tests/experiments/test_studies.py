@@ -159,17 +159,6 @@ def test_settings_are_judged_on_the_half_on_which_they_were_not_chosen() -> None
     assert comparison.held_out(np.full(8, 99.0)) is None  # no setting is within the budget
 
 
-def test_luck_among_settings_is_not_recommended() -> None:
-    """Among 4 collections of random walks the default stays in at least 3."""
-    default, kept = "N = 32, alpha 0.5, geometric:16,2", 0
-    for seed in range(4):
-        frames = framed(
-            collection(8, 32, positions=(16, 32, 64), seed=17 * seed), (0.45, 0.5, 0.55)
-        )
-        kept += recommended(frames).chosen in {BEST_OF_N, default}
-    assert kept >= 3
-
-
 def test_cuts_off_the_grid_are_left_out() -> None:
     """Guards against a collection of hours without a report: cuts double from each first one."""
     frames = framed(collection(8, 32, max_tokens=128, positions=(16, 64)))

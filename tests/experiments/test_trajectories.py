@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from experiments.replay import Replayer, Setting
 from experiments.trajectories import OffGrid, PrefixScores, Store, Trajectories, load
 from orchestrator.loop.composition import LIKELIHOOD
-from specrej.contracts import Message, Prompt, Schedule
+from specrej.contracts import Message, Prompt
 from tests.experiments.synthetic import WALK, trajectories
 
 POSITIONS = np.array([2, 4, 5])
@@ -125,13 +122,3 @@ def test_shortened_has_the_prefixes_of_long_answers() -> None:
         prompt.shortened(128)
     with pytest.raises(OffGrid):
         prompt.shortened(31)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(min_value=0, max_value=1000), st.sampled_from([WALK, "likelihood"]))
-def test_shortened_replays_the_same_rounds_before_the_limit(seed: int, reward: str) -> None:
-    prompt = trajectories(n=32, stop_share=0.3, seed=seed)
-    setting = Setting(32, 0.5, Schedule(first=8), reward)
-    long = Replayer(prompt, reward).run(setting).rounds
-    short = Replayer(prompt.shortened(32), reward).run(setting).rounds
-    assert short[:2] == long[:2]

@@ -1,4 +1,4 @@
-"""The sequence of requests, their arrivals, prompts, and shapes of load."""
+"""The sequence of requests, their arrivals and prompts."""
 
 from __future__ import annotations
 
@@ -46,6 +46,30 @@ late._pool.join()
 """
 
 
+_DELAY_OF_A_LATE_REQUEST = """
+import argparse, time
+import gevent
+from locust.env import Environment
+from loadtest.calls import Outcome
+from loadtest.options import add_options
+from loadtest.users import ApiUser
+
+def call(caller, prompt, started, tenant, **options):
+    print(time.perf_counter() - started)
+    return Outcome("OK", 0.0)
+
+parser = argparse.ArgumentParser()
+add_options(parser)
+environment = Environment(host="127.0.0.1:1", parsed_options=parser.parse_args(["--rate", "1000"]))
+ApiUser.call = staticmethod(call)
+user = ApiUser(environment)
+user.on_start()
+time.sleep(0.3)
+user.send()
+gevent.sleep(0.05)
+"""
+
+
 def first(count: int, *arguments: str, worker: int = 0) -> list[LoadRequest]:
     parser = argparse.ArgumentParser()
     add_options(parser)
@@ -73,6 +97,12 @@ def test_users_send_no_equal_requests_and_measure_from_the_time_that_one_is_due(
     *seeds, is_due = printed.split()
     assert len(set(seeds)) == len(seeds) == 4
     assert is_due == "True"
+
+
+def test_times_of_the_open_loop_count_from_when_a_request_was_due() -> None:
+    """Guards against a slow load generator that hides the latency of the service."""
+    command = [sys.executable, "-c", _DELAY_OF_A_LATE_REQUEST]
+    assert float(subprocess.check_output(command, text=True, timeout=60)) > 0.25
 
 
 def test_both_algorithms_get_the_same_prompt_and_seed() -> None:
@@ -123,17 +153,6 @@ def test_every_bad_value_of_a_form_is_reported(tmp_path: Path) -> None:
     assert not list(
         violations({"n": "1,4", "alpha": "0", "tenants": "", "prompts": str(OWN_PROMPTS)})
     )
-
-
-def test_shapes_of_users() -> None:
-    """In a process of its own: Locust replaces functions of the standard library."""
-    program = """
-from loadtest.shapes import Ramp, Spike
-print(*(Ramp.users(share, 8) for share in (0, 0.5, 0.999)))
-print(*(Spike.users(share, 40) for share in (0, 0.33, 0.34, 0.66, 0.67)), Spike.users(0, 5))
-"""
-    output = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)
-    assert output.split("\n")[:2] == ["1 5 8", "4 4 40 40 4 1"]
 
 
 def test_gaps_are_exponential() -> None:
