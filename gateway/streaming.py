@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.completions import JSON, Answer, Call, Request, in_thread
+from gateway.completions import Answer, Call, Request, in_thread
 from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
 from specrej import telemetry
@@ -123,12 +123,13 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
                     for chunk in answer.delta(request_id, text):
                         yield _part(chunk)
                 case RoundCompleted() if style:
-                    yield await _converted(event, partial(_round_part, answer, request_id, style))
+                    yield await _converted(
+                        event, lambda done: _part(answer.round(request_id, done, style))
+                    )
                 case Finished(generation):
                     chunks = answer.closing(request_id, generation, include_usage)
-                    for part in await in_thread(
-                        partial(_parts, chunks), is_large=call.wants_logprobs
-                    ):
+                    convert = partial(list, map(_part, chunks))
+                    for part in await in_thread(convert, is_large=call.wants_logprobs):
                         yield part
         yield b"data: [DONE]\n\n"
 
@@ -155,14 +156,6 @@ async def _converted(event: E, convert: Callable[[E], bytes]) -> bytes:
     if isinstance(event, RoundCompleted) and len(event.trace.candidates) > _MANY:
         return await in_thread(partial(convert, event), is_large=False)
     return convert(event)
-
-
-def _round_part(answer: Answer, request_id: str, style: str, event: RoundCompleted) -> bytes:
-    return _part(answer.round(request_id, event, style))
-
-
-def _parts(values: Iterable[JSON]) -> list[bytes]:
-    return [_part(value) for value in values]
 
 
 def _named_part(event: Event) -> bytes:

@@ -257,12 +257,10 @@ def _entry(line: str, where: str) -> tuple[bytes, Entry]:
 
 
 def _expires(given: object, where: str) -> float:
-    if given is None:
-        return math.inf
     try:
-        return time_of(given)
-    except ValueError:
-        raise ValueError(f"{where}: expires must be a time as 2030-12-31T23:59:59Z") from None
+        return math.inf if given is None else time_of(given)
+    except ValueError as error:
+        raise ValueError(f"{where}: expires {error}") from None
 
 
 def time_of(given: object) -> float:

@@ -154,16 +154,6 @@ async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> Non
     assert len(answer.choices) == 3
 
 
-async def test_greedy_answers_need_no_candidates(client: AsyncOpenAI) -> None:
-    """Guards against an error for temperature 0, which many programs send, also with a preset."""
-    for model in (MODEL, f"{MODEL}:sr-32"):
-        answer = await create(client, model=model, temperature=0, max_tokens=8, extra_body=None)
-        assert answer.model_extra and answer.model_extra["specrej"]["n"] == 1
-    with pytest.raises(openai.BadRequestError) as refused:
-        await create(client, temperature=0)
-    assert refused.value.param == "temperature"
-
-
 async def test_presets_are_models(client: AsyncOpenAI) -> None:
     models = [model.id async for model in client.models.list()]
     assert models == [MODEL, f"{MODEL}:bon-32", f"{MODEL}:sr-32"]

@@ -10,7 +10,7 @@ import pytest
 from gateway.completions import Answer
 from gateway.streaming import _part
 from tests.gateway.gateways import CHAT, STREAM, gateway_at, whole_reply
-from tests.specrej.fakes import ONE, FakeOrchestrator
+from tests.specrej.fakes import GENERATION, ONE, FakeOrchestrator
 
 
 def test_a_part_has_the_same_lines_for_every_client() -> None:
@@ -27,6 +27,12 @@ def test_no_text_is_sent_twice() -> None:
     assert [*answer.delta("r", "the be\u2019")]
     rest, _ = answer.closing("r", ONE, include_usage=False)
     assert rest["choices"][0]["delta"] == {"content": "st"}
+
+
+def test_the_usage_counts_all_choices() -> None:
+    answer = Answer("toy", 2, is_chat=True, logprobs=False)
+    usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
+    assert answer.whole(GENERATION)["usage"] == usage
 
 
 @pytest.mark.parametrize(

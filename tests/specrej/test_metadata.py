@@ -27,7 +27,7 @@ async def test_a_calls_own_token_replaces_the_clients(
         Client(address, token=own) as client,
     ):
         await client.generate("why?")
-        await client.generate("why?", token=other)
+        await client.generate("why?", token=other, metadata=(("x-any", "a"),))
         async with aclosing(client.stream("why?", token=other)) as events:
             assert [event async for event in events]
         assert orchestrator.tenants == ["own", "other", "other"]
@@ -39,12 +39,6 @@ async def test_a_calls_own_token_replaces_the_clients(
     async with Client("example.com:1") as client:
         with pytest.raises(errors.Unauthenticated, match="plaintext"):
             await client.generate("why?", token=other)
-
-
-async def test_metadata_of_a_call(address: str, orchestrator: FakeOrchestrator) -> None:
-    async with Client(address) as client:
-        await client.generate("why?", metadata=(("specrej-tenant", "a"),))
-    assert orchestrator.tenants == ["a"]
 
 
 @pytest.mark.parametrize(

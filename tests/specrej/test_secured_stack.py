@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
-from specrej import Client
 from specrej.contracts import errors
 from specrej.security import Credentials
 from tests.certificates import Authority, place, token_line
@@ -53,7 +52,6 @@ async def test_everything_works_with_tls_and_tokens(
     pair = authority.issue("me")
     credentials = Credentials(tls_ca=authority.path, tls_cert=pair.cert, tls_key=pair.key)
     async with Stack(environment=environment, credentials=credentials, gateway=True) as stack:
-        await _renew_the_token(stack, authority, tmp_path)
         monkeypatch.setenv("SPECREJ_TLS_CA", str(authority.path))
         monkeypatch.setenv("SPECREJ_TOKEN", "mine")
         generate = ("generate", "why?", "--max-tokens", "16", "-n", "2")
@@ -71,24 +69,6 @@ async def test_everything_works_with_tls_and_tokens(
             monkeypatch.setenv("SPECREJ_TOKEN", token)
             with pytest.raises(errors.Unauthenticated, match=message):
                 await command(*generate, *at_orchestrator)
-
-
-async def _renew_the_token(stack: Stack, authority: Authority, directory: Path) -> None:
-    """Send requests before, during and after a renewal of the orchestrator's own token."""
-    address = stack.orchestrator_address
-    async with Client(address, token="mine", tls_ca=authority.path) as client:
-        assert (await client.generate("why?", n=2, max_tokens=16)).best.text
-        for name in ("generator", "reward"):
-            place(directory / f"{name}-tokens", token_line("orchestrator", "renewed"))
-        with pytest.raises(errors.Unavailable, match="refused this service's token"):
-            await client.generate("why not?", n=2, max_tokens=16, seed=2)
-        place(directory / "inner", "renewed")
-        assert (await client.generate("why not?", n=2, max_tokens=16, seed=3)).best.text
-    for name in ("generator", "reward"):
-        place(
-            directory / f"{name}-tokens",
-            f"{token_line('o', 'renewed')}\n{token_line('acme', 'mine')}",
-        )
 
 
 def _got(url: str, token: str, authority: Authority) -> tuple[int, str]:

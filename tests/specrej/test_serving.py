@@ -53,6 +53,18 @@ async def test_malformed_message_is_an_invalid_argument(
     assert reason_of(error) == "INVALID_REQUEST"
 
 
+async def test_a_bug_is_opaque_and_logged(
+    channel: grpc.aio.Channel, orchestrator: FakeOrchestrator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against prompts and paths in errors, and an error that no log line explains."""
+    orchestrator.failures = [RuntimeError("secret")]
+    stub: Any = OrchestratorServiceStub(channel)
+    error = await failure_of(stub.Generate(orchestrator_pb2.GenerateRequest()))
+    text = str(error.details())
+    assert error.code() is grpc.StatusCode.INTERNAL and "secret" not in text
+    assert text.removeprefix("internal error ") in caplog.text
+
+
 async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
     """Guards its stream, which is wrapped for the sake of its statuses."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
