@@ -227,7 +227,6 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[reward_pb2.ScoreRequest] = []
-        self.certificates: list[bytes] = []  # of the clients of Describe calls
 
     def service(self) -> Service:
         """What a server serves."""
@@ -247,7 +246,6 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
     ) -> reward_pb2.RewardServiceDescribeResponse:
-        self.certificates += context.auth_context().get("x509_pem_cert", [])
         described = reward_pb2.RewardDescription(
             name="length", fingerprint="f", description="len", max_batch=8
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
+import time
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,8 @@ from specrej.client.channel import open_channel
 from specrej.contracts import errors
 from specrej.contracts.errors import InvalidRequest
 from specrej.security import Credentials, TLSFiles, credentials_from
+from specrej.server.serving import ServerGauges
+from specrej.telemetry import metrics, names
 from tests.certificates import Authority, Pair, place
 from tests.serving import failure_of, listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward
@@ -166,12 +169,20 @@ def test_errors_of_unusable_files_are_one_line(authority: Authority, tmp_path: P
         RewardClient("127.0.0.1:1", tls_ca=gone)
 
 
-def test_a_chain_expires_with_its_first_certificate(tmp_path: Path) -> None:
+def test_a_chain_expires_with_its_first_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the alert before a certificate expires; without a certificate there is no end."""
     authority = Authority(tmp_path)
     end = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
     short, long = authority.issue("short", expires=end), authority.issue("long")
-    assert TLSFiles(short.cert, short.key).read().expires == end.timestamp()
+    of_calls = TLSFiles(short.cert, short.key)
+    assert of_calls.read().expires == end.timestamp()
+    observed: dict[Any, Any] = {}
+    monkeypatch.setattr(metrics, "observe", observed.__setitem__)
+    ServerGauges(TLSFiles(long.cert, long.key).watch(), of_calls).observe()
+    ((life_s, _),) = observed[names.CERTIFICATE_LIFE]()
+    assert life_s == pytest.approx(end.timestamp() - time.time(), abs=60)
     long.cert.write_bytes(long.cert.read_bytes() + short.cert.read_bytes())
     assert TLSFiles(long.cert, long.key).read().expires == end.timestamp()
     assert TLSFiles(ca=authority.path).read().expires == math.inf
