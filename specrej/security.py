@@ -267,11 +267,12 @@ def time_of(given: object) -> float:
     """Seconds since the epoch of a time in RFC 3339.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a time.
     """
-    if not isinstance(given, str) or not _RFC_3339.fullmatch(given):
-        raise ValueError("must be a time as 2030-12-31T23:59:59Z")
-    return datetime.fromisoformat(given).timestamp()
+    if isinstance(given, str) and _RFC_3339.fullmatch(given):
+        with suppress(ValueError):  # of a month 13
+            return datetime.fromisoformat(given).timestamp()
+    raise ValueError("must be a time as 2030-12-31T23:59:59Z")
 
 
 def _roles(given: object, where: str) -> frozenset[Role]:

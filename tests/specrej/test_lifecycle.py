@@ -16,12 +16,13 @@ import pytest
 
 from specrej.client.channel import open_channel
 from specrej.contracts import wire
+from specrej.contracts.errors import InternalError
 from specrej.server import serving
 from specrej.server.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from tests.serving import health_of, until
+from tests.serving import failure_of, health_of, until
 from tests.specrej.fakes import GENERATION, FakeOrchestrator
 
 BOUND_S = 20.0
@@ -155,6 +156,8 @@ async def test_a_drain_waits_for_running_calls(
         stub: Any = OrchestratorServiceStub(channel)
         call = asyncio.ensure_future(stub.Generate(orchestrator_pb2.GenerateRequest()))
         await asyncio.wait_for(orchestrator.received.wait(), BOUND_S)
+        orchestrator.failures = [InternalError("the end of another call")]
+        await failure_of(stub.Generate(orchestrator_pb2.GenerateRequest()))
         stopping = asyncio.ensure_future(server.stop())
         await until_health(server, "UNAVAILABLE")
         for _ in range(20):  # long after all other calls have ended
