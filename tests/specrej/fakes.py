@@ -161,7 +161,6 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.received = asyncio.Event()
         self.released = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.peers: set[str] = set()  # connections of Describe calls
 
     def service(self) -> Service:
         """What a server serves."""
@@ -189,7 +188,6 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
     ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
-        self.peers.add(context.peer())
         return wire.to_message(SERVICE, orchestrator_pb2.OrchestratorServiceDescribeResponse)
 
     async def GetRecord(  # noqa: N802 - the name of the rpc

@@ -1,4 +1,4 @@
-"""Calls without a message, too many calls, compressed and large messages, and slow watchers."""
+"""Calls without a message, too many calls, unread replies, compressed and large messages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej import telemetry
 from specrej.client.channel import open_channel
 from specrej.server import health, interceptor
-from specrej.server.health import Health
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests import http2
-from tests.serving import failure_of, listening, part, reason_of, retry_info_s, serving, until
+from tests.serving import failure_of, listening, part, reason_of, retry_info_s, serving
 from tests.specrej.fakes import FakeOrchestrator
 
 Code = grpc.StatusCode
@@ -197,40 +196,3 @@ async def test_health_lists_and_finds_services(channel: grpc.aio.Channel) -> Non
     assert (await failure_of(stub.Check(unknown))).code() is Code.NOT_FOUND
     watch = stub.Watch(unknown)
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-
-
-class Watcher:
-    """A context that records states; while `stalls`, its client does not read."""
-
-    def __init__(self, stalls: bool = False) -> None:
-        self.states: list[Any] = []
-        self._stalls = stalls
-
-    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
-        pass
-
-    async def write(self, message: Any) -> None:
-        self.states.append(message.status)
-        if self._stalls:
-            await asyncio.Event().wait()
-
-
-async def test_a_watcher_that_does_not_read_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards changes of health, and so the drain, against one client that stops reading."""
-    monkeypatch.setattr(health, "_WRITE_S", 0.05)
-    states = health_pb2.HealthCheckResponse
-    servicer, reading, stalled = Health(), Watcher(), Watcher(stalls=True)
-    servicer.set("", True)
-    request = health_pb2.HealthCheckRequest()
-    watches = [
-        asyncio.ensure_future(servicer.Watch(request, watcher)) for watcher in (stalled, reading)
-    ]
-    await until(lambda: bool(reading.states and stalled.states))
-    servicer.set("", True)  # no change
-    servicer.set("", False)
-    await until(lambda: len(reading.states) == 2)
-    with pytest.raises(TimeoutError):
-        await watches[0]
-    assert reading.states == [states.SERVING, states.NOT_SERVING]
-    assert (await servicer.Check(request, None)).status == states.NOT_SERVING
-    watches[1].cancel()

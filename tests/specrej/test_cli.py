@@ -203,19 +203,6 @@ def test_rewards(text: str, reward: c.WeightedReward) -> None:
     assert parse_reward(text) == reward
 
 
-async def test_unusable_credentials_are_errors(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a traceback, and against a token that leaves the machine in plaintext."""
-    describe, gone = ("describe", "--address", "example.com:1"), str(tmp_path / "gone")
-    for flag in ("--token-file", "--tls-ca"):
-        with pytest.raises(errors.InvalidRequest, match="gone"):
-            await command(*describe, flag, gone)
-    monkeypatch.setenv("SPECREJ_TOKEN", "t")
-    with pytest.raises(errors.InvalidRequest, match="in plaintext"):
-        await command(*describe)
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     """A server with mutual TLS that is not ready yet."""

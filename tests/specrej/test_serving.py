@@ -1,8 +1,7 @@
-"""Every port: malformed messages, reflection, limits, and the maximum age of connections."""
+"""Every port: malformed messages, bugs, reflection, and limits of messages and metadata."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,14 +10,12 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-import specrej.server.serving
 from specrej.backend.v1 import reward_pb2
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
-from specrej.client.channel import open_channel
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from tests.serving import failure_of, listening, reason_of, serving
-from tests.specrej.fakes import EVENTS, FakeOrchestrator, FakeReward
+from tests.serving import failure_of, reason_of, serving
+from tests.specrej.fakes import FakeOrchestrator, FakeReward
 
 BOUND_S = 20.0
 LIMIT_BYTES = 4096
@@ -74,30 +71,6 @@ async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
         names = {service.name for service in answer.list_services_response.service}
         assert "specrej.v1.OrchestratorService" in names
     assert len(answers) == 2
-
-
-async def test_connections_end_by_age_and_calls_do_not(
-    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against clients that never resolve the name again, and calls cut off by age.
-
-    One that begins just then may be UNAVAILABLE, which the published policy retries.
-    """
-    monkeypatch.setattr(specrej.server.serving, "_CONNECTION_AGE_MS", 100)
-    orchestrator.hangs = True
-    async with (
-        listening(orchestrator.service()) as address,
-        open_channel(address, retries=True) as aging,
-    ):
-        stub: Any = OrchestratorServiceStub(aging)
-        stream = stub.GenerateStream(orchestrator_pb2.GenerateStreamRequest(), timeout=BOUND_S)
-        events = aiter(stream)
-        await anext(events)
-        async with asyncio.timeout(BOUND_S):
-            while len(orchestrator.peers) < 4:
-                await stub.Describe(orchestrator_pb2.OrchestratorServiceDescribeRequest())
-        orchestrator.released.set()
-        assert len([event async for event in events]) == len(EVENTS)
 
 
 @pytest.fixture
