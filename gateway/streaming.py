@@ -128,7 +128,7 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
                     )
                 case Finished(generation):
                     chunks = answer.closing(request_id, generation, include_usage)
-                    convert = partial(list, map(_part, chunks))
+                    convert: Callable[[], list[bytes]] = partial(list, map(_part, chunks))
                     for part in await in_thread(convert, is_large=call.wants_logprobs):
                         yield part
         yield b"data: [DONE]\n\n"

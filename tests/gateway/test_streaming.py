@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
 import pytest
 
-from gateway.completions import Answer
-from gateway.streaming import _part
-from tests.gateway.gateways import CHAT, STREAM, gateway_at, whole_reply
-from tests.specrej.fakes import GENERATION, ONE, FakeOrchestrator
+from gateway.completions import Answer, ChatRequest, call_of, parsed
+from gateway.connection import Disconnected
+from gateway.streaming import Events, _part, raw_stream
+from specrej.contracts import Event
+from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, whole_reply
+from tests.specrej.fakes import EVENTS, GENERATION, ONE, FakeOrchestrator
 
 
 def test_a_part_has_the_same_lines_for_every_client() -> None:
@@ -33,6 +37,33 @@ def test_the_usage_counts_all_choices() -> None:
     answer = Answer("toy", 2, is_chat=True, logprobs=False)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
     assert answer.whole(GENERATION)["usage"] == usage
+
+
+async def test_a_client_that_leaves_ends_its_call_at_once() -> None:
+    """Guards slots against calls that end when the garbage collector finds them."""
+    is_sent, is_closed = asyncio.Event(), False
+
+    async def events() -> AsyncGenerator[Event, None]:
+        nonlocal is_closed
+        try:
+            yield EVENTS[0]
+            await asyncio.Event().wait()
+        finally:
+            is_closed = True
+
+    async def receive() -> dict[str, str]:
+        await is_sent.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            is_sent.set()
+
+    call = call_of(parsed(ChatRequest, json.dumps(BODY).encode()), {})
+    stream = raw_stream(Events(events(), 60), call)
+    with pytest.raises(Disconnected):
+        await stream({}, receive, send)
+    assert is_closed
 
 
 @pytest.mark.parametrize(
