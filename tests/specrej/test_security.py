@@ -297,7 +297,7 @@ async def test_a_token_that_ends_ends_its_running_calls(
         else:
             place(path, kept)
         for call in ending:
-            failure = await failure_of(call)
+            failure = await asyncio.wait_for(failure_of(call), 10)
             assert failure.code() is grpc.StatusCode.UNAUTHENTICATED
             reason = "the token has expired" if is_expiring else "unknown token"
             assert failure.details() == reason
