@@ -20,8 +20,7 @@ from specrej.contracts import (
     Selection,
 )
 from specrej.security import Caller, set_caller
-from tests.orchestrator.caching import generation
-from tests.orchestrator.held_runs import BOUND_S
+from tests.orchestrator.caching import BOUND_S, generation
 from tests.serving import turns, until
 
 

@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 
 from orchestrator.cache.single_flight import SingleFlight
 from specrej.contracts.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
-from tests.orchestrator.held_runs import ACTIONS, BOUND_S, HeldRuns, Script, play
 from tests.serving import turns, until
 
+BOUND_S = 20.0
+# In equal parts, a second request hardly ever waits for the first.
+_KINDS = st.sampled_from(["request"] * 3 + ["cancel", "land", "fail", "late", "turn", "turn"])
+_ACTIONS = st.lists(st.tuples(_KINDS, st.integers(0, 7)), min_size=15, max_size=40)
 
-class Callers(HeldRuns[str]):
-    """Equal requests in one process; an empty answer is not published."""
+
+class Callers:
+    """Equal requests in one process, whose runs end by their `steps`; an empty answer is not
+    published."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.flights: SingleFlight[str] = SingleFlight()
+        self.steps: list[asyncio.Future[str]] = []
+        self.running = self.most_running = 0
 
     async def request(self, key: str = "k") -> str:
         async with self.flights.join(key) as flight:
@@ -30,6 +36,26 @@ class Callers(HeldRuns[str]):
             if answer := await self.run():
                 flight.publish(answer)
             return answer
+
+    async def run(self) -> str:
+        """Wait for the result of a new step."""
+        step: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.steps.append(step)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await step
+        finally:
+            self.running -= 1
+
+    def end(self, outcome: str | BaseException) -> None:
+        """Set the result or the error of every open step."""
+        for step in self.steps:
+            if not step.done():
+                if isinstance(outcome, BaseException):
+                    step.set_exception(outcome)
+                else:
+                    step.set_result(outcome)
 
 
 @pytest.fixture
@@ -109,7 +135,8 @@ async def test_callers_with_little_time_share_a_run_beside_the_leaders(
     leader_left_s: float | None,
 ) -> None:
     """Guards against a caller whose time passes while it waits for a leader that need not hurry."""
-    flights, runs = SingleFlight[str](), HeldRuns[str]()
+    runs = Callers()
+    flights = runs.flights
     num_waits: Counter[str] = Counter()
     are_beside: list[bool] = []
 
@@ -192,10 +219,27 @@ async def test_waiters_return_when_the_leader_lands() -> None:
     assert len(flights.flying) == 0
 
 
-@given(script=st.lists(ACTIONS, min_size=15, max_size=40))
-async def test_one_run_at_a_time_in_any_order_of_events(script: Script) -> None:
+@given(_ACTIONS)
+async def test_one_run_at_a_time_in_any_order_of_events(script: list[tuple[str, int]]) -> None:
     """Guards the invariants: one run per key, an outcome for every caller, no flight left."""
-    callers = Callers()
-    await play(script, callers, "answer", lambda _: callers.request(), lambda: turns(1))
-    assert callers.most_running <= 1
+    callers, tasks = Callers(), list[asyncio.Task[str]]()
+    ends: dict[str, str | Exception] = {"land": "answer"}
+    ends |= {"fail": InternalError("broken"), "late": DeadlineExceeded("late")}
+    for action, number in script:
+        if action == "request":
+            tasks.append(asyncio.create_task(callers.request()))
+        elif action == "turn":
+            await turns(number)
+        elif action == "cancel" and tasks:
+            tasks[number % len(tasks)].cancel()
+        elif action in ends:
+            callers.end(ends[action])
+    async with asyncio.timeout(BOUND_S):
+        while not all(task.done() for task in tasks):
+            callers.end("answer")
+            await turns(1)
+    allowed = (str, InternalError, DeadlineExceeded, asyncio.CancelledError)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, allowed) for outcome in outcomes)
+    assert callers.running == 0 and callers.most_running <= 1
     assert (len(callers.flights.flying), callers.flights.num_waiting) == (0, 0)
