@@ -271,7 +271,8 @@ def test_adjusted_draws_are_those_of_adjusted_logits(changes: dict[str, float]) 
     logits = 2 * torch.randn(rows, vocabulary, generator=generator)
     texts = torch.randint(0, 500, (rows, 7), generator=generator).tolist()
     penalties = Sampling(seed=3, repetition_penalty=1.5, presence_penalty=2.0)
-    sampling = replace(penalties, **changes)  # type: ignore[arg-type]
+    biased = replace(penalties, logit_bias=(TokenBias(100, 12.0),))  # most draws
+    sampling = replace(biased, **changes)  # type: ignore[arg-type]
     adjustment = Adjustment(sampling, [1, 2, 3], [[5], [6, 7]])
     tokens, logprobs = sample(logits, sampling, ids, 7, {9}, adjustment, texts)
     plain, _ = sample(adjustment.apply(logits, texts), sampling, ids, 7, {9})

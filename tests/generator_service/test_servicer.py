@@ -129,6 +129,12 @@ async def test_greedy_draws_need_one_candidate(stub: Any, n: int) -> None:
         (2, {"extend": pb.ExtendSession(until_tokens=21)}, "extend.until_tokens"),
         (2, {}, "command"),
         (0, {"prune": pb.PruneSession()}, "sequence"),
+        # Candidate 3 lives: a fork must not replace it.
+        (
+            2,
+            {"prune": pb.PruneSession(forks=[common_pb2.Fork(candidate_id=3, parent_id=0)])},
+            "prune.forks",
+        ),
     ],
 )
 async def test_an_invalid_command_is_refused(
