@@ -13,7 +13,9 @@ import pytest
 from orchestrator.loop.run_state import MAX_TRACED
 from orchestrator.observe.requests import MAX_SIZE, ObservedRequest, RequestRecords
 from specrej import contracts as c
+from specrej import telemetry
 from specrej.contracts import errors, wire
+from specrej.telemetry import metrics, names
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import Clock, generation
@@ -164,6 +166,35 @@ def test_the_size_is_bounded_for_any_n() -> None:
     assert len(kept) > 1
     assert sum(num_candidates) <= MAX_SIZE
     assert kept[-1].request_id == "r99"
+
+
+def test_records_are_listed_to_their_tenant(records: Records) -> None:
+    records.write("1", FINISHED)
+    assert [record.request_id for record in records.latest("t", 9)] == ["1"]
+    assert records.latest("other", 9) == []
+
+
+def test_a_run_is_counted(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against milliseconds as seconds, wrong savings, and answers in the log."""
+    recorded: dict[object, float] = {}
+    tokens: dict[object, float] = {}
+    noted: dict[str, object] = {}
+
+    def add(metric: object, value: float = 1, **labels: object) -> None:
+        if metric is names.TOKENS:
+            tokens[labels["kind"]] = value
+
+    def record(metric: object, value: float, **_: object) -> None:
+        recorded[metric] = value
+
+    monkeypatch.setattr(metrics, "record", record)
+    monkeypatch.setattr(metrics, "add", add)
+    monkeypatch.setattr(telemetry, "note", lambda **fields: noted.update(fields))
+    usage = generation().usage
+    records.write("1", c.Finished(replace(generation(), timings=c.Timings(total_ms=2000.0))))
+    assert recorded[names.REQUEST_DURATION] == 2.0
+    assert tokens["saved"] == usage.best_of_n_tokens_estimate - usage.generated_tokens > 0
+    assert "score" in noted and "answer" not in noted
 
 
 # Over the public port

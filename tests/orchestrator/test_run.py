@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import run_state
 from orchestrator.loop.progress import WithinRounds
+from orchestrator.loop.run import first_round_tokens as run_tokens
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState
 from orchestrator.loop.schedule import first_round_tokens
@@ -153,6 +154,11 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     assert len(best_of_n.candidates) == 32
     assert speculative.usage.generated_tokens < best_of_n.usage.generated_tokens / 2
     assert best_of_n.usage.best_of_n_tokens_estimate == best_of_n.usage.generated_tokens
+    assert speculative.usage.best_of_n_tokens_estimate == 32 * 60
+    for trace in speculative.rounds:
+        scores = [traced.score for traced in trace.candidates]
+        assert scores == sorted(scores, reverse=True)
+    assert run_tokens(request(32, algorithm=Algorithm.BEST_OF_N)) == 60
 
 
 async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:

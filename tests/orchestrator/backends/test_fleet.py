@@ -174,6 +174,19 @@ async def test_another_program_at_the_address_is_unavailable() -> None:
         await backend.close()
 
 
+async def test_a_backend_that_fails_a_call_gets_no_sessions() -> None:
+    """Guards against requests that go to a generator that has just died."""
+    async with generator_backend(HeldGenerator()) as server:
+        backend = _backend(server)
+        await backend.update()
+        assert backend.is_serving
+        with pytest.raises(Unavailable):
+            async with backend.answering():
+                raise Unavailable("gone")
+        assert not backend.is_serving
+        await backend.close()
+
+
 async def test_a_closed_backend_is_unavailable() -> None:
     """A caller that still has it in a list continues with the next one."""
     async with generator_backend(HeldGenerator()) as server:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator
+from orchestrator.backends.generators import FleetGenerator
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Planner
 from orchestrator.loop.scoring import LikelihoodScorer
@@ -218,6 +219,14 @@ async def test_the_description_adds_the_capacities() -> None:
     assert description.max_candidates == single.max_candidates
     assert description.session_slots == 300
     assert description.context_tokens == single.context_tokens
+
+
+async def test_the_smallest_context_counts() -> None:
+    """Guards against a request that the smaller generator refuses."""
+    toy = await ToyGenerator().describe()
+    described = [replace(toy, context_tokens=tokens) for tokens in (4000, 8000)]
+    fleet: Any = SimpleNamespace(descriptions=lambda: described)
+    assert (await FleetGenerator(fleet).describe()).context_tokens == 4000
 
 
 async def test_a_request_is_charged_for_one_generator() -> None:
