@@ -79,6 +79,18 @@ async def test_a_short_deadline_still_gives_a_complete_answer(
     assert generator.ledger.owned == 0
 
 
+async def test_a_deadline_costs_best_of_n_no_more_candidates_than_it_must() -> None:
+    """Guards against the request's alpha, which Best-of-N ignores, at a cut for the deadline."""
+    generator = FaultyGenerator(10.0)
+    best_of_n = request(alpha=0.9, algorithm=Algorithm.BEST_OF_N)
+    generation = await answer(
+        best_of_n, generator, FixedScorer(), time_left_s=550.0, clock=generator.clock
+    )
+    first, last = generation.rounds
+    assert 0.0 < first.alpha < 0.5 and last.alpha == 0.0
+    assert len(generation.candidates) > 8
+
+
 @pytest.mark.parametrize("allow_degraded", [True, False])
 async def test_a_deadline_before_the_promised_answers_are_complete(allow_degraded: bool) -> None:
     """Guards against fewer answers than promised, and against a cut to fewer to be in time."""
