@@ -1,4 +1,4 @@
-"""`make loadtest-ui`: Locust's page on this machine, with our users, shapes and options.
+"""`make loadtest-ui`: Locust's page on this machine, with our users and options.
 
 Starts all services on the embedded models, or uses the service at SPECREJ_ADDRESS (--host). Other
 arguments are Locust's own. Ctrl-C stops everything that was started.

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,14 +43,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/latency-vs-n"), help="directory")
     arguments = parser.parse_args()
     try:
-        counts(arguments.n)
+        run_time_s = math.ceil(len(counts(arguments.n)) * arguments.step_seconds)
     except argparse.ArgumentTypeError as error:
         parser.error(f"--n: {error}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     load = (
         *("--headless", "--only-summary", "--csv", str(arguments.out / "latency_vs_n")),
-        *("--shape", "steps", "--algorithm", "both", "--users", str(arguments.users)),
+        *("--algorithm", "both", "--users", str(arguments.users), "--spawn-rate", "100"),
         *("--n", arguments.n, "--step-seconds", str(arguments.step_seconds)),
+        *("--run-time", f"{run_time_s}s"),
         *("--max-tokens", str(arguments.max_tokens), "--rate", str(arguments.rate)),
         *("--request-timeout", "600", "StreamingUser"),
     )

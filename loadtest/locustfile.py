@@ -1,4 +1,4 @@
-"""Users and a shape: `locust -f loadtest/locustfile.py --host HOST:PORT`.
+"""Users: `locust -f loadtest/locustfile.py --host HOST:PORT`.
 
 Streaming and unary users come 3 to 1; name a class on the command line to use only that one.
 SPECREJ_TOKEN or SPECREJ_TOKEN_FILE, SPECREJ_TLS, SPECREJ_TLS_CA, SPECREJ_TLS_CERT and
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from locust import events
 
-from loadtest import options, page, shapes, thresholds
-from loadtest.shapes import Steps
+from loadtest import options, page, thresholds
 from loadtest.users import StreamingUser, UnaryUser
 
-__all__ = ["Steps", "StreamingUser", "UnaryUser"]
+__all__ = ["StreamingUser", "UnaryUser"]
 
 events.init_command_line_parser.add_listener(options.add_options)  # type: ignore[no-untyped-call]
-events.init.add_listener(shapes.use_shape)  # type: ignore[no-untyped-call]
 events.init.add_listener(page.extend)  # type: ignore[no-untyped-call]
 events.quitting.add_listener(thresholds.judge)  # type: ignore[no-untyped-call]

@@ -144,13 +144,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def _add_load_options(parser: ArgumentParser) -> None:
-    # Options of groups are not in the page's form, which has a field "Shape Class".
-    parser.add_argument_group("shape").add_argument(
-        "--shape",
-        choices=["constant", "steps"],
-        default="constant",
-        help="constant: all users for --run-time; steps: all, until every --n was used",
-    )
     parser.add_argument(
         "--rate",
         type=_number(float, 0),

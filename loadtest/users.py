@@ -100,8 +100,7 @@ class ApiUser(User):
             self._due = self._started + next(self._arrivals_s)
 
     def on_stop(self) -> None:
-        """Wait up to --stop-timeout for calls: at the end of a shape, Locust itself does not wait.
-        Report unfinished calls as failed; disconnect."""
+        """Wait up to --stop-timeout for calls, report unfinished ones as failed, and disconnect."""
         try:
             self._pool.join(timeout=self.environment.stop_timeout or 0)
         finally:

@@ -44,13 +44,15 @@ async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
 
 
 @pytest.mark.long
-async def test_steps_end_with_the_last_n_and_the_cache_answers(toys: Stack, tmp_path: Path) -> None:
+async def test_steps_have_their_own_requests_and_the_cache_answers(
+    toys: Stack, tmp_path: Path
+) -> None:
     """Guards against cached answers that count as generated ones, or never come, and against a
     step without its own requests."""
     (tmp_path / "prompts").write_text("Why?\nHow?\n", "utf-8")
     cached = ("--cache", "on", "--prompts", str(tmp_path / "prompts"))
-    steps = ("--shape", "steps", "--n", "1,4", "--step-seconds", "3")
-    run = await locust(*USERS[:2], *steps, *cached, "--host", toys.orchestrator_address)
+    steps = ("--n", "1,4", "--step-seconds", "3", "--run-time", "6s")
+    run = await locust(*USERS, *steps, *cached, "--host", toys.orchestrator_address)
     assert run.code == 0, run.err
     names = {"speculative-rejection n=1", "speculative-rejection n=4"}
     assert set(run.rows("answer")) == set(run.rows("cached answer")) == names
