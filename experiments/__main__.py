@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from experiments import branching as branchings
-from experiments import collect as collecting
 from experiments import frames, report
+from experiments.collect import collect, missing
 from experiments.models import in_process
-from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
-from experiments.replay import Replayer, Setting
+from experiments.prompts import DEFAULT_PROMPTS, read_prompts
+from experiments.replay import Setting, replay
 from experiments.settings import Settings, default_grid
 from experiments.statistics import Estimate, kendall, mean, shown
 from experiments.trajectories import Store, Trajectories, load
@@ -48,7 +47,7 @@ def main() -> None:
     threads.bound_spinning()
     try:
         asyncio.run(arguments.command(arguments))
-    except (collecting.CollectError, SpecrejError, OSError, ValueError) as error:
+    except (SpecrejError, OSError, ValueError) as error:
         parser.exit(1, f"specrej experiment: {error}\n")
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
@@ -128,12 +127,15 @@ async def _run(arguments: argparse.Namespace) -> None:
 
     The output directory holds trajectories/, report/ and branching.jsonl.
     """
-    out, settings = arguments.out, _collection_settings(arguments)
+    out, settings = arguments.out, _settings(arguments)
     if off_grid := sorted({*arguments.lengths} - {*settings.grid}):
         grid = ", ".join(map(str, settings.grid))
         raise ValueError(f"--lengths {off_grid}: not of the grid, {grid}")
     store = Store(out / "trajectories")
-    await collect(store, settings, read_prompts(arguments.prompts, arguments.limit))
+    items = read_prompts(arguments.prompts, arguments.limit)
+    if missing(store, settings, items):
+        async with in_process(settings.rewards) as models:
+            await collect(store, settings, items, models)
     prompts = load(out / "trajectories")
     sets = [
         frames.frames_of(name, of_length, reward)
@@ -172,29 +174,13 @@ def _notes(head: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-async def collect(store: Store, settings: Settings, items: Sequence[Item]) -> None:
-    """Add the missing prompts to the store; loads no model if there are none."""
-    if not (remaining := collecting.missing(store, settings, items)):
-        return
-    numbers = itertools.count(1)
-
-    def done(trajectories: Trajectories, seconds: float) -> None:
-        line = f"[{next(numbers)}/{len(remaining)}] {trajectories.prompt_id}:"
-        tokens = f"{int(trajectories.num_tokens.sum()):,} tokens"
-        print(f"{line} {tokens}, {seconds:.0f} s", file=sys.stderr, flush=True)
-
-    async with in_process(settings.rewards) as models:
-        await collecting.collect(store, settings, items, models, done)
-
-
-def _collection_settings(arguments: argparse.Namespace) -> Settings:
-    """The settings that the flags set; raises ValueError as Settings does."""
-    values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
-    values |= {
-        "grid": arguments.grid or default_grid(arguments.max_tokens),
-        "rewards": tuple(name for name in arguments.rewards if name != LIKELIHOOD),
-        "stop": tuple(arguments.stop),
-    }
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """The settings that the command's flags set; raises ValueError as Settings does."""
+    given = vars(arguments)
+    values = {field.name: given[field.name] for field in fields(Settings) if field.name in given}
+    values["grid"] = given.get("grid") or default_grid(arguments.max_tokens)
+    values["rewards"] = tuple(name for name in arguments.rewards if name != LIKELIHOOD)
+    values["stop"] = tuple(given.get("stop", ()))
     return Settings(**values)
 
 
@@ -217,8 +203,7 @@ async def _replay(arguments: argparse.Namespace) -> None:
     rounds = []
     taus: dict[int, list[float]] = {}
     for prompt in prompts:
-        replayer = Replayer(prompt, setting.reward)
-        run = replayer.run(setting)
+        run, final = replay(prompt, setting), prompt.final(setting.reward)
         row = {
             "prompt": prompt.prompt_id,
             "answer": run.answer,
@@ -232,8 +217,8 @@ async def _replay(arguments: argparse.Namespace) -> None:
         rounds.append([(trace.decision_token, len(trace.survivors)) for trace in run.rounds])
         for trace in run.rounds[:-1]:
             growing = prompt.num_tokens > trace.decision_token
-            partial = replayer.partial(trace.decision_token)[growing]
-            tau = kendall(partial, replayer.final[growing])
+            partial = prompt.partial(setting.reward, trace.decision_token)
+            tau = kendall(partial[growing], final[growing])
             taus.setdefault(trace.decision_token, []).append(tau)
     _print(setting.name, pd.DataFrame(rows))
     correlations = {at: mean(values) for at, values in sorted(taus.items())}
@@ -255,12 +240,7 @@ async def _branching(arguments: argparse.Namespace) -> None:
     names = arguments.rewards
     if not names:
         raise ValueError("--rewards must name a reward")
-    settings = Settings(
-        max_tokens=arguments.max_tokens,
-        grid=default_grid(arguments.max_tokens),
-        rewards=names,
-        seed=arguments.seed,
-    )
+    settings = replace(_settings(arguments), rewards=names)
     systems = [branchings.System(n) for n in sorted(arguments.rejection)]
     systems += [branchings.System(arguments.start, forks) for forks in arguments.branching]
     items = read_prompts(arguments.prompts, arguments.limit)

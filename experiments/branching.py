@@ -35,13 +35,7 @@ from experiments.statistics import bootstrap, matched_cost, mean, resampled, sho
 from experiments.studies import Study
 from experiments.trajectories import FloatArray, IntArray, prompt_line
 from orchestrator.loop.scoring import RequestScorer
-from specrej.contracts import (
-    Branching,
-    Candidate,
-    Generation,
-    GenerationRequest,
-    Selection,
-)
+from specrej.contracts import Branching, Candidate, Generation, GenerationRequest, Selection
 
 Run = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 from experiments.statistics import Estimate
 
@@ -80,7 +80,7 @@ def log2_axis(axes: Axes, label: str, values: Iterable[float] = ()) -> None:
         axes.set_xticks(ticks[:: -(-len(ticks) // _TICKS)])
     else:
         axes.xaxis.set_major_locator(_locator(*axes.get_xlim()))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
@@ -89,7 +89,7 @@ def log_axis_up(axes: Axes, label: str) -> None:
     axes.set_yscale("log", base=2)
     axes.set_ylabel(label)
     axes.yaxis.set_major_locator(_locator(*axes.get_ylim()))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
 
@@ -98,12 +98,3 @@ def _locator(low: float, high: float) -> LogLocator:
     """With doublings alone, a short axis would have one label."""
     subs = (1.0, 1.5) if high < 8 * low else (1.0,)
     return LogLocator(base=2, subs=subs, numticks=_TICKS)
-
-
-def short(value: float) -> str:
-    """A number for an axis: 0.5, 16, 16.4k."""
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if abs(value) >= 10_000:
-        return f"{value / 1e3:.3g}k"
-    return f"{value:.4g}"

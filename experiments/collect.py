@@ -7,10 +7,11 @@ candidate is rejected.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,32 +26,25 @@ from orchestrator.loop.scoring import checked
 from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
 from specrej.contracts.errors import SlotsExceeded, Violation
 
-# Called with the trajectories of a finished prompt, and the seconds they took.
-Done = Callable[[Trajectories, float], None]
-
 # Larger sessions are hardly faster, and run longer with few live candidates at their end.
 DEFAULT_CHUNK = 256
-
-
-class CollectError(Exception):
-    """The collection cannot begin or continue."""
 
 
 def missing(store: Store, settings: Settings, items: Sequence[Item]) -> tuple[Item, ...]:
     """The prompts that are not in the store yet.
 
     Raises:
-        CollectError: the store has other settings, or other prompts with the same ids.
+        ValueError: the store has other settings, or other prompts with the same ids.
     """
     head = store.head()
     if head is None:
         return tuple(items)
     if Settings.from_json(head["settings"]) != settings:
-        raise CollectError("the directory holds a collection with other settings: choose another")
-    stored = store.prompts()
+        raise ValueError("the directory holds a collection with other settings: choose another")
+    stored = {made.prompt_id: (made.seed, made.prompt) for made in store}
     given = {item.id: (settings.seed + item.number, item.prompt) for item in items}
     if other := [name for name in given if stored.get(name, given[name]) != given[name]]:
-        raise CollectError(f"the directory holds other prompts with the ids {', '.join(other)}")
+        raise ValueError(f"the directory holds other prompts with the ids {', '.join(other)}")
     return tuple(item for item in items if item.id not in stored)
 
 
@@ -59,12 +53,11 @@ async def collect(
     settings: Settings,
     items: Sequence[Item],
     models: Models,
-    done: Done,
 ) -> None:
-    """Add the missing prompts to the store, one at a time.
+    """Add the missing prompts to the store, one at a time; progress goes to stderr.
 
     Raises:
-        CollectError: the store has other settings, prompts or models.
+        ValueError: the store has other settings, prompts or models.
         SpecrejError: a model failed.
     """
     remaining = missing(store, settings, items)
@@ -72,43 +65,45 @@ async def collect(
     if head is None:
         store.begin(_head(settings, models))
     elif head["identity"] != models.identity():
-        raise CollectError("the collection was begun with other models")
-    for item in remaining:
+        raise ValueError("the collection was begun with other models")
+    for number, item in enumerate(remaining, 1):
         start_s = time.perf_counter()
         trajectories = await collect_prompt(item, settings, models)
         store.add(trajectories)
-        done(trajectories, time.perf_counter() - start_s)
+        seconds, tokens = time.perf_counter() - start_s, int(trajectories.num_tokens.sum())
+        done = f"[{number}/{len(remaining)}] {item.id}: {tokens:,} tokens, {seconds:.0f} s"
+        print(done, file=sys.stderr, flush=True)
 
 
 async def collect_prompt(
     item: Item, settings: Settings, models: Models, chunk: int = DEFAULT_CHUNK
 ) -> Trajectories:
     """All candidates of one prompt; a chunk that does not fit into the slots is halved."""
-    draft = _Draft(settings)
-    first = 0
+    made = _empty(item, settings)
+    first = prompt_tokens = 0
     while first < settings.n:
         size = min(chunk, settings.n - first)
         try:
-            await _chunk(item, settings, models, draft, range(first, first + size))
+            candidates = range(first, first + size)
+            prompt_tokens = await _chunk(item, settings, models, made, candidates)
         except SlotsExceeded:
             if size == 1:
                 raise
             chunk = size // 2
         else:
             first += size
-    return draft.trajectories(item, settings)
+    return replace(made, prompt_tokens=prompt_tokens)
 
 
 async def _chunk(
-    item: Item, settings: Settings, models: Models, draft: _Draft, candidates: range
-) -> None:
-    """Generate and score these candidates in one session."""
+    item: Item, settings: Settings, models: Models, made: Trajectories, candidates: range
+) -> int:
+    """Generate and score these candidates in one session; returns the tokens of the prompt."""
     # Tokens depend on a candidate's number, so the session begins with those before the chunk, too.
     sampling, salt = settings.sampling(item.number), unique_salt()
     spec = SessionSpec(item.prompt, candidates.stop, sampling, 1, salt)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(models.generator.open(spec))
-        draft.prompt_tokens = session.prompt_tokens
         await session.prune(candidates)
         scoring = {
             name: await stack.enter_async_context(scorer(item.prompt))
@@ -119,12 +114,13 @@ async def _chunk(
             if ended.ended_by is RoundEnd.SLOTS_FULL:
                 full = Violation("chunk", f"the slots are full at token {ended.num_tokens}")
                 raise SlotsExceeded([full], max_candidates=len(candidates) // 2)
-            draft.add_tokens(ended)
+            _add_tokens(made, ended)
             for name, scoring_session in scoring.items():
                 scores = await checked(scoring_session, ended.candidates)
-                draft.add_scores(name, column, ended, scores)
+                _add_scores(made, name, column, ended, scores)
             if ended.ended_by is RoundEnd.ALL_FINISHED:
                 break
+        return session.prompt_tokens
 
 
 def _head(settings: Settings, models: Models) -> dict[str, Any]:
@@ -138,55 +134,45 @@ def _head(settings: Settings, models: Models) -> dict[str, Any]:
     }
 
 
-class _Draft:
-    """One prompt's arrays while they fill; shapes as in `Trajectories`."""
-
-    def __init__(self, settings: Settings) -> None:
-        n, columns = settings.n, len(settings.grid)
-        self.positions = np.array(settings.grid, dtype=np.int64)
-        self.num_tokens = np.zeros(n, np.int64)
-        self.finished = np.zeros(n, np.bool_)
-        self.logprobs = np.full((n, settings.max_tokens), np.nan)
-        self.rewards = {
+def _empty(item: Item, settings: Settings) -> Trajectories:
+    """The prompt's trajectories, whose arrays are filled in place."""
+    n, columns = settings.n, len(settings.grid)
+    return Trajectories(
+        prompt_id=item.id,
+        prompt=item.prompt,
+        prompt_tokens=0,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed + item.number,
+        positions=np.array(settings.grid, dtype=np.int64),
+        num_tokens=np.zeros(n, np.int64),
+        finished=np.zeros(n, np.bool_),
+        logprobs=np.full((n, settings.max_tokens), np.nan),
+        rewards={
             name: PrefixScores(np.full((n, columns), np.nan), np.full(n, np.nan))
             for name in settings.rewards
-        }
-        self.texts = [""] * n
-        self.prompt_tokens = 0
+        },
+        texts=[""] * n,
+    )
 
-    def add_tokens(self, ended: Round) -> None:
-        for candidate in ended.candidates:
-            if len(candidate.new_logprobs) != len(candidate.new_token_ids):
-                raise CollectError("the generator returns no log-probabilities")
-            end = candidate.num_tokens
-            start = end - len(candidate.new_logprobs)
-            self.logprobs[candidate.id, start:end] = candidate.new_logprobs
-            if candidate.finish:
-                self.num_tokens[candidate.id] = candidate.num_tokens
-                self.finished[candidate.id] = candidate.finish is FinishReason.STOP
-                self.texts[candidate.id] = candidate.text
 
-    def add_scores(self, name: str, column: int, ended: Round, scores: Scores) -> None:
-        partial, final = self.rewards[name].partial, self.rewards[name].final
-        for candidate, value in zip(ended.candidates, scores.values, strict=True):
-            if candidate.finish:
-                final[candidate.id] = value
-            # A candidate that ended before the position has no prefix of that length.
-            if candidate.num_tokens == self.positions[column]:
-                partial[candidate.id, column] = value
+def _add_tokens(made: Trajectories, ended: Round) -> None:
+    for candidate in ended.candidates:
+        if len(candidate.new_logprobs) != len(candidate.new_token_ids):
+            raise ValueError("the generator returns no log-probabilities")
+        end = candidate.num_tokens
+        start = end - len(candidate.new_logprobs)
+        made.logprobs[candidate.id, start:end] = candidate.new_logprobs
+        if candidate.finish:
+            made.num_tokens[candidate.id] = candidate.num_tokens
+            made.finished[candidate.id] = candidate.finish is FinishReason.STOP
+            made.texts[candidate.id] = candidate.text
 
-    def trajectories(self, item: Item, settings: Settings) -> Trajectories:
-        """The finished arrays."""
-        return Trajectories(
-            prompt_id=item.id,
-            prompt=item.prompt,
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=settings.max_tokens,
-            seed=settings.seed + item.number,
-            positions=self.positions,
-            num_tokens=self.num_tokens,
-            finished=self.finished,
-            logprobs=self.logprobs,
-            rewards=self.rewards,
-            texts=tuple(self.texts),
-        )
+
+def _add_scores(made: Trajectories, name: str, column: int, ended: Round, scores: Scores) -> None:
+    partial, final = made.rewards[name].partial, made.rewards[name].final
+    for candidate, value in zip(ended.candidates, scores.values, strict=True):
+        if candidate.finish:
+            final[candidate.id] = value
+        # A candidate that ended before the position has no prefix of that length.
+        if candidate.num_tokens == made.positions[column]:
+            partial[candidate.id, column] = value

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.replay import Replayer, Setting, decision_tokens
+from experiments.replay import Setting, decision_tokens, replay
 from experiments.statistics import expected_first
 from experiments.trajectories import IntArray, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
@@ -74,12 +73,7 @@ class Frames:
         usual = self.runs if usual.empty else usual
         distance = (usual.alpha - DEFAULT_ALPHA).abs()
         first = usual[distance == distance.min()].iloc[0]
-        return self.of(first)
-
-    def of(self, setting: Any) -> pd.DataFrame:
-        """The runs of the setting that a row names."""
-        same = np.logical_and.reduce([self.runs[name] == setting[name] for name in SETTING])
-        return self.runs[same]
+        return usual[(usual[SETTING] == first[SETTING]).all(axis=1)]
 
     def moved(self, schedule: Schedule) -> pd.DataFrame:
         """The default with another schedule; empty if it cuts where no prefix was scored."""
@@ -151,12 +145,10 @@ def replayed(prompts: Sequence[Trajectories], settings: Sequence[Setting]) -> pd
     """A row per setting and prompt; see `Frames.runs`, without reward.
 
     Raises:
-        OffGrid: a round ends where no prefix was scored.
-        ValueError: a prompt has fewer answers than N.
+        ValueError: a round ends where no prefix was scored, or a prompt has fewer answers than N.
     """
     rows = []
     for number, prompt in enumerate(prompts):
-        replayer = Replayer(prompt, settings[0].reward)
         for setting in settings:
             n = setting.n
             if n > prompt.n:
@@ -166,7 +158,8 @@ def replayed(prompts: Sequence[Trajectories], settings: Sequence[Setting]) -> pd
                 slots = prompt.prompt_tokens + n * _MEMORY_TOKENS
             name = {"n": n, "alpha": setting.alpha, "schedule": str(setting.schedule)}
             for start in range(0, prompt.n - n + 1, n)[:_MAX_GROUPS]:
-                run = replayer.run(replace(setting, slots=slots), np.arange(start, start + n))
+                candidates = np.arange(start, start + n)
+                run = replay(prompt, replace(setting, slots=slots), candidates)
                 tokens = {"tokens": run.generated_tokens, "full_tokens": run.best_of_n_tokens}
                 rows.append({**name, "prompt": number, **tokens, "regret": run.regret})
     return pd.DataFrame(rows).groupby([*SETTING, "prompt"], sort=False).mean().reset_index()

@@ -50,10 +50,7 @@ class Comparison:
         self._full = full
         self._rewards = pivot(full, "reward")
         self._single = pivot(full, "tokens", [1])[:, 0]
-
-    @property
-    def prompts(self) -> IntArray:
-        return np.arange(len(self._rewards))
+        self.prompts = np.arange(len(self._rewards))
 
     def ahead(self, runs: pd.DataFrame, prompts: IntArray) -> FloatArray:
         """[prompts] the reward of a setting less that of Best-of-N with its mean tokens there."""

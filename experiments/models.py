@@ -6,9 +6,8 @@ results.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
-    Event,
     Finished,
     Generation,
     GenerationRequest,
@@ -26,8 +24,6 @@ from specrej.contracts import (
     RewardDescription,
     Scorer,
 )
-
-_TOY_SLOTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +44,10 @@ class Models:
     async def answer(self, request: GenerationRequest, reward: str) -> Generation:
         """Answer a request by the loop that serves requests."""
         scorer = LikelihoodScorer() if reward == LIKELIHOOD else self.scorers[reward]
-        return await generation_of(run(request, self.generator, scorer, unique_salt()))
-
-
-async def generation_of(events: AsyncGenerator[Event, None]) -> Generation:
-    """The result of a run, from its events (`orchestrator.loop.run.run`)."""
-    async with aclosing(events):
-        *_, last = [event async for event in events]
-    assert isinstance(last, Finished)
-    return last.generation
+        async with aclosing(run(request, self.generator, scorer, unique_salt())) as events:
+            *_, last = [event async for event in events]
+        assert isinstance(last, Finished)
+        return last.generation
 
 
 def unique_salt() -> str:
@@ -77,6 +68,8 @@ async def in_process(rewards: Sequence[str]) -> AsyncIterator[Models]:
         FileNotFoundError: a model is missing.
     """
     # Imported here, so that replays and reports do not need torch.
+    from generator_service.__main__ import open_generator
+    from generator_service.settings import GeneratorSettings
     from reward_service.settings import RewardSettings
     from reward_service.worker import Worker
     from specrej.settings import load
@@ -86,7 +79,7 @@ async def in_process(rewards: Sequence[str]) -> AsyncIterator[Models]:
     if missing := [name for name in rewards if name not in specs]:
         raise ValueError(f"no such reward: {', '.join(missing)}; available: {', '.join(specs)}")
     async with AsyncExitStack() as resources:
-        generator = await _generator(resources)
+        generator, _ = await open_generator(load(GeneratorSettings, []), resources)
         workers = {}
         for name in rewards:
             load_reward = partial(specs[name].load, settings.resources)
@@ -100,26 +93,3 @@ async def in_process(rewards: Sequence[str]) -> AsyncIterator[Models]:
             {name: worker.open for name, worker in workers.items()},
             tuple(worker.description for worker in workers.values()),
         )
-
-
-async def _generator(resources: AsyncExitStack) -> Generator:
-    """The generator of the settings; `resources` closes it."""
-    from generator_service.loading import engine_of, load_generator
-    from generator_service.settings import GeneratorSettings
-    from generator_service.toy import is_toy, load_toy
-    from specrej.settings import load
-
-    settings = load(GeneratorSettings, [])
-    if is_toy(settings.model):
-        return load_toy(settings.model, settings.kv_slots or _TOY_SLOTS)
-    engine = engine_of(settings) if settings.engine == "auto" else settings.engine
-    if engine == "vllm":
-        from generator_service.stock.vllm_generator import load_vllm
-
-        vllm = await asyncio.to_thread(load_vllm, settings)
-        resources.callback(vllm.close)
-        await vllm.warm_up()
-        return vllm
-    own = await asyncio.to_thread(load_generator, settings)
-    resources.callback(own.close)
-    return own

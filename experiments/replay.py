@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from experiments.trajectories import FloatArray, IntArray, OffGrid, Trajectories
+from experiments.trajectories import IntArray, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.rejection import cut, num_released
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
-from specrej.contracts import Algorithm, FinishReason, Schedule
+from specrej.contracts import FinishReason, Schedule
 
 
 def decision_tokens(schedule: Schedule, max_tokens: int) -> tuple[int, ...]:
@@ -32,10 +32,6 @@ def decision_tokens(schedule: Schedule, max_tokens: int) -> tuple[int, ...]:
     while ends[-1] < max_tokens:
         ends.append(next_decision_token(schedule, ends[-1], max_tokens))
     return tuple(ends[1:-1])
-
-
-class NeverFits(ValueError):
-    """The generator would refuse the request: it needs more slots than there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +47,10 @@ class Setting:
     schedule: Schedule = field(default_factory=Schedule)
     reward: str = LIKELIHOOD
     slots: int = 0
-    algorithm: Algorithm = Algorithm.SPECULATIVE_REJECTION
 
     @property
     def name(self) -> str:
         """The setting as text."""
-        if self.algorithm is Algorithm.BEST_OF_N:
-            return f"Best-of-{self.n}"
         slots = f", {self.slots} slots" if self.slots else ""
         return f"N={self.n}, alpha {self.alpha:g}, {self.schedule}{slots}"
 
@@ -77,14 +70,13 @@ class ReplayedRound:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of one request; best_of_n_*: that of Best-of-N with the same candidates."""
+    """The result of one request; best_of_n_*: of Best-of-N with the same candidates."""
 
     answer: int
     score: float
     finish: FinishReason
     generated_tokens: int
     rounds: tuple[ReplayedRound, ...]
-    best_of_n_answer: int
     best_of_n_score: float
     best_of_n_tokens: int
 
@@ -94,59 +86,38 @@ class Replayed:
         return self.best_of_n_score - self.score
 
 
-class Replayer:
-    """One prompt under one reward; caches scores over many settings."""
+def replay(
+    trajectories: Trajectories, setting: Setting, candidates: Sequence[int] | IntArray | None = None
+) -> Replayed:
+    """Replay a request with these candidates, by default the first n.
 
-    def __init__(self, trajectories: Trajectories, reward: str) -> None:
-        """Raises KeyError: the reward was not collected."""
-        self.trajectories = trajectories
-        self.reward = reward
-        self.final = trajectories.final(reward)
-        self._columns: dict[int, FloatArray] = {}
+    Ids in the result are those of the trajectories. Of equal scores the earlier candidate ranks
+    first.
 
-    def partial(self, position: int) -> FloatArray:
-        """[N] scores of the first `position` tokens; NaN where the answer has fewer.
-
-        Raises:
-            OffGrid: no prefix was scored there.
-        """
-        if position not in self._columns:
-            self._columns[position] = self.trajectories.partial(self.reward, position)
-        return self._columns[position]
-
-    def run(self, setting: Setting, candidates: Sequence[int] | IntArray | None = None) -> Replayed:
-        """Replay a request with these candidates, by default the first n.
-
-        Ids in the result are those of the trajectories. Of equal scores the earlier candidate
-        ranks first.
-
-        Raises:
-            OffGrid: a round ends where no prefix was scored.
-            NeverFits: the generator would refuse the request.
-            ValueError: `setting.n` is above the number of candidates.
-        """
-        if candidates is None:
-            n = setting.n or self.trajectories.n
-            if n > self.trajectories.n:
-                raise ValueError(f"{n} candidates of {self.trajectories.n} that were generated")
-            candidates = np.arange(n)
-        return _Request(self, setting, np.asarray(candidates, dtype=np.int64)).run()
+    Raises:
+        KeyError: the reward was not collected.
+        ValueError: a round ends where no prefix was scored, the generator would refuse the request
+            for its slots, or `setting.n` is above the number of candidates.
+    """
+    if candidates is None:
+        n = setting.n or trajectories.n
+        if n > trajectories.n:
+            raise ValueError(f"{n} candidates of {trajectories.n} that were generated")
+        candidates = np.arange(n)
+    return _Request(trajectories, setting, np.asarray(candidates, dtype=np.int64)).run()
 
 
 class _Request:
     """One request in progress; candidates are rows 0, 1, ... of the arrays here."""
 
-    def __init__(self, replayer: Replayer, setting: Setting, rows: IntArray) -> None:
-        prompt = replayer.trajectories
-        self._replayer = replayer
+    def __init__(self, prompt: Trajectories, setting: Setting, rows: IntArray) -> None:
+        self._prompt = prompt
         self._setting = setting
-        self._alpha = 0.0 if setting.algorithm is Algorithm.BEST_OF_N else setting.alpha
         self._ids = rows
         self._max_tokens = prompt.max_tokens
-        self._prompt_tokens = prompt.prompt_tokens
         self._num_tokens = prompt.num_tokens[rows]
         self._is_complete = prompt.finished[rows]
-        self._final = replayer.final[rows]
+        self._final = prompt.final(setting.reward)[rows]
         self._share = self._admitted_share()
         self._live = np.arange(len(rows))
         self._ranked: dict[int, float] = {}  # scores of finished candidates still in the ranking
@@ -160,15 +131,13 @@ class _Request:
             self._rounds.append(self._round())
         # The first of equal scores, as in `orchestrator.loop.rejection.rank`.
         answer = int(np.argmax(np.where(self._ended, self._final, -np.inf)))
-        best = int(np.argmax(self._final))
         return Replayed(
             answer=int(self._ids[answer]),
             score=float(self._final[answer]),
             finish=FinishReason.STOP if self._is_complete[answer] else FinishReason.LENGTH,
             generated_tokens=sum(round_.generated_tokens for round_ in self._rounds),
             rounds=tuple(self._rounds),
-            best_of_n_answer=int(self._ids[best]),
-            best_of_n_score=float(self._final[best]),
+            best_of_n_score=float(self._final.max()),
             best_of_n_tokens=int(self._num_tokens.sum()),
         )
 
@@ -194,10 +163,10 @@ class _Request:
         if not len(grown):
             return grown
         live = grown.tolist()
-        partial = self._replayer.partial(self._position)[self._ids[grown]]
+        partial = self._prompt.partial(self._setting.reward, self._position)[self._ids[grown]]
         scores = self._ranked | dict(zip(live, partial.tolist(), strict=True))
         release = num_released(len(live), self._position) if is_full else 0
-        kept = cut(scores, set(live), self._alpha, release=release).kept
+        kept = cut(scores, set(live), self._setting.alpha, release=release).kept
         survives = np.fromiter((row in kept for row in live), np.bool_, len(live))
         self._ranked = {row: score for row, score in self._ranked.items() if row in kept}
         return grown[survives]
@@ -205,9 +174,7 @@ class _Request:
     def _end_of_round(self) -> tuple[int, bool]:
         """Where the round ends, and whether full slots end it; see `engine.engine`."""
         lengths = self._num_tokens[self._live]
-        until = self._max_tokens
-        if self._setting.algorithm is not Algorithm.BEST_OF_N:
-            until = next_decision_token(self._setting.schedule, self._position, self._max_tokens)
+        until = next_decision_token(self._setting.schedule, self._position, self._max_tokens)
         full = self._full_at(lengths, until)
         if full is not None:
             return self._on_grid(full), True
@@ -228,28 +195,25 @@ class _Request:
 
     def _on_grid(self, position: int) -> int:
         """The last position of the grid that is not after this one."""
-        if self._replayer.reward == LIKELIHOOD:
+        if self._setting.reward == LIKELIHOOD:
             return position
-        positions = self._replayer.trajectories.positions
+        positions = self._prompt.positions
         index = int(np.searchsorted(positions, position, side="right"))
         if not index:
-            raise OffGrid(f"slots are full at token {position}, before the grid begins")
+            raise ValueError(f"slots are full at token {position}, before the grid begins")
         return max(int(positions[index - 1]), self._position)
 
     def _admitted_share(self) -> int | None:
         """Slots for the candidates' tokens; None: unlimited.
 
         Raises:
-            NeverFits: by the engine's rule of admission.
+            ValueError: it never fits, by the engine's rule of admission.
         """
         if not self._setting.slots:
             return None
-        first = self._max_tokens
-        if self._setting.algorithm is not Algorithm.BEST_OF_N:
-            first = first_round_tokens(self._setting.schedule, self._max_tokens)
+        first = first_round_tokens(self._setting.schedule, self._max_tokens)
         floor = max(len(self._ids) * max(0, first - 1), self._max_tokens - 1)
-        if self._prompt_tokens + floor > self._setting.slots:
-            raise NeverFits(
-                f"needs {self._prompt_tokens + floor} slots, there are {self._setting.slots}"
-            )
-        return self._setting.slots - self._prompt_tokens
+        needed = self._prompt.prompt_tokens + floor
+        if needed > self._setting.slots:
+            raise ValueError(f"needs {needed} slots, there are {self._setting.slots}")
+        return self._setting.slots - self._prompt.prompt_tokens

@@ -8,6 +8,7 @@ commit; figures/*.svg; tables/*.md and .csv.
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,12 @@ def write(sets: Sequence[Frames], out: Path, notes: Mapping[str, str]) -> list[S
         (out / f"studies-{slug}.md").write_text(_compact(frames, studies, measured), "utf-8")
         for study in studies:
             write_table(study, out / "tables" / f"{slug}-{study.name}", measured)
-            figures = [
-                (chart.title, charts.svg(f"{slug}-{chart.name}", chart.title, chart.draw))
-                for chart in study.charts
-            ]
-            for chart, (_, figure) in zip(study.charts, figures, strict=True):
-                (out / "figures" / f"{slug}-{chart.name}.svg").write_text(figure, "utf-8")
-            inline = [(title, _inline(figure, f"{slug}-{study.name}")) for title, figure in figures]
-            parts.append((frames, study, inline))
+            pictures = []
+            for chart in study.charts:
+                svg = charts.svg(f"{slug}-{chart.name}", chart.title, chart.draw).encode()
+                (out / "figures" / f"{slug}-{chart.name}.svg").write_bytes(svg)
+                pictures.append((chart.title, b64encode(svg).decode()))
+            parts.append((frames, study, pictures))
     summaries = [_summary(analysed), _recommended(analysed)]
     for study in summaries:
         write_table(study, out / study.name, measured_by(notes, sets))
@@ -187,11 +186,3 @@ def _used(table: pd.DataFrame) -> pd.DataFrame:
 
 def _html(table: pd.DataFrame) -> Any:
     return Markup(_used(table).map(shown).to_html(index=False, border=0))
-
-
-def _inline(svg: str, name: str) -> Any:
-    """The SVG as part of a page, with ids unique to this picture."""
-    body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    for mark in ('id="', 'href="#', "url(#"):
-        body = body.replace(mark, f"{mark}{name}-")
-    return Markup(body)

@@ -38,7 +38,6 @@ BOUND = "bound, all answers as long as the limit"
 RATIO = "tokens, ratio (95 %)"
 SCORE = "improvement score (95 %)"
 _SURVIVAL_ALPHAS = (0.5, 0.75)
-_LEAST_SCORES = 10.0  # span of the improvement score's axis, a tenth of the base's range
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +196,10 @@ def correlation(frames: Frames) -> Study:
         axes.set_ylabel("correlation with the final reward")
         axes.set_ylim(top=1)
 
-    def survival(axes: Axes) -> None:
-        for alpha, color in zip(_SURVIVAL_ALPHAS, (charts.GREEN, charts.PURPLE), strict=True):
-            column = f"best survives alpha {alpha:g} (95 %)"
-            charts.band(axes, table["decision token"], table[column], f"alpha {alpha:g}", color)
-            chance = 1 - alpha * table["share still growing"]
-            axes.plot(table["decision token"], chance, ":", color=color)
-        charts.log2_axis(axes, "decision token (dotted: by chance)", table["decision token"])
-        axes.set_ylabel("share of prompts")
-        axes.set_ylim(0, 1.03)
-
     reward = frames.reward
     drawn = (
         Chart("scatter", f"Partial against final {reward}", partial(_scatter, frames.prefixes)),
         Chart("correlation", f"Correlation of partial with final {reward}", correlations),
-        Chart("survival", f"Prompts whose best answer by {reward} survives one cut", survival),
     )
     return Study("correlation", f"Partial against final {reward}", table, drawn if rows else ())
 
@@ -312,6 +300,4 @@ def _scores(table: pd.DataFrame, axes: Axes) -> None:
     full = points[points.method == "Best-of-N"]
     axes.plot(full["relative tokens"], full.score, "o-", color=charts.ORANGE, label="Best-of-N")
     charts.log2_axis(axes, "relative tokens")
-    low, high = axes.get_ylim()
-    missing = max(0.0, _LEAST_SCORES - (high - low)) / 2
-    axes.set(ylabel="improvement score", ylim=(low - missing, high + missing))
+    axes.set_ylabel("improvement score")

@@ -25,10 +25,6 @@ _SCALARS = ("prompt_id", "prompt_tokens", "max_tokens", "seed")  # fields stored
 _ARRAYS = ("positions", "num_tokens", "finished", "logprobs")
 
 
-class OffGrid(ValueError):
-    """Prefixes were not scored at this position; the message has the nearest scored positions."""
-
-
 @dataclass(frozen=True, slots=True)
 class PrefixScores:
     """Scores of one reward for one prompt's candidates.
@@ -63,7 +59,7 @@ class Trajectories:
     finished: BoolArray
     logprobs: FloatArray
     rewards: Mapping[str, PrefixScores]
-    texts: tuple[str, ...]
+    texts: list[str]
 
     @property
     def n(self) -> int:
@@ -95,7 +91,7 @@ class Trajectories:
         """[N] scores of the first `position` tokens; NaN where the answer has fewer.
 
         Raises:
-            OffGrid: no prefix was scored there.
+            ValueError: no prefix was scored there; the message has the nearest scored positions.
         """
         if reward == LIKELIHOOD:
             means = self.logprob_sums[:, position - 1] / position
@@ -103,7 +99,7 @@ class Trajectories:
         index = int(np.searchsorted(self.positions, position))
         if index == len(self.positions) or self.positions[index] != position:
             nearest = " and ".join(map(str, self.positions[max(0, index - 1) : index + 1]))
-            raise OffGrid(
+            raise ValueError(
                 f"no prefix was scored at token {position}: the nearest on the grid are "
                 f"{nearest or 'none'}"
             )
@@ -116,8 +112,8 @@ class Trajectories:
         beginning of the long one. Texts stay whole, since the text of a prefix is not stored.
 
         Raises:
-            ValueError: `max_tokens` is above the limit of this collection.
-            OffGrid: prefixes were not scored there.
+            ValueError: `max_tokens` is above the limit of this collection, or prefixes were not
+                scored there.
         """
         if max_tokens > self.max_tokens:
             raise ValueError(f"{self.prompt_id} was generated up to {self.max_tokens} tokens only")
@@ -165,10 +161,6 @@ class Store:
         """What the collection was begun with; None if it does not exist."""
         path = self._directory / _HEAD
         return json.loads(path.read_text("utf-8")) if path.exists() else None
-
-    def prompts(self) -> dict[str, tuple[int, Prompt]]:
-        """Seed and prompt of each stored prompt, by id."""
-        return {made.prompt_id: (made.seed, made.prompt) for made in self}
 
     def __iter__(self) -> Iterator[Trajectories]:
         """The stored prompts, loaded one at a time."""
@@ -243,5 +235,5 @@ def _trajectories(arrays: Mapping[str, NDArray[Any]]) -> Trajectories:
             name: PrefixScores(floats(f"partial/{name}"), floats(f"final/{name}"))
             for name in about["rewards"]
         },
-        texts=tuple(about["texts"]),
+        texts=about["texts"],
     )

@@ -44,7 +44,7 @@ async def _serve(settings: GeneratorSettings) -> None:
     server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
 
     async def warm_up() -> None:
-        generator, heartbeat = await _load(settings, resources)
+        generator, heartbeat = await open_generator(settings, resources)
         server.watch(heartbeat)
         servicer.load(generator)
 
@@ -52,7 +52,7 @@ async def _serve(settings: GeneratorSettings) -> None:
         await server.run(warm_up)
 
 
-async def _load(
+async def open_generator(
     settings: GeneratorSettings, resources: AsyncExitStack
 ) -> tuple[Generator, Heartbeat]:
     """The generator of the settings, and its heartbeat; `resources` closes the generator."""

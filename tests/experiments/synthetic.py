@@ -78,7 +78,7 @@ def from_scores(
         finished=num_tokens < max_tokens if finished is None else finished,
         logprobs=logprobs,
         rewards={WALK: PrefixScores(partial, scores[np.arange(n), num_tokens - 1])},
-        texts=tuple(f"Answer {i} to {prompt_id}, at <b>length</b>." for i in range(n)),
+        texts=[f"Answer {i} to {prompt_id}, at <b>length</b>." for i in range(n)],
     )
 
 

@@ -27,7 +27,7 @@ def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
     report = tmp_path / "report"
     assert "fewer than 8 prompts" in (report / "recommended.md").read_text()
     page = Path(result["report"]).read_text()
-    assert "32 tokens" in page and page.count("<svg") == len([*(report / "figures").iterdir()]) > 5
+    assert "32 tokens" in page and page.count("<img") == len([*(report / "figures").iterdir()]) > 5
     text = (report / "studies-32-tokens-likelihood.md").read_text()
     assert "model toy; 1 prompts, N = 16, at most 32 tokens, seeds 1 to 1" in text
     stored = pd.read_csv(report / "tables" / "32-tokens-likelihood-matched.csv")

@@ -11,27 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.collect import CollectError, collect, missing
+from experiments.collect import collect, missing
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.settings import Settings
-from experiments.trajectories import Store, Trajectories, load
+from experiments.trajectories import Store, load
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.scoring import LikelihoodScorer
-from specrej.contracts import (
-    Algorithm,
-    GenerationRequest,
-    Prompt,
-    Selection,
-    SessionSpec,
-)
+from specrej.contracts import Algorithm, GenerationRequest, Prompt, Selection, SessionSpec
 from specrej.contracts.errors import RewardInvalid, Unavailable
-from tests.experiments.doubles import (
-    collected,
-    live_run,
-    models,
-    tiny_engine,
-)
+from tests.experiments.doubles import collected, live_run, models, tiny_engine
 from tests.experiments.test_trajectories import assert_equal
 from tests.orchestrator.runs import PROMPT, FixedScorer
 
@@ -122,18 +111,14 @@ class FailsAtSecond(ToyGenerator):
             yield session
 
 
-def ignore(trajectories: Trajectories, seconds: float) -> None:
-    """Report no progress."""
-
-
 async def test_collection_resumes_with_missing_prompts(tmp_path: Path) -> None:
     """Interrupted in the second prompt, it collects the second and third again."""
     generator = ToyGenerator(end_every=20)
     store = Store(tmp_path)
     with pytest.raises(Unavailable, match="restarting"):
-        await collect(store, SETTINGS, ITEMS, models(FailsAtSecond()), ignore)
+        await collect(store, SETTINGS, ITEMS, models(FailsAtSecond()))
     assert missing(store, SETTINGS, ITEMS) == ITEMS[1:]
-    await collect(store, SETTINGS, ITEMS, models(generator), ignore)
+    await collect(store, SETTINGS, ITEMS, models(generator))
     assert missing(store, SETTINGS, ITEMS) == ()
     prompts = load(tmp_path)
     assert [prompt.prompt_id for prompt in prompts] == ["a", "b", "c"]
@@ -149,22 +134,22 @@ async def test_collection_resumes_with_missing_prompts(tmp_path: Path) -> None:
 async def test_other_settings_prompts_or_models_are_refused(tmp_path: Path) -> None:
     """Guards against collections that mix them."""
     store, generator = Store(tmp_path), ToyGenerator()
-    await collect(store, SETTINGS, ITEMS[:1], models(generator), ignore)
-    with pytest.raises(CollectError, match="other settings"):
+    await collect(store, SETTINGS, ITEMS[:1], models(generator))
+    with pytest.raises(ValueError, match="other settings"):
         missing(store, replace(SETTINGS, temperature=0.5), ITEMS)
-    with pytest.raises(CollectError, match="other prompts with the ids a"):
+    with pytest.raises(ValueError, match="other prompts with the ids a"):
         missing(store, SETTINGS, [replace(ITEMS[0], prompt=PROMPT)])
-    with pytest.raises(CollectError, match="other models"):
-        await collect(store, SETTINGS, ITEMS, models(generator, fingerprint="2"), ignore)
-    assert [*store.prompts()] == ["a"]
+    with pytest.raises(ValueError, match="other models"):
+        await collect(store, SETTINGS, ITEMS, models(generator, fingerprint="2"))
+    assert [made.prompt_id for made in store] == ["a"]
 
 
 async def test_invalid_rewards_are_not_stored(tmp_path: Path) -> None:
     store, settings = Store(tmp_path), replace(SETTINGS, rewards=("broken",))
     broken = models(ToyGenerator(), {"broken": FixedScorer(lambda candidate: math.nan)})
     with pytest.raises(RewardInvalid):
-        await collect(store, settings, ITEMS, broken, ignore)
-    assert store.prompts() == {}
+        await collect(store, settings, ITEMS, broken)
+    assert not [*store]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,14 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.replay import NeverFits, Replayed, Replayer, Setting
+from experiments.replay import Replayed, Setting, replay
 from experiments.settings import Settings
 from experiments.trajectories import Trajectories
 from generator_service.toy import ToyGenerator
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
-    Algorithm,
     Generation,
     GenerationRequest,
     Prompt,
@@ -52,17 +51,10 @@ def request(setting: Setting, sampling: Sampling, prompt: Prompt) -> GenerationR
         n=setting.n,
         alpha=setting.alpha,
         schedule=setting.schedule,
-        algorithm=setting.algorithm,
         return_candidates=1,
         prefer_complete=False,
     )
     return GenerationRequest(prompt, sampling, selection)
-
-
-def replay(
-    made: Trajectories, setting: Setting, candidates: Sequence[int] | None = None
-) -> Replayed:
-    return Replayer(made, setting.reward).run(setting, candidates)
 
 
 def check(replayed: Replayed, live: Generation, rounds: list[RoundCompleted]) -> None:
@@ -97,7 +89,6 @@ def held_slots(made: Trajectories, replayed: Replayed, n: int) -> list[int]:
     alpha=ALPHAS,
     schedule=SCHEDULES,
     reward=st.sampled_from(sorted(REWARDS)),
-    algorithm=st.sampled_from(Algorithm),
 )
 async def test_replay_equals_live_run_on_toys(
     n: int,
@@ -107,7 +98,6 @@ async def test_replay_equals_live_run_on_toys(
     alpha: float,
     schedule: Schedule,
     reward: str,
-    algorithm: Algorithm,
 ) -> None:
     """Candidates that end early, late and never, under every schedule, with unlimited slots."""
     of_collection = Settings(
@@ -115,7 +105,7 @@ async def test_replay_equals_live_run_on_toys(
     )
     generator = ToyGenerator(end_every=end_every)
     trajectories = await collected(generator, replace(of_collection, rewards=("letters",)))
-    setting = Setting(n, alpha, schedule, reward, algorithm=algorithm)
+    setting = Setting(n, alpha, schedule, reward)
     sampling = replace(of_collection.sampling(0), logprobs=False)
     live = await live_run(request(setting, sampling, PROMPT), generator, REWARDS[reward])
     check(replay(trajectories, setting), *live)
@@ -163,7 +153,7 @@ def test_replay_equals_live_run_on_engine(
 ) -> None:
     """From the smallest capacity that admits the request; slots of each round are equal too."""
     setting = Setting(n, alpha, schedule, reward, slots=1)
-    with pytest.raises(NeverFits) as refused:
+    with pytest.raises(ValueError, match="needs") as refused:
         replay(made, setting)
     slots = int(str(refused.value).split()[1]) + spare_slots
     wanted = request(setting, ENGINE_SETTINGS.sampling(0), TEXT_PROMPT)
@@ -177,8 +167,7 @@ def test_replay_equals_live_run_on_engine(
 def test_replay_includes_best_of_n_of_the_same_candidates(made: Trajectories) -> None:
     setting = Setting(16, 0.5, Schedule(first=4), "letters")
     replayed = replay(made, setting)
-    full = replay(made, replace(setting, algorithm=Algorithm.BEST_OF_N))
-    assert replayed.best_of_n_answer == full.answer
+    full = replay(made, replace(setting, alpha=0.0))
     assert replayed.best_of_n_tokens == full.generated_tokens
     assert replayed.regret == full.score - replayed.score >= 0
     assert replayed.best_of_n_tokens > replayed.generated_tokens
@@ -223,6 +212,6 @@ def test_a_lost_best_answer_is_regretted() -> None:
     scores[1, :8] = 0.0
     made = from_scores(scores, np.array([16, 16, 16, 16]), positions=(8, 16))
     replayed = replay(made, Setting(4, 0.5, Schedule("tokens", tokens=(8,)), "walk"))
-    assert (replayed.answer, replayed.score, replayed.best_of_n_answer) == (2, 4, 1)
+    assert (replayed.answer, replayed.score, replayed.best_of_n_score) == (2, 4, 5)
     assert replayed.regret == 1
     assert [round_.survivors for round_ in replayed.rounds] == [(2, 3), ()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from generator_service.__main__ import _load
+from generator_service.__main__ import open_generator
 from generator_service.engine.commands import Step
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
@@ -312,7 +312,7 @@ async def test_the_service_of_an_endpoint() -> None:
     servicer = GeneratorServicer(lease_s=5)
     async with served(by_seed) as endpoint, AsyncExitStack() as resources:
         settings = GeneratorSettings(engine="remote", model="toy:m", remote_url=endpoint.url)
-        made, heartbeat = await _load(settings, resources)
+        made, heartbeat = await open_generator(settings, resources)
         assert isinstance(made, EndpointGenerator) and heartbeat() == 0
         servicer.load(made)
         channel = await resources.enter_async_context(serving(servicer.service()))

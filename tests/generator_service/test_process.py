@@ -15,7 +15,7 @@ import grpc
 import pytest
 from pydantic import ValidationError
 
-from generator_service.__main__ import _load, _serve, main
+from generator_service.__main__ import _serve, main, open_generator
 from generator_service.loading import engine_of
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_generator import fingerprint_of
@@ -60,7 +60,7 @@ async def test_a_shorter_context_is_a_limit(tmp_path: Path) -> None:
     others = engine_threads()
     settings = GeneratorSettings(model=str(tmp_path), kv_slots=1000, context_tokens=40)
     async with AsyncExitStack() as resources:
-        generator, _ = await _load(settings, resources)
+        generator, _ = await open_generator(settings, resources)
         assert len(engine_threads() - others) == 1
         assert (await generator.describe()).context_tokens == 40
         spec = SessionSpec(Prompt(text="Hello"), 1, Sampling(max_tokens=40), 1)
