@@ -67,14 +67,19 @@ class Processes:
         return {name: process.pid for name, process in self._running.items()}
 
     async def __aenter__(self) -> Self:
+        # Not a TaskGroup: one that fails leaves its task marked as cancelled (Python 3.11), and
+        # Ctrl-C would no longer be a KeyboardInterrupt.
+        starting = [asyncio.create_task(self._start(one)) for one in self._programs.values()]
         try:
-            async with asyncio.TaskGroup() as group:
-                for program in self._programs.values():
-                    group.create_task(self._start(program))
-        except BaseException as error:
-            await self._stop_all()
-            # The first failure is the cause; the others follow from it.
-            raise (error.exceptions[0] if isinstance(error, ExceptionGroup) else error) from None
+            await asyncio.gather(*starting)
+        except BaseException:
+            for start in starting:
+                start.cancel()
+            try:
+                await asyncio.gather(*starting, return_exceptions=True)
+            finally:
+                await self._stop_all()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -84,6 +84,8 @@ async def test_error_of_an_early_end_has_the_log(tmp_path: Path) -> None:
         async with running:
             pytest.fail("entered")
     assert all_dead(list(running.processes.values())), "the healthy child has to go too"
+    task = asyncio.current_task()
+    assert task and not task.cancelling(), "Ctrl-C would not be a KeyboardInterrupt"
 
 
 async def test_a_child_that_is_never_ready_raises(tmp_path: Path) -> None:
