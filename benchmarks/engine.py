@@ -1,21 +1,17 @@
 """The engine beyond its throughput: `make bench-engine`.
 
 Figures on the embedded model: eight sessions at once against the same eight one after another; a
-step after a long prompt against one after a short prompt; peak memory of a run in a quarter of the
-slots it could use. Compared runs take turns; figures are medians.
+step after a long prompt against one after a short prompt. Compared runs take turns; figures are
+medians.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +21,11 @@ from generator_service.engine.commands import OpenCommand, PrefixBatch
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from generator_service.engine.thread import EngineThread
-from specrej.contracts import RoundEnd, Sampling
+from specrej.contracts import Sampling
 
 _FIGURES = {
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
-    "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
 }
 
 
@@ -43,7 +38,6 @@ def main() -> None:
     measures: dict[str, Callable[[], dict[str, float]]] = {
         "sessions": lambda: _sessions(model, arguments.rounds),
         "prompt": lambda: _prompt(model, arguments.rounds),
-        "memory": _memory_in_own_process,
     }
     results, rows = {}, []
     for name in arguments.only:
@@ -173,64 +167,6 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) ->
         "step_ms_after_40": round(short_ms, 1),
         "step_ms_after_512": round(long_ms, 1),
     }
-
-
-def _memory_in_own_process() -> dict[str, float]:
-    """A fresh process: earlier measurements would count as resident memory."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_memory)
-
-
-def _memory(n: int = 64, max_tokens: int = 256) -> dict[str, float]:
-    """A run in a quarter of the slots; full slots end a round, which rejects every second one."""
-    model = CausalLM.load(MODEL, "cpu")
-    capacity_slots = n * max_tokens // 4
-    peak_bytes = 0
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak_bytes
-        while not done.wait(0.002):
-            peak_bytes = max(peak_bytes, _resident_bytes())
-
-    with _running(model, capacity_slots) as engine:
-        generate(engine, prompt_ids(8), 2, 2)
-        loaded_bytes = _resident_bytes()
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        rounds, survivors = _halving(engine, n, max_tokens)
-        done.set()
-        watcher.join()
-    capacity_bytes = capacity_slots * model.shape.slot_bytes
-    return {
-        "peak_over_computed": round(peak_bytes / (loaded_bytes + capacity_bytes), 3),
-        "peak_mb": round(peak_bytes / 1e6, 1),
-        "weights_mb": round(loaded_bytes / 1e6, 1),
-        "capacity_mb": round(capacity_bytes / 1e6, 1),
-        "capacity_slots": capacity_slots,
-        "rounds": rounds,
-        "survivors": survivors,
-    }
-
-
-def _halving(engine: EngineThread, n: int, max_tokens: int) -> tuple[int, int]:
-    """Fill the slots, keep every second candidate, and repeat; the numbers of rounds and finished
-    candidates."""
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-    session_id, opened = engine.open(OpenCommand(prompt_ids(40), n, sampling, 8))
-    opened.result()
-    rounds = 0
-    while True:
-        rounds += 1
-        batch = engine.extend(session_id, max_tokens).result()
-        if batch.ended_by is not RoundEnd.SLOTS_FULL:
-            engine.close(session_id).result()
-            return rounds, len(batch.prefixes)
-        engine.prune(session_id, [prefix.id for prefix in batch.prefixes[::2]]).result()
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

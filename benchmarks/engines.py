@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -70,29 +70,6 @@ class Engine:
     home: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def behind_verbs(self, model: Path, slots: int, most: int) -> Engine:
-        """The same engine as a generator with at most `most` candidates."""
-        return replace(
-            self,
-            name=f"{self.name}-verbs",
-            kind="SessionVerbs",
-            settings=f"{self.settings}, in a session",
-            options={
-                "model": str(model),
-                "engine": "vllm" if self.name == "vllm" else "own",
-                "device": "cpu",
-                # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
-                "kv_slots": slots + 64 * most,
-                "max_candidates": most,
-            },
-            environment={
-                **self.environment,
-                "PYTHONPATH": _ROOT,
-                # The environments have different versions of numba.
-                "NUMBA_CACHE_DIR": str(_BUILD / f"numba-{self.name}"),
-            },
-        )
-
     def start(self, threads: int) -> WorkerProcess:
         """Start its process, which is not ready yet.
 
@@ -109,7 +86,7 @@ class Engine:
 
 
 def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[Engine]:
-    """Engines that sample a prompt, ours first; `-verbs`: in a session of a generator.
+    """Engines that sample a prompt, ours first.
 
     `slots` and `context_tokens` are those of the largest request, which has `most` candidates.
     """
@@ -124,14 +101,12 @@ def generating(model: Path, slots: int, context_tokens: int, most: int) -> list[
     home = None if _VLLM_IS_HERE else VLLM
     environment = _VLLM_ENVIRONMENT if _VLLM_IS_HERE else VLLM_CPU_ENVIRONMENT
     ours = {"PYTHONPATH": _ROOT}
-    engines = [
+    return [
         Engine("specrej", "Own", "float32", path | {"slots": slots}, None, ours),
         Engine("transformers", "Transformers", "float32, generate()", path),
         Engine("vllm", "VLLM", compiled, vllm, home, environment),
         Engine("llamacpp", "LlamaCpp", packed, llamacpp, _PEERS / "llamacpp"),
     ]
-    sessions = [engines[at].behind_verbs(model, slots, most) for at in (0, 2)]
-    return [*engines, *sessions]
 
 
 class WorkerProcess:

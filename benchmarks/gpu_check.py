@@ -22,7 +22,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,7 @@ from transformers import LlamaConfig
 from benchmarks.harness import log, parse_arguments, provenance, report, timed
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.vllm_generator import VLLMGenerator, load_vllm
-from specrej.contracts import (
-    Generator,
-    Prompt,
-    Round,
-    Sampling,
-    SessionSpec,
-)
+from specrej.contracts import Prompt, Round, Sampling, SessionSpec
 from specrej_models.sizes import ModelSizes
 from tests.conformance.subjects import VLLM_OPTIONS, own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
@@ -136,7 +131,7 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
     try:
         await generator.warm_up()
         config = LlamaConfig(**SHAPES[arguments.shape])
-        roofline = Roofline(ModelSizes.of(config))
+        roofline = Roofline(ModelSizes.of(config), _bytes_per_s(), _flops_per_s())
         result["bandwidth_gb_per_s"] = round(roofline.bytes_per_s / 1e9, 1)
         result["product_tflops"] = round(roofline.flops_per_s / 1e12, 2)
         result["speed"] = []
@@ -161,20 +156,14 @@ async def _agreement(directory: Path) -> list[dict[str, Any]]:
         async with subject(directory) as started:
             for draws, sampling in samplings.items():
                 n = 1 if draws == "greedy" else 8
-                rounds[engine, draws] = await _whole(
-                    started.generator, n, sampling, "Name three uses of a brick."
-                )
+                spec = SessionSpec(Prompt(text="Name three uses of a brick."), n, sampling, 1)
+                async with started.generator.open(spec) as session:
+                    rounds[engine, draws] = await session.extend(_AGREEMENT_TOKENS)
     return [
         {"engine": engine, "draws": draws, **_compared(rounds["reference", draws], made)}
         for (engine, draws), made in rounds.items()
         if engine != "reference"
     ]
-
-
-async def _whole(generator: Generator, n: int, sampling: Sampling, prompt: str) -> Round:
-    spec = SessionSpec(Prompt(text=prompt), n, sampling, 1)
-    async with generator.open(spec) as session:
-        return await session.extend(sampling.max_tokens)
 
 
 def _compared(reference: Round, other: Round) -> dict[str, Any]:
@@ -197,38 +186,30 @@ def _save_shape(directory: Path, shape: dict[str, int]) -> None:
     make_tokenizer("<pad>").save_pretrained(directory)
 
 
+@dataclass(frozen=True, slots=True)
 class Roofline:
     """The least time of a step; see the module's docstring."""
 
-    def __init__(self, sizes: ModelSizes) -> None:
-        self._sizes = sizes
-        self._bytes_each = 2 if ON_CUDA else 4
-        self.bytes_per_s = _bytes_per_s()
-        self.flops_per_s = _flops_per_s()
+    sizes: ModelSizes
+    bytes_per_s: float
+    flops_per_s: float
 
     def step_s(self, rows: int, prompt_tokens: int, new_tokens: float) -> float:
         """Of one decode step of `rows` candidates, each with so many new tokens so far."""
-        return sum(
-            max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
-            for num_bytes, flops in self._operators(rows, prompt_tokens, new_tokens)
-        )
-
-    def _operators(self, rows: int, prompt: int, new: float) -> Iterator[tuple[float, float]]:
-        """Bytes and operations of each product, and of attention to prompt and new tokens."""
-        s = self._sizes
+        s, bytes_each = self.sizes, 2 if ON_CUDA else 4
         queries, kv = s.heads * s.head_dim, 2 * s.kv_heads * s.head_dim
-        matrices = (
-            (s.hidden, queries + kv),
-            (queries, s.hidden),
-            (s.hidden, 2 * s.intermediate),
-            (s.intermediate, s.hidden),
-        )
-        for _ in range(s.layers):
-            for inputs, outputs in matrices:
-                yield inputs * outputs * self._bytes_each, 2 * rows * inputs * outputs
-            stored = prompt + rows * new  # the prompt once
-            yield stored * kv * self._bytes_each, 4 * rows * (prompt + new) * queries
-        yield s.hidden * s.vocabulary * self._bytes_each, 2 * rows * s.hidden * s.vocabulary
+
+        def least_s(values: float, flops: float) -> float:
+            return max(values * bytes_each / self.bytes_per_s, flops / self.flops_per_s)
+
+        def product_s(inputs: int, outputs: int) -> float:
+            return least_s(inputs * outputs, 2 * rows * inputs * outputs)
+
+        stored = prompt_tokens + rows * new_tokens  # the prompt once
+        attention_s = least_s(stored * kv, 4 * rows * (prompt_tokens + new_tokens) * queries)
+        products_s = product_s(s.hidden, queries + kv) + product_s(queries, s.hidden)
+        products_s += product_s(s.hidden, 2 * s.intermediate) + product_s(s.intermediate, s.hidden)
+        return s.layers * (products_s + attention_s) + product_s(s.hidden, s.vocabulary)
 
 
 def _bytes_per_s() -> float:

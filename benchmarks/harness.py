@@ -19,11 +19,6 @@ from rich.table import Table
 from deploy.local.machine import describe_machine
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
-# Environment variables of services with deterministic toys instead of models.
-TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
 # OpenMP's threads spin for up to a fifth of a second after work before they sleep.
 SETTLE_S = 0.3
 

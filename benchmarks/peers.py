@@ -18,17 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.engines import Engine, WorkerError, WorkerProcess, generating
-from benchmarks.harness import (
-    MODEL,
-    SETTLE_S,
-    log,
-    parse_arguments,
-    prompt_ids,
-    report,
-)
+from benchmarks.harness import MODEL, SETTLE_S, log, parse_arguments, prompt_ids, report
 
 ENGINES = ["specrej", "transformers", "vllm", "llamacpp"]
-SESSIONS = ["specrej-verbs", "vllm-verbs"]  # of generators
 OURS = "specrej"
 _WARM_UP_TOKENS = 16
 
@@ -196,14 +188,14 @@ def main() -> None:
         n=([1, 16, 64, 128], "candidates"),
         prompt=([40], "tokens of the prompt"),
         new=([64], "new tokens per candidate"),
-        engines=(ENGINES, f"engines to compare; also {', '.join(SESSIONS)}"),
+        engines=(ENGINES, "engines to compare"),
         rounds=(3, "measured rounds"),
         threads=(len(os.sched_getaffinity(0)), "threads of each engine"),
     )
     lengths = itertools.product(arguments.prompt, arguments.new)
     cases = [Case(n, prompt, new) for prompt, new in lengths for n in arguments.n]
-    if unknown := sorted({*arguments.engines} - {*ENGINES, *SESSIONS}):
-        sys.exit(f"bench-peers: {unknown[0]}: must be one of {', '.join(ENGINES + SESSIONS)}")
+    if unknown := sorted({*arguments.engines} - {*ENGINES}):
+        sys.exit(f"bench-peers: unknown engine {unknown[0]}; available: {', '.join(ENGINES)}")
     slots = max(case.n * case.new_tokens + case.prompt_tokens for case in cases)
     context_tokens = max(case.prompt_tokens + case.new_tokens for case in cases)
     most = max(case.n for case in cases)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,18 +178,6 @@ def _branching() -> str:
     return markdown((*headings, "times fewer tokens (95 %)", "beyond N = 128"), rows)
 
 
-def _memory_run() -> str:
-    rows = [
-        (
-            *(one["tokens"], one["ended_by"].replace("_", " ")),
-            *(f"{one['started']}, {one['live']}", f"{one['slots']:,}", f"{one['freed']:,}"),
-        )
-        for one in measured("gpu_check_small_cpu")["memory_run"]["rounds"]
-    ]
-    headings = ("tokens", "round ended by", "live before and after", "slots", "freed")
-    return markdown(headings, rows)
-
-
 def _gpu() -> str:
     rows = [
         (
@@ -199,18 +187,6 @@ def _gpu() -> str:
         for one in measured("gpu_check_h200")["speed"]
     ]
     return markdown(("N", "tokens/s", "of the bound", "prune of half, ms"), rows)
-
-
-def _vllm() -> str:
-    def rows() -> Iterator[Sequence[object]]:
-        for case in measured("vllm")["cases"]:
-            for kind, end in (("whole", ""), ("cut", "_cut")):
-                bare, verbs, own = case[f"bare{end}"], case[kind], case[f"own{end}"]
-                speeds = (f"{bare:,.0f}", f"{verbs:,.0f}", f"{verbs / bare:.2f}")
-                yield (case["n"], kind, *speeds, f"{own:,.0f}", f"{own / verbs:.2f}")
-
-    engines = ("bare", "verbs", "verbs / bare", "own engine", "own / verbs")
-    return markdown(("N", "answers", *engines), rows())
 
 
 _RATIO = "Best-of-N's tokens for equal reward"
@@ -252,9 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "answers-512": _answers("answer_512"),
     "paired-512": _paired("answer_512"),
     "branching": _branching,
-    "memory-run": _memory_run,
     "gpu": _gpu,
-    "vllm": _vllm,
 }
 
 

@@ -8,9 +8,7 @@ method `measure` does the work of a request and returns its seconds.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import itertools
 import json
 import os
 import sys
@@ -23,9 +21,6 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-# Of one token each in the usual vocabularies.
-_WORDS = ("the", "of", "and", "to", "in", "is", "that", "for")
 
 
 def main(descriptor: int, kind: str, options: dict[str, Any]) -> None:
@@ -81,51 +76,6 @@ class Own:
             return products_seconds(self._model.products, gemm_bound)
         started = time.perf_counter()
         generate(self._engine, prompt_ids, n, new_tokens)
-        return time.perf_counter() - started
-
-
-class SessionVerbs:
-    """The own engine or vLLM as a generator; `settings` are those of the generator service."""
-
-    def __init__(self, threads: int, **settings: Any) -> None:
-        from generator_service.settings import GeneratorSettings
-
-        self._loop = asyncio.new_event_loop()
-        self._numbers = itertools.count()
-        parsed = GeneratorSettings(**settings)
-        self.versions = {"torch": version("torch")}
-        self._generator: Any
-        if parsed.engine == "vllm":
-            from generator_service.stock.vllm_engine import VERSION
-            from generator_service.stock.vllm_generator import load_vllm
-
-            self._generator = load_vllm(parsed)
-            self.versions["vllm"] = VERSION
-        else:
-            import torch
-
-            from generator_service.loading import load_generator
-
-            torch.set_num_threads(threads)
-            self._generator = load_generator(parsed)
-        self._loop.run_until_complete(self._generator.warm_up())
-
-    def measure(self, n: int, prompt_ids: Sequence[int], new_tokens: int) -> float:
-        """Seconds for a session in one round, after a prompt of as many words as there are ids."""
-        prompt = " ".join(_WORDS[token_id % len(_WORDS)] for token_id in prompt_ids)
-        return self._loop.run_until_complete(self._run(n, prompt, new_tokens))
-
-    async def _run(self, n: int, prompt: str, new_tokens: int) -> float:
-        from specrej.contracts import Prompt, Sampling, SessionSpec
-
-        number = next(self._numbers)
-        sampling = Sampling(max_tokens=new_tokens, seed=number, ignore_eos=True)
-        started = time.perf_counter()
-        # A salt of its own: each session computes its prompt.
-        spec = SessionSpec(Prompt(text=prompt), n, sampling, new_tokens, str(number))
-        async with self._generator.open(spec) as session:
-            completed = await session.extend(new_tokens)
-        assert [c.num_tokens for c in completed.candidates] == [new_tokens] * n
         return time.perf_counter() - started
 
 

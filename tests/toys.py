@@ -1,4 +1,4 @@
-"""One stack of toys for all tests of commands that need an address only."""
+"""Settings of toys, and one stack of them for all tests of commands that need an address only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import pytest_asyncio
 from deploy.local.stack import Stack
 from tests.programs import ROOT
 
+# Environment variables of services with toys alone.
+TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
+    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+}
 # The names of the embedded rewards, which documents and examples use.
 _NAMES = ("toy", "relevance", "harmless")
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import answer
 from benchmarks.answer import Record, common, differences, points, write_picture
 from experiments.prompts import Item
-from specrej import Prompt, Unavailable
+from specrej import Client, Prompt, Unavailable
 from specrej.contracts import Scores
 
 ITEM = Item("one", 0, Prompt.from_user("One?"))
@@ -34,13 +34,11 @@ def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
     assert (systems[1].role, systems[1].content) == ("system", "Be brief.")
 
 
-class Double:
+async def double(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
     """A system that fails with 64 candidates."""
-
-    async def answer(self, item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        if n == 64:
-            raise TimeoutError
-        return "text", max_tokens
+    if n == 64:
+        raise TimeoutError
+    return "text", max_tokens
 
 
 @pytest.mark.parametrize("judge_is_away", [False, True])
@@ -53,7 +51,7 @@ async def test_a_failure_ends_one_case_only(judge_is_away: bool) -> None:
         return 0.5, 0.5
 
     record = Record(Path())
-    bench = answer.Bench({"vllm": Double()}, [64, 4], judge, record, settle_s=0.0)
+    bench = answer.Bench({"vllm": double}, [64, 4], judge, record, settle_s=0.0)
     for number in range(2):
         await bench.answer(replace(ITEM, id=str(number)), max_tokens=8)
     failed = {64: "no answer in time"}
@@ -79,8 +77,7 @@ async def test_the_best_text_of_the_peer_is_its_answer() -> None:
     rewards: Any = Rewards()
     transport = httpx.MockTransport(respond)
     async with httpx.AsyncClient(transport=transport, base_url="http://peer") as http:
-        peer = answer.Peer(http, rewards, "r", 60.0)
-        assert await peer.answer(ITEM, 2, 8) == ("good", 7)
+        assert await answer.ask_peer(http, rewards, "r", 60.0, ITEM, 2, 8) == ("good", 7)
     assert [sent[0][name] for name in ("n", "max_tokens", "seed")] == [2, 8, ITEM.number]
 
 
@@ -152,15 +149,17 @@ def test_a_run_that_ends_early_reports_and_continues(
 ) -> None:
     """Ctrl-C amid the second prompt, then the rest; the environment of vLLM does not exist."""
     calls: list[int] = []
-    ours = answer.Ours.answer
+    ours = answer.ask_services
 
-    async def ends_early(self: answer.Ours, item: Item, n: int, tokens: int) -> tuple[str, int]:
+    async def ends_early(
+        client: Client, options: Any, reward: str, item: Item, n: int, tokens: int
+    ) -> tuple[str, int]:
         calls.append(item.number)
         if item.number == 1 and calls.count(1) == 1:
             signal.raise_signal(signal.SIGINT)
-        return await ours(self, item, n, tokens)
+        return await ours(client, options, reward, item, n, tokens)
 
-    monkeypatch.setattr(answer.Ours, "answer", ends_early)
+    monkeypatch.setattr(answer, "ask_services", ends_early)
     out = tmp_path / "answer_0.5"  # what follows the point stays
     given = f"bench --prompts 2 --n 2 4 --max-tokens 8 --reward toy --out {out}"
     monkeypatch.setattr("sys.argv", given.split())

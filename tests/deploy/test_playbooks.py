@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
 from orchestrator.cache import tenant_digest
 from specrej.client import Client
@@ -19,6 +18,7 @@ from specrej.security import Credentials, new_token
 from tests.certificates import Authority, place
 from tests.programs import ROOT, run
 from tests.serving import until
+from tests.toys import TOYS
 
 _PLAYBOOKS = dict(
     re.findall(

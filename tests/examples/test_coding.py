@@ -9,12 +9,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from examples.coding.coding import HERE
-from examples.coding.unit_tests import (
-    UNTESTED,
-    asserts_of,
-    code_of,
-    num_passed,
-)
+from examples.coding.unit_tests import UNTESTED, asserts_of, code_of, num_passed
 from specrej import Prompt
 from specrej.client import RewardClient
 from tests.serving import until

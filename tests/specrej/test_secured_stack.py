@@ -11,12 +11,12 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import pytest
 
-from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
 from specrej.contracts import errors
 from specrej.security import Credentials
 from tests.certificates import Authority, place, token_line
 from tests.specrej.conftest import Command
+from tests.toys import TOYS
 
 
 def secured(directory: Path, authority: Authority) -> dict[str, str]:
