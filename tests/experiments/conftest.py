@@ -17,7 +17,6 @@ TOYS = {
 }
 # Runs a command on toys; returns the JSON object in the last line of its output, {} without one.
 Run = Callable[..., dict[str, Any]]
-Refusal = Callable[..., str]
 
 
 @pytest.fixture
@@ -32,17 +31,3 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return last
 
     return run
-
-
-@pytest.fixture
-def refusal(run: Run, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Runs a command that fails with exit code 1; returns its output on stderr."""
-
-    def refusal(*arguments: object) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run(*arguments)
-        assert ended.value.code == 1
-        return capsys.readouterr().err.strip()
-
-    return refusal

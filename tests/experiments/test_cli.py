@@ -13,7 +13,7 @@ from experiments.__main__ import by_length
 from experiments.branching import read_runs
 from experiments.studies import BOUND, RATIO
 from specrej.client import cli
-from tests.experiments.conftest import Refusal, Run
+from tests.experiments.conftest import Run
 from tests.experiments.synthetic import collection
 
 
@@ -75,12 +75,15 @@ def test_installed_wheel_refuses_with_the_way_out(
     ],
 )
 def test_error_is_one_line(
-    refusal: Refusal,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     arguments: list[str],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = refusal(*arguments)
+    with pytest.raises(SystemExit, match="1"):
+        run(*arguments)
+    line = capsys.readouterr().err.strip()
     assert message in line and "\n" not in line

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from deploy.local.stack import Stack
 from loadtest.latency_vs_n import read_latencies
-from tests.loadtest.commands import latency_vs_n
+from tests.programs import outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -17,9 +18,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.long
 async def test_both_algorithms_at_each_n(toys: Stack, tmp_path: Path) -> None:
     small = ("--n", "1,4", "--step-seconds", "2", "--max-tokens", "16", "--out", str(tmp_path))
-    run = await latency_vs_n("--address", toys.orchestrator_address, *small)
-    assert run.code == 0, run.err
-    latencies = json.loads(run.out.splitlines()[-1])["ms"]
+    command = (sys.executable, "-m", "loadtest.latency_vs_n")
+    run = await outcome_of(*command, "--address", toys.orchestrator_address, *small)
+    assert run.returncode == 0, run.stderr
+    latencies = json.loads(run.stdout.splitlines()[-1])["ms"]
     assert {series: [*by_n] for series, by_n in latencies.items()} == {
         "best-of-n": ["1", "4"],
         "speculative-rejection": ["1", "4"],

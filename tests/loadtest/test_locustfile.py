@@ -11,7 +11,7 @@ import pytest
 
 from deploy.local.processes import Processes
 from deploy.local.stack import Ports, Stack
-from tests.loadtest.commands import locust
+from tests.loadtest.commands import locust, rows
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -24,20 +24,20 @@ async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
     before the imports: a run that is a second too short."""
     longer = ("--run-time", "2s", "--algorithm", "both")
     run = await locust(*USERS, *longer, "--host", toys.orchestrator_address)
-    assert run.code == 0, run.err
-    answers, first = run.rows("answer"), run.rows("first round")
+    assert run.returncode == 0, run.stderr
+    answers, first = rows(run, "answer"), rows(run, "first round")
     assert set(answers) == {FAST, FULL}
     for name, row in answers.items():
         assert row["num_requests"] >= first[name]["num_requests"] > 0
         assert row["total_content_length"] > 0  # generated tokens
     num_answers, num_first = (sum(r["num_requests"] for r in k.values()) for k in (answers, first))
     assert num_answers > num_first  # unary users see no rounds
-    assert set(run.rows("between rounds")) == {FAST}
-    assert run.rows("failed") == {}
+    assert set(rows(run, "between rounds")) == {FAST}
+    assert rows(run, "failed") == {}
     began, ended = (
         datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f")
         for text in ("Run time limit set", "--run-time limit reached")
-        for line in run.err.splitlines()
+        for line in run.stderr.splitlines()
         if text in line
     )
     assert (ended - began).total_seconds() > 1.9
@@ -53,10 +53,10 @@ async def test_steps_have_their_own_requests_and_the_cache_answers(
     cached = ("--cache", "on", "--prompts", str(tmp_path / "prompts"))
     steps = ("--n", "1,4", "--step-seconds", "3", "--run-time", "6s")
     run = await locust(*USERS, *steps, *cached, "--host", toys.orchestrator_address)
-    assert run.code == 0, run.err
+    assert run.returncode == 0, run.stderr
     names = {"speculative-rejection n=1", "speculative-rejection n=4"}
-    assert set(run.rows("answer")) == set(run.rows("cached answer")) == names
-    for row in run.rows("cached answer").values():
+    assert set(rows(run, "answer")) == set(rows(run, "cached answer")) == names
+    for row in rows(run, "cached answer").values():
         assert row["num_requests"] > 0
         assert row["total_content_length"] == 0
 
@@ -68,10 +68,10 @@ async def test_calls_that_hang_are_unfinished(rate: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = ("--host", f"127.0.0.1:{silent.getsockname()[1]}", "--stop-timeout", "1")
         run = await locust(*USERS, "--rate", rate, *where)
-    assert run.code == 1
-    assert "UNFINISHED" in run.err
-    assert "CANCELLED" not in run.err  # each call counts once
-    assert run.rows("failed")[FAST]["num_failures"] >= 4
+    assert run.returncode == 1
+    assert "UNFINISHED" in run.stderr
+    assert "CANCELLED" not in run.stderr  # each call counts once
+    assert rows(run, "failed")[FAST]["num_failures"] >= 4
 
 
 @pytest.mark.long
@@ -79,32 +79,32 @@ async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> 
     """Requests, rounds and tokens of two workers come together."""
     options = ("--processes", "2", "--algorithm", "both", "--max-p95-ms", "1", "--run-time", "6s")
     run = await locust(*USERS, *options, "--host", toys.orchestrator_address)
-    assert run.code == 1
-    assert "limit broken: p95 ms" in run.err
-    assert "goodput" in run.err
-    assert set(run.rows("answer")) == {FAST, FULL}
-    assert run.rows("first round")[FAST]["num_requests"] > 0
+    assert run.returncode == 1
+    assert "limit broken: p95 ms" in run.stderr
+    assert "goodput" in run.stderr
+    assert set(rows(run, "answer")) == {FAST, FULL}
+    assert rows(run, "first round")[FAST]["num_requests"] > 0
 
 
 @pytest.mark.long
 async def test_open_loop_accounts_for_every_arrival(toys: Stack) -> None:
     open_loop = (*USERS, "--rate", "4", "--max-late-ratio", "1", "--n", "4")
     run = await locust(*open_loop, "--host", toys.orchestrator_address, "StreamingUser")
-    assert run.code == 0, run.err
+    assert run.returncode == 0, run.stderr
     name = "speculative-rejection n=4"
-    answered = run.rows("answer")[name]["num_requests"]
+    answered = rows(run, "answer")[name]["num_requests"]
     assert answered > 0
-    assert run.rows("first round")[name]["num_requests"] == answered
-    assert "of those due were late or missed" in run.err
+    assert rows(run, "first round")[name]["num_requests"] == answered
+    assert "of those due were late or missed" in run.stderr
 
 
 async def test_open_loop_counts_requests_it_did_not_send(toys: Stack) -> None:
     """Guards against an open loop that becomes a closed one when the service is slow."""
     narrow = (*USERS, "--rate", "20", "--max-in-flight", "1", "--max-late-ratio", "0.01")
     run = await locust(*narrow, "--host", toys.orchestrator_address)
-    assert run.code == 1
-    assert run.rows("missed")
-    assert "limit broken: late ratio" in run.err
+    assert run.returncode == 1
+    assert rows(run, "missed")
+    assert "limit broken: late ratio" in run.stderr
 
 
 @pytest.mark.long
@@ -117,8 +117,8 @@ async def test_refusals_are_one_row_by_status_name(toys: Stack, tmp_path: Path) 
     async with Processes([program], tmp_path, start_timeout_s=60):
         where = ("--host", narrow.orchestrator_address)
         run = await locust(*USERS, *where, "--max-failure-ratio", "0.99")
-    assert run.code == 0, run.err
-    assert " RESOURCE_EXHAUSTED" in run.err
-    failed = run.rows("failed")[FAST]
+    assert run.returncode == 0, run.stderr
+    assert " RESOURCE_EXHAUSTED" in run.stderr
+    failed = rows(run, "failed")[FAST]
     assert failed["num_failures"] == failed["num_requests"] > 0
-    assert run.rows("answer")[FAST]["num_failures"] == 0
+    assert rows(run, "answer")[FAST]["num_failures"] == 0
