@@ -58,7 +58,9 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
-PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder
+# A process that crashes fails the run: another one in its place can wait for tests forever.
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder \
+	--max-worker-restart 0
 
 test: $(READY) models ## run the tests: make test ARGS="tests/specrej -k client"
 	@$(PYTEST) -m "not long" $(ARGS)

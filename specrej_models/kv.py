@@ -184,7 +184,7 @@ class SuffixKV:
                     store[layer] = self._shape.empty(num_slots, self._shape.kv_heads).view(-1)
                 elif only is None:
                     kept = kept.clone()  # its new place overlaps it
-                if count:  # else there is nothing to copy, and the shapes may differ
+                if count and self.length:  # else nothing is copied, and the shapes may differ
                     self._view(store[layer], tokens_room)[:count, :, : self.length] = kept
                 del kept  # its memory is for the next layer
         self.live, self.tokens_room = count, tokens_room

@@ -193,3 +193,11 @@ def test_forks_stay_within_their_slots() -> None:
     suffix.keep([0] * 20 + [1], 1000)
     assert suffix.num_bytes <= 1000 * shape.slot_bytes
     assert torch.equal(suffix.keys(0)[[0, 19, 20], :, :44], stored[[0, 0, 1]])
+
+
+def test_rows_without_tokens_are_forked() -> None:
+    """After the first token, drawn from the prompt's logits, no row has stored one."""
+    suffix = SuffixKV(shape_of(), 1)
+    suffix.keep([0, 0], 0)
+    suffix.reserve(1)
+    assert (suffix.live, suffix.length, len(suffix.keys(0))) == (2, 0, 2)
