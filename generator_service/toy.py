@@ -117,7 +117,7 @@ class ToySession:
         candidate.append(word, logprob)
         if sampling.top_logprobs:
             ids = sorted(_IDS, key=lambda other: other != word)[: sampling.top_logprobs]
-            candidate.note_top((ids, [logprob - rank for rank in range(len(ids))]))
+            candidate.new_top.append((ids, [logprob - rank for rank in range(len(ids))]))
         may_end = not sampling.ignore_eos and step >= sampling.min_tokens
         if word in stops or (may_end and draw // 1000 % self._generator.end_every == 0):
             candidate.finish = FinishReason.STOP
@@ -125,9 +125,9 @@ class ToySession:
             candidate.finish = FinishReason.LENGTH
 
     def _report(self, candidate: GrowingCandidate) -> Candidate:
-        prefix, stops = candidate.report(), self._sampling.stop_token_ids
-        text = " ".join(_WORDS[word] for word in prefix.token_ids if word not in stops)
-        return prefix.candidate(text, logprobs=self._sampling.logprobs)
+        reported, stops = candidate.report(), self._sampling.stop_token_ids
+        text = " ".join(_WORDS[word] for word in reported.token_ids if word not in stops)
+        return reported.candidate(text, logprobs=self._sampling.logprobs)
 
     def _gauge(self) -> SlotGauge:
         own = self.prompt_tokens + self._ledger.owned_by(self.id)

@@ -94,42 +94,10 @@ Top = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """A candidate's tokens at the end of a round; `new_logprobs` and `new_top` belong to the tokens
-    of this round, `new_top` only if requested."""
-
-    id: int
-    token_ids: tuple[int, ...]
-    new_logprobs: tuple[float, ...]
-    logprob: float
-    finish: FinishReason | None
-    new_top: Sequence[Top] = ()
-
-    @property
-    def num_new(self) -> int:
-        """Tokens of this round."""
-        return len(self.new_logprobs)
-
-    def candidate(self, text: str, *, logprobs: bool) -> Candidate:
-        """The candidate with its text; log-probabilities of its new tokens only if requested."""
-        return Candidate(
-            id=self.id,
-            text=text,
-            num_tokens=len(self.token_ids),
-            logprob=self.logprob,
-            finish=self.finish,
-            new_token_ids=self.token_ids[len(self.token_ids) - self.num_new :],
-            new_logprobs=self.new_logprobs if logprobs else (),
-            new_top_token_ids=tuple(chain.from_iterable(ids for ids, _ in self.new_top)),
-            new_top_logprobs=tuple(chain.from_iterable(values for _, values in self.new_top)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class PrefixBatch:
-    """A round's result: a prefix of each candidate that was live when the round began."""
+    """A round's result: a copy of each candidate that was live when the round began."""
 
-    prefixes: tuple[Prefix, ...]
+    prefixes: tuple[GrowingCandidate, ...]
     ended_by: RoundEnd
     num_tokens: int
     slots: SlotGauge
@@ -143,17 +111,22 @@ def named_tokens(
     return tuple(TokenText(token, bytes_of(token)) for token in sorted(ids))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class GrowingCandidate:
-    """A candidate inside an engine."""
+    """A candidate inside an engine; `new_...` are of its tokens since the last report."""
 
     id: int
     completes_stop: CompletesStop | None = None
     token_ids: list[int] = field(default_factory=list)
-    new_logprobs: list[float] = field(default_factory=list)  # since the last report
+    new_logprobs: list[float] = field(default_factory=list)
     logprob: float = 0.0
     finish: FinishReason | None = None
-    new_top: list[Top] | None = None  # of each of `new_logprobs`; None: none
+    new_top: list[Top] = field(default_factory=list)  # only if requested
+
+    @property
+    def num_new(self) -> int:
+        """Tokens since the last report."""
+        return len(self.new_logprobs)
 
     def fork(self, candidate_id: int) -> GrowingCandidate:
         """A candidate of its own with the same tokens."""
@@ -163,7 +136,7 @@ class GrowingCandidate:
             completes_stop=self.completes_stop and self.completes_stop.copy(),
             token_ids=list(self.token_ids),
             new_logprobs=list(self.new_logprobs),
-            new_top=self.new_top and list(self.new_top),
+            new_top=list(self.new_top),
         )
 
     def append(self, token_id: int, logprob: float) -> None:
@@ -171,16 +144,25 @@ class GrowingCandidate:
         self.new_logprobs.append(logprob)
         self.logprob += logprob
 
-    def note_top(self, top: Top) -> None:
-        """Keep the most probable tokens of the newest token's step."""
-        self.new_top = self.new_top or []
-        self.new_top.append(top)
+    def report(self) -> GrowingCandidate:
+        """A copy as of now; each token is new in one report only."""
+        reported = replace(self, completes_stop=None, token_ids=list(self.token_ids))
+        self.new_logprobs, self.new_top = [], []
+        return reported
 
-    def report(self) -> Prefix:
-        """Its prefix; each token is new in one report only."""
-        new, self.new_logprobs = tuple(self.new_logprobs), []
-        top, self.new_top = self.new_top or (), None
-        return Prefix(self.id, tuple(self.token_ids), new, self.logprob, self.finish, top)
+    def candidate(self, text: str, *, logprobs: bool) -> Candidate:
+        """The candidate with its text; log-probabilities of its new tokens only if requested."""
+        return Candidate(
+            id=self.id,
+            text=text,
+            num_tokens=len(self.token_ids),
+            logprob=self.logprob,
+            finish=self.finish,
+            new_token_ids=tuple(self.token_ids[len(self.token_ids) - self.num_new :]),
+            new_logprobs=tuple(self.new_logprobs) if logprobs else (),
+            new_top_token_ids=tuple(chain.from_iterable(ids for ids, _ in self.new_top)),
+            new_top_logprobs=tuple(chain.from_iterable(values for _, values in self.new_top)),
+        )
 
 
 # For telemetry, which is not imported here

@@ -282,7 +282,7 @@ class Engine:
         if count := command.sampling.top_logprobs:
             tops = most_probable(logits, tokens, logprobs, count)
             for candidate, top in zip(session.rows, tops, strict=True):
-                candidate.note_top(top)
+                candidate.new_top.append(top)
         self.ledger.give_back(session.id, session.drop_finished() * session.suffix.length)
 
     def _end_round_if_over(self, session: Session) -> None:

@@ -11,7 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from generator_service.engine.commands import Load, OpenCommand, Prefix, PrefixBatch, named_tokens
+from generator_service.engine.commands import (
+    GrowingCandidate,
+    Load,
+    OpenCommand,
+    PrefixBatch,
+    named_tokens,
+)
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
@@ -90,7 +96,7 @@ class Frontend:
 
         return await asyncio.to_thread(timed)
 
-    def _candidate(self, prefix: Prefix, sampling: Sampling) -> Candidate:
+    def _candidate(self, prefix: GrowingCandidate, sampling: Sampling) -> Candidate:
         ids = prefix.token_ids
         written = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
         text = self._text.answer(written, sampling.stop, sampling.min_tokens)

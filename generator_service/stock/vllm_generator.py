@@ -172,7 +172,7 @@ class VLLMSession:
             async for token in tokens:
                 candidate.append(token.id, token.logprob)
                 if token.top:
-                    candidate.note_top(token.top)
+                    candidate.new_top.append(token.top)
                 # Microseconds, so on the event loop: stop texts read the new token only.
                 candidate.finish = self.command.finish_of(candidate, eos_ids)
                 if candidate.finish:

@@ -105,7 +105,7 @@ def grown(engine: Engine, session_id: int, until: int = 24) -> PrefixBatch:
 
 
 def tokens_of(batch: PrefixBatch) -> dict[int, tuple[int, ...]]:
-    return {prefix.id: prefix.token_ids for prefix in batch.prefixes}
+    return {prefix.id: tuple(prefix.token_ids) for prefix in batch.prefixes}
 
 
 def alone(

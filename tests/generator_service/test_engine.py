@@ -11,7 +11,7 @@ from typing import Self
 import pytest
 import torch
 
-from generator_service.engine.commands import OpenCommand, Prefix, Step
+from generator_service.engine.commands import GrowingCandidate, OpenCommand, Step
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from specrej.contracts import FinishReason, Sampling
@@ -41,7 +41,7 @@ def test_no_bit_depends_on_the_number_of_candidates() -> None:
     128 candidates drew other tokens than 8."""
     engine = Engine(MODEL, 20_000)
     prompt = [1, *(5 + 7 * i % 80 for i in range(89))]
-    made: list[dict[int, Prefix]] = []
+    made: list[dict[int, GrowingCandidate]] = []
     for n in (128, 8):
         session_id = admitted(engine, prompt, n)
         made.append({prefix.id: prefix for prefix in grown(engine, session_id).prefixes})

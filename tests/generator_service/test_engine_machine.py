@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from generator_service.engine import prompt_tree
-from generator_service.engine.commands import OpenCommand, Opened, Prefix, PrefixBatch
+from generator_service.engine.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from specrej.contracts import (
@@ -75,7 +75,7 @@ def command_of(
 
 
 @cache
-def alone(prompt: Sequence[int], sampling: Sampling) -> dict[int, Prefix]:
+def alone(prompt: Sequence[int], sampling: Sampling) -> dict[int, GrowingCandidate]:
     """The candidates on this prompt in an engine of their own."""
     engine = Engine(MODEL, 5000)
     session = opened(engine, command_of(prompt, MAX_N, sampling))
@@ -86,7 +86,7 @@ def alone(prompt: Sequence[int], sampling: Sampling) -> dict[int, Prefix]:
 @cache
 def descended(
     prompt: Sequence[int], sampling: Sampling, root: int, forks: tuple[tuple[int, int], ...]
-) -> Prefix:
+) -> GrowingCandidate:
     """The last of a chain of forks, each as (tokens of its parent, id), in an engine of its own."""
     engine = Engine(MODEL, 5000)
     session, parent = opened(engine, command_of(prompt, MAX_N, sampling)), root
@@ -111,8 +111,8 @@ class Client:
     live: set[int] = field(default_factory=set)
     cut_unseen: set[int] = field(default_factory=set)  # before the first round
     reported: dict[int, int] = field(default_factory=dict)
-    prefixes: dict[int, Prefix] = field(default_factory=dict)  # the latest of each candidate
-    forked_at: dict[int, Prefix] = field(default_factory=dict)  # the parent's, by fork
+    prefixes: dict[int, GrowingCandidate] = field(default_factory=dict)  # the latest of each
+    forked_at: dict[int, GrowingCandidate] = field(default_factory=dict)  # the parent's, by fork
     # By fork: the candidate at the beginning of its chain, and the chain.
     lineage: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class Client:
         assert bool(self.live) != (batch.ended_by is RoundEnd.ALL_FINISHED)
         assert not self.is_full or len(self.live) > 1  # one alone always fits
 
-    def check_prefix(self, prefix: Prefix) -> None:
+    def check_prefix(self, prefix: GrowingCandidate) -> None:
         length, parent = len(prefix.token_ids), self.forked_at.get(prefix.id)
         if parent:
             expected = descended(*self.drawn, *self.lineage[prefix.id])

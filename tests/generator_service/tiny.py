@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from generator_service.engine.commands import Prefix
+from generator_service.engine.commands import GrowingCandidate
 from generator_service.engine.grammar import Grammars, TokenizerSpec
 
 VOCABULARY = 97
@@ -94,7 +94,7 @@ def full_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
 
 
 def check_candidate(
-    model: Any, prompt_ids: Sequence[int], prefix: Prefix, made: Tensor, tolerance: float
+    model: Any, prompt_ids: Sequence[int], prefix: GrowingCandidate, made: Tensor, tolerance: float
 ) -> None:
     """Compare a candidate's last logits [vocabulary] and log-probability with plain transformers.
 
