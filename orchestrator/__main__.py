@@ -108,7 +108,6 @@ def _fleet(
     def connect(target: Target) -> tuple[grpc.aio.Channel, P]:
         channel = open_channel(
             target.address,
-            retries=False,
             max_message_bytes=settings.backend_message_bytes,
             certified_name=target.name,
             **settings.backend_credentials,

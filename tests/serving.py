@@ -55,7 +55,7 @@ async def serving(service: Service, **settings: Any) -> AsyncIterator[grpc.aio.C
     """A channel, without retries, to a server of one service."""
     async with (
         listening(service, **settings) as address,
-        open_channel(address, retries=False) as channel,
+        open_channel(address) as channel,
     ):
         yield channel
 
@@ -99,7 +99,7 @@ async def health_of(
     **credentials: Unpack[Credentials],
 ) -> str:
     """SERVING, NOT_SERVING or the status code of the failed check."""
-    async with open_channel(address, retries=False, **credentials) as channel:
+    async with open_channel(address, **credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -111,7 +111,7 @@ async def health_of(
 
 async def describe_generator(address: str) -> GeneratorDescription:
     """The description of a generator; raises AioRpcError."""
-    async with open_channel(address, retries=False) as channel:
+    async with open_channel(address) as channel:
         stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
         request = generator_pb2.GeneratorServiceDescribeRequest()
         reply = await stub.Describe(request, timeout=_DESCRIBE_S)
@@ -120,7 +120,7 @@ async def describe_generator(address: str) -> GeneratorDescription:
 
 async def describe_service(address: str) -> ServiceDescription:
     """The orchestrator's description of all services; raises AioRpcError."""
-    async with open_channel(address, retries=False) as channel:
+    async with open_channel(address) as channel:
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
         reply = await stub.Describe(request, timeout=_DESCRIBE_S)

@@ -331,7 +331,7 @@ async def reward_backend(*rewards: Reward) -> AsyncIterator[Backend]:
 
 @asynccontextmanager
 async def channel_to(backend: Backend) -> AsyncIterator[grpc.aio.Channel]:
-    async with open_channel(f"127.0.0.1:{backend.port}", retries=False) as channel:
+    async with open_channel(f"127.0.0.1:{backend.port}") as channel:
         yield channel
 
 
@@ -472,7 +472,7 @@ async def world(
         address = await enter(
             listening(port, default_deadline_s=default_deadline_s, **(server_settings or {}))
         )
-        channel = await enter(open_channel(address, retries=False))
+        channel = await enter(open_channel(address))
         service = World(
             orchestrator_pb2_grpc.OrchestratorServiceStub(channel),
             channel,

@@ -227,7 +227,7 @@ def _tls_context(credentials: Credentials) -> ssl.SSLContext:
 async def _is_serving(address: str, credentials: Credentials) -> bool:
     """Whether a health check succeeds; not while the credentials' files are being replaced."""
     try:
-        async with open_channel(address, retries=False, **credentials) as channel:
+        async with open_channel(address, **credentials) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
     except (grpc.aio.AioRpcError, OSError, ValueError):

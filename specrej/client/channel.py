@@ -1,6 +1,7 @@
-"""Client channels: keepalive, message limits, the published retry policy, TLS and tokens.
+"""Client channels: keepalive, message limits, TLS and tokens.
 
-The keepalive settings match those of the server in `serving.py`.
+The keepalive settings match those of the server in `serving.py`. Calls are sent once: `Retries` of
+the clients repeats them.
 """
 
 from __future__ import annotations
@@ -25,39 +26,14 @@ from specrej.security import (
     watch_token,
 )
 
-# gRPC retries only in the caller's channel; `specrej.client.Retries` replaces this policy. Session
-# streams are never retried: their state is lost. A name of several orchestrators is balanced.
-_BALANCING: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
 _CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-SERVICE_CONFIG = {
-    **_BALANCING,
-    "methodConfig": [
-        {
-            "name": [
-                {"service": "specrej.v1.OrchestratorService"},
-                {"service": "specrej.backend.v1.RewardService", "method": "Score"},
-                {"service": "specrej.backend.v1.RewardService", "method": "Describe"},
-                {"service": "specrej.backend.v1.GeneratorService", "method": "Describe"},
-            ],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-    # Each failure takes a token, and below half of them nothing is retried: enough for all calls of
-    # a client that lose their orchestrator at the same time.
-    "retryThrottling": {"maxTokens": 1000, "tokenRatio": 0.1},
-}
+# A name of several orchestrators is balanced.
+_SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 
 
 def open_channel(
     address: str,
     *,
-    retries: bool = True,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     certified_name: str = "",
     **credentials: Unpack[Credentials],
@@ -65,14 +41,12 @@ def open_channel(
     """A channel to `address` ("host:port"); connects when first used.
 
     `certified_name`: the name in the server's certificate, if it is not the host of the address.
-
-    `retries` is for the first hop only; services call services without. Certificates are read once;
-    a changed token file is used from the next call on.
+    Certificates are read once; a changed token file is used from the next call on.
 
     Raises:
         OSError, ValueError: the credentials cannot be used, or may not be sent there.
     """
-    how = options(address, retries=retries, max_message_bytes=max_message_bytes)
+    how = options(address, max_message_bytes)
     if certified_name:
         how.append(("grpc.ssl_target_name_override", certified_name))
     if not any(credentials.values()):
@@ -88,9 +62,8 @@ def open_channel(
 
 
 def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> grpc.Channel:
-    """`open_channel` for threads, without retries. Certificates are read once; the caller sends its
-    token."""
-    how, files = options(address, retries=False), tls_files(credentials)
+    """`open_channel` for threads. Certificates are read once; the caller sends its token."""
+    how, files = options(address), tls_files(credentials)
     if any(credentials.values()):
         check_credentials(address, credentials)
     if not files:
@@ -99,7 +72,7 @@ def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> g
 
 
 def options(
-    address: str, *, retries: bool, max_message_bytes: int = MAX_MESSAGE_BYTES
+    address: str, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> list[tuple[str, int | str]]:
     """The gRPC options of a channel to a service at `address`."""
     return [
@@ -117,8 +90,8 @@ def options(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 400),
-        ("grpc.enable_retries", int(retries)),
-        ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else _BALANCING)),
+        ("grpc.enable_retries", 0),
+        ("grpc.service_config", _SERVICE_CONFIG),
     ]
 
 

@@ -328,7 +328,7 @@ async def _score(given: argparse.Namespace) -> None:
 def _health(given: argparse.Namespace) -> None:
     async def check() -> str:
         credentials = credentials_of(given)
-        async with open_channel(given.address, retries=False, **credentials) as channel:
+        async with open_channel(given.address, **credentials) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service=given.service)
             # grpc has no infinite timeout.

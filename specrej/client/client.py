@@ -137,8 +137,7 @@ class _Connection:
         self, address: str, timeout_s: float, retries: Retries | None, credentials: Credentials
     ) -> None:
         try:
-            # Retries are in one layer: without ours, the channel has those of its service config.
-            self._channel = open_channel(address, retries=retries is None, **credentials)
+            self._channel = open_channel(address, **credentials)
         except (OSError, ValueError) as error:
             raise InvalidRequest([Violation("credentials", str(error))]) from error
         self._timeout_s, self._retries = timeout_s, retries

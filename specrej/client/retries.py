@@ -32,11 +32,15 @@ class Retries:
             raise ValueError("attempts must be 1 or more, max_wait_s 0 or more")
 
 
+# Of clients that were given none.
+_DEFAULT = Retries(on=(Unavailable,))
+
+
 class Attempts:
     """The attempts of one call, all before its deadline in `timeout_s` seconds."""
 
     def __init__(self, retries: Retries | None, timeout_s: float) -> None:
-        self._retries = retries
+        self._retries = retries or _DEFAULT
         self._num_failed = 0
         self._deadline = time.monotonic() + min(timeout_s, LONGEST_S)
 
@@ -49,7 +53,7 @@ class Attempts:
         """Wait for the next attempt; raises the error if there is none."""
         self._num_failed += 1
         retries, wait_s = self._retries, error.retry_after_s
-        if retries is None or wait_s is None or not isinstance(error, retries.on):
+        if wait_s is None or not isinstance(error, retries.on):
             raise error
         least_s, wait_s = wait_s, wait_s * random.uniform(1, 1.2)
         is_last = self._num_failed >= retries.attempts

@@ -128,7 +128,7 @@ def _answer(body: Mapping[str, Any], _: int) -> endpoints.Reply:
 @asynccontextmanager
 async def remote(served: Subject) -> AsyncIterator[Subject]:
     """A generator behind a port, over real gRPC."""
-    async with port(served.generator) as address, open_channel(address, retries=False) as channel:
+    async with port(served.generator) as address, open_channel(address) as channel:
         yield Subject(RemoteGenerator(channel), served.is_toy)
 
 

@@ -180,7 +180,7 @@ async def _unauthenticated(address: str) -> None:
 
 async def _without_a_message(address: str) -> None:
     """Begin calls and send nothing more, until one of them is ended."""
-    async with open_channel(address, retries=False) as channel:
+    async with open_channel(address) as channel:
         stub: Any = channel.stream_stream("/grpc.health.v1.Health/Check")
         assert await stub().code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -221,7 +221,7 @@ async def _failed(client: Client, url: str) -> None:
 
 async def _silent(address: str) -> None:
     """Open a session and send nothing more, until the lease expires."""
-    async with open_channel(address, retries=False) as channel:
+    async with open_channel(address) as channel:
         stub = generator_pb2_grpc.GeneratorServiceStub(channel)
         opening = generator_pb2.OpenSession(
             prompt=common_pb2.Prompt(text="silence"),

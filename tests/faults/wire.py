@@ -31,7 +31,7 @@ async def sized(num_more: int, world: World) -> list[str]:
     num_bytes = MAX_PUBLIC_MESSAGE_BYTES + num_more - len(data)
     data += part(1000, bytes(2 * num_bytes - len(part(1000, bytes(num_bytes)))))
     address = world.addresses["orchestrator"]
-    async with open_channel(address, retries=False, max_message_bytes=2**31 - 1) as channel:
+    async with open_channel(address, max_message_bytes=2**31 - 1) as channel:
         call: Any = channel.unary_unary("/specrej.v1.OrchestratorService/Generate")
         try:
             await call(data, timeout=CALL_S)

@@ -112,7 +112,7 @@ class Call:
         self.events: list[Any] = []
         self._pause_s = pause_s
         self._resumed = asyncio.Event()
-        self._channel = _narrow_channel(address) if narrow else open_channel(address, retries=False)
+        self._channel = _narrow_channel(address) if narrow else open_channel(address)
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         message = request(**options)
         self._stream = stream

@@ -42,7 +42,7 @@ async def test_a_session_without_a_deadline_has_the_servers(
         _serve(GeneratorSettings(model="toy", port=0, deadline_s=0.2, grace_s=0.01))
     )
     await until(lambda: bool(servers) and servers[0].port > 0)
-    async with open_channel(f"127.0.0.1:{servers[0].port}", retries=False) as channel:
+    async with open_channel(f"127.0.0.1:{servers[0].port}") as channel:
         stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
 
         async def ends_by_deadline() -> bool:  # UNAVAILABLE while the toy loads

@@ -100,8 +100,8 @@ async def test_calls_beyond_the_limit_are_refused(
     orchestrator.hangs = True
     async with (
         listening(orchestrator.service(), max_calls=1) as address,
-        open_channel(address, retries=False) as first,
-        open_channel(f"localhost:{address.rpartition(':')[2]}", retries=False) as second,
+        open_channel(address) as first,
+        open_channel(f"localhost:{address.rpartition(':')[2]}") as second,
     ):
         one: Any = OrchestratorServiceStub(first)
         other: Any = OrchestratorServiceStub(second)
@@ -135,7 +135,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     async with listening(orchestrator.service()) as address:
         async with unread(address, method, data):
             pass
-        async with open_channel(address, retries=False) as channel:
+        async with open_channel(address) as channel:
             await probe(channel)
     assert "connection" in refused
     assert not caplog.messages

@@ -148,7 +148,7 @@ async def test_errors_arrive_whole_and_are_not_retried(
 async def test_unavailable_is_retried(
     address: str, orchestrator: FakeOrchestrator, streamed: bool
 ) -> None:
-    """Guards against a service config that grpc ignores: a restart would fail every call."""
+    """Guards against a restart that fails every call."""
     orchestrator.failures = [errors.Unavailable("loading", retry_after_s=0.01)] * 2
     async with Client(address) as client:
         assert await answer_of(client, streamed) == GENERATION
@@ -177,7 +177,7 @@ async def test_retries_wait_as_the_server_demands(
     num_sent: int,
     streamed: bool,
 ) -> None:
-    """Guards against grpc's own attempts beside these, and waits that are shorter than demanded."""
+    """Guards against more or fewer attempts, and waits that are shorter than demanded."""
     failures: list[Exception] = [
         errors.Overloaded("full", retry_after_s=delay_s),
         errors.Unavailable("loading", retry_after_s=delay_s),
@@ -216,7 +216,7 @@ async def test_a_stream_with_an_event_is_not_retried(
 
 async def test_no_server_is_unavailable() -> None:
     """Guards against a bare grpc error, or waiting for the deadline, when nothing listens."""
-    async with Client(f"127.0.0.1:{Ports.free().orchestrator}") as client:
+    async with Client(f"127.0.0.1:{Ports.free().orchestrator}", retries=Retries(1)) as client:
         with pytest.raises(errors.Unavailable):
             await client.describe(timeout_s=20)
 
@@ -275,7 +275,7 @@ async def test_what_is_for_this_machine_is_sent_to_no_proxy(
 ) -> None:
     """Guards tokens, which may be in plaintext here, and a service that a proxy cannot reach."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    async with Client(address, token="secret", retries=None) as client:
+    async with Client(address, token="secret") as client:
         assert (await client.describe()) == SERVICE
 
 

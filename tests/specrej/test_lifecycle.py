@@ -54,7 +54,7 @@ async def running(
 
     task = asyncio.create_task(server.run(warm_up))
     await until(lambda: server.port != 0)
-    async with open_channel(address(server), retries=False) as channel:
+    async with open_channel(address(server)) as channel:
         try:
             yield task, channel
         finally:

@@ -209,7 +209,7 @@ async def address(orchestrator: FakeOrchestrator, path: Path) -> AsyncIterator[s
 
 @pytest.fixture
 async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    async with open_channel(address, retries=False) as channel:
+    async with open_channel(address) as channel:
         yield channel
 
 
@@ -283,7 +283,7 @@ async def test_a_token_that_ends_ends_its_running_calls(
     if is_expiring:
         place(path, f"{kept}\n{expiring}")
     bound = listening(orchestrator.service(), tokens_file=str(path), reflection=True)
-    async with bound as address, open_channel(address, retries=False) as channel:
+    async with bound as address, open_channel(address) as channel:
         kinds = calls(channel)
         ending = [
             asyncio.ensure_future(kinds[kind](bearer("acme-token")))

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from specrej import Client, RewardClient
+from specrej import Client, Retries, RewardClient
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
 from specrej.contracts.errors import InvalidRequest
@@ -111,7 +111,7 @@ async def test_both_sides_accept_their_authority_only(
             (foreign_address, Credentials(tls_ca=authority.path)),
             (foreign_address, Credentials(tls=True)),
         ):
-            async with RewardClient(target, timeout_s=10, **credentials) as client:
+            async with RewardClient(target, retries=Retries(1), **credentials) as client:
                 with pytest.raises(errors.Unavailable):
                     await client.describe()
 
@@ -127,7 +127,7 @@ async def test_only_allowed_names_are_served(authority: Authority) -> None:
             credentials = showing(pair, authority)
             async with (
                 Client(address, **credentials) as client,
-                open_channel(address, retries=False, **credentials) as channel,
+                open_channel(address, **credentials) as channel,
             ):
                 for call in (client.generate("why?"), client.describe(), _last(client)):
                     with pytest.raises(errors.PermissionDenied, match="allowed names"):

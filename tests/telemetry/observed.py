@@ -92,7 +92,7 @@ async def observed(
         }
         async with (
             Stack(environment=variables, gateway=gateway) as stack,
-            open_channel(stack.orchestrator_address, retries=False) as channel,
+            open_channel(stack.orchestrator_address) as channel,
         ):
             stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             yield Observed(stack, collector, stub)

@@ -91,7 +91,7 @@ class Users:
 async def mixed(service: Observed) -> tuple[Users, dict[str, Scrape]]:
     """300 mixed requests, and what was counted of them."""
     before = await settled(service)
-    async with open_channel(service.stack.orchestrator_address, retries=False) as channel:
+    async with open_channel(service.stack.orchestrator_address) as channel:
         users, room = Users(service, channel), asyncio.Semaphore(24)
 
         async def send(number: int) -> None:

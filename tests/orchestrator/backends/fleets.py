@@ -72,7 +72,7 @@ def target_of(server: Backend) -> Target:
 
 
 def _connect(remote: Callable[[grpc.aio.Channel], R], target: Target) -> tuple[grpc.aio.Channel, R]:
-    channel = open_channel(target.address, retries=False)
+    channel = open_channel(target.address)
     return channel, remote(channel)
 
 

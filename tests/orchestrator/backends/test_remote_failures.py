@@ -28,7 +28,7 @@ async def test_a_refused_connection_is_unavailable() -> None:
     """Guards against a wait for the connection, and against grpc's own text, which has the
     backend's address."""
     with dead_port() as port:
-        async with open_channel(f"127.0.0.1:{port}", retries=False) as channel:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
             generator, rewards = RemoteGenerator(channel), RemoteRewards(channel)
             enter = AsyncExitStack().enter_async_context
             calls = (
@@ -51,7 +51,7 @@ async def test_a_backend_that_sends_nothing_is_unavailable(
     monkeypatch.setattr(remote, "_DESCRIBE_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        async with open_channel(address, retries=False) as channel:
+        async with open_channel(address) as channel:
             for describe in (RemoteGenerator(channel).describe, RemoteRewards(channel).describe):
                 with pytest.raises(Unavailable):
                     await describe()
