@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import Any
 
 from opentelemetry import trace
@@ -117,7 +117,7 @@ class _Json(_Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Fact] = {
-            "time": _utc(record.created),
+            "time": f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
             "level": record.levelname,
             "service": self._service,
             "logger": record.name,
@@ -154,8 +154,3 @@ def _plain(value: Fact) -> str:
     if isinstance(value, str) and (not value or " " in value or not value.isprintable()):
         return json.dumps(value, ensure_ascii=not value.isprintable())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _utc(seconds: float) -> str:
-    milliseconds = int(seconds % 1 * 1000)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}Z"

@@ -121,7 +121,7 @@ def _send_spans(outlets: _Outlets, resource: Resource, endpoint: str) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=_is_plaintext(endpoint))
+    exporter = OTLPSpanExporter(endpoint=endpoint)
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
@@ -134,7 +134,7 @@ def _metrics_sender(outlets: _Outlets, endpoint: str) -> MetricReader:
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    exporter = OTLPMetricExporter(endpoint=endpoint, insecure=_is_plaintext(endpoint))
+    exporter = OTLPMetricExporter(endpoint=endpoint)
     outlets.exporters.append(exporter)
     return PeriodicExportingMetricReader(exporter)
 
@@ -181,7 +181,3 @@ def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricRea
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
     outlets.ends.append(provider.shutdown)
-
-
-def _is_plaintext(endpoint: str) -> bool:
-    return endpoint.startswith("http:")
