@@ -230,37 +230,32 @@ def read_tokens(path: Path) -> Tokens:
     for number, line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        where = f"{path}, line {number}"
-        digest, entry = _entry(line, where)
-        if entries.setdefault(digest, entry) is not entry:
-            raise ValueError(f"{where}: the same token twice")
-        share = entry.share
-        if share != Share() and shares.setdefault(entry.tenant, share) != share:
-            raise ValueError(f"{where}: two weights or limits of one tenant")
+        try:
+            digest, entry = _entry(line)
+            share = entry.share
+            if entries.setdefault(digest, entry) is not entry:
+                raise ValueError("the same token twice")
+            if share != Share() and shares.setdefault(entry.tenant, share) != share:
+                raise ValueError("two weights or limits of one tenant")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
     return Tokens(entries, shares)
 
 
-def _entry(line: str, where: str) -> tuple[bytes, Entry]:
+def _entry(line: str) -> tuple[bytes, Entry]:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict) or not given.keys() <= _FIELDS:
-        raise ValueError(f"{where}: must be a JSON object of {', '.join(sorted(_FIELDS))}")
-    tenant, digest, roles = (given.get(key) for key in ("tenant", "sha256", "roles"))
+        raise ValueError(f"must be a JSON object of {', '.join(sorted(_FIELDS))}")
+    tenant, digest, expires = (given.get(key) for key in ("tenant", "sha256", "expires"))
     if not isinstance(tenant, str) or not tenant:
-        raise ValueError(f"{where}: tenant must be a name")
+        raise ValueError("tenant must be a name")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{where}: sha256 must be 64 hex digits")
-    share, expires = _share(given, where), _expires(given.get("expires"), where)
-    return bytes.fromhex(digest), Entry(tenant, _roles(roles, where), share, expires)
-
-
-def _expires(given: object, where: str) -> float:
-    try:
-        return math.inf if given is None else time_of(given)
-    except ValueError as error:
-        raise ValueError(f"{where}: expires {error}") from None
+        raise ValueError("sha256 must be 64 hex digits")
+    end = math.inf if expires is None else time_of(expires)
+    return bytes.fromhex(digest), Entry(tenant, _roles(given.get("roles")), _share(given), end)
 
 
 def time_of(given: object) -> float:
@@ -272,23 +267,23 @@ def time_of(given: object) -> float:
     if isinstance(given, str) and _RFC_3339.fullmatch(given):
         with suppress(ValueError):  # of a month 13
             return datetime.fromisoformat(given).timestamp()
-    raise ValueError("must be a time as 2030-12-31T23:59:59Z")
+    raise ValueError("expires must be a time as 2030-12-31T23:59:59Z")
 
 
-def _roles(given: object, where: str) -> frozenset[Role]:
+def _roles(given: object) -> frozenset[Role]:
     if given is None:
         return frozenset((Role.GENERATE,))
     if not isinstance(given, list) or not given or not all(role in list(Role) for role in given):
-        raise ValueError(f"{where}: roles must be a list of {', '.join(Role)}")
+        raise ValueError(f"roles must be a list of {', '.join(Role)}")
     return frozenset(Role(role) for role in given)
 
 
-def _share(given: Mapping[str, Any], where: str) -> Share:
+def _share(given: Mapping[str, Any]) -> Share:
     weight, tokens = given.get("weight", 1.0), given.get("tenant_tokens")
     if type(weight) not in (int, float) or not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
-        raise ValueError(f"{where}: weight must be from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}")
+        raise ValueError(f"weight must be from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}")
     if tokens is not None and (type(tokens) is not int or tokens < 0):
-        raise ValueError(f"{where}: tenant_tokens must be 0 or more")
+        raise ValueError("tenant_tokens must be 0 or more")
     return Share(float(weight), tokens)
 
 
@@ -442,7 +437,10 @@ class TLSFiles:
         cert, key, ca = (p.read_bytes() if p else None for p in (self.cert, self.key, self.ca))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if ca is not None:
-            _check_authorities(context, ca, self.ca)
+            try:
+                context.load_verify_locations(cadata=ca.decode("ascii", "replace"))
+            except (ssl.SSLError, ValueError):
+                raise ValueError(f"{self.ca} holds no PEM certificates") from None
         if self.cert and self.key:
             _check_pair(context, self.cert, self.key)
         return PEM(cert, key, ca)
@@ -493,13 +491,6 @@ class _RenewedContext(ssl.SSLContext):
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         return self.current().wrap_bio(*arguments, **options)
-
-
-def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -> None:
-    try:
-        context.load_verify_locations(cadata=pem.decode("ascii", "replace"))
-    except (ssl.SSLError, ValueError):
-        raise ValueError(f"{path} holds no PEM certificates") from None
 
 
 def _check_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:

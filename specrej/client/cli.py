@@ -325,24 +325,18 @@ async def _score(given: argparse.Namespace) -> None:
         print(f"{value:8.4f}  {' '.join(response.split())}")
 
 
-def _health(given: argparse.Namespace) -> None:
-    async def check() -> str:
-        credentials = credentials_of(given)
-        async with open_channel(given.address, **credentials) as channel:
+async def _health(given: argparse.Namespace) -> None:
+    request = health_pb2.HealthCheckRequest(service=given.service)
+    try:
+        async with open_channel(given.address, **credentials_of(given)) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service=given.service)
             # grpc has no infinite timeout.
             answer = await stub.Check(request, timeout=min(given.timeout, 1e6))
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-    try:
-        state = asyncio.run(check())
+        state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     except grpc.aio.AioRpcError as error:
         state = f"{error.code().name} {error.details()}"
     except (OSError, ValueError) as error:  # of the credentials
         state = str(error)
-    except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None
     if state != "SERVING":
         _fail(state)
 
@@ -363,7 +357,7 @@ def _token(given: argparse.Namespace) -> None:
         try:
             time_of(given.expires)
         except ValueError as error:
-            _fail(f"--expires {error}", 2)
+            _fail(f"--{error}", 2)
     made, line = new_token(given.tenant, given.role or (), given.expires)
     if given.append is None:
         note(line)
