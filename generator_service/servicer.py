@@ -96,18 +96,15 @@ class _Commands:
         if command is None:
             raise InvalidRequest([Violation("command", "must be set")])
         with telemetry.span(command, {names.SEQUENCE: request.sequence}):
-            return await self._carry_out(command, request)
-
-    async def _carry_out(self, command: str, request: pb.SessionRequest) -> pb.SessionResponse:
-        match command:
-            case "open":
-                return await self._open(request.open)
-            case "extend":
-                return await self._extend(request.extend)
-            case "prune":
-                return await self._prune(request.prune)
-            case _:
-                return await self._close()
+            match command:
+                case "open":
+                    return await self._open(request.open)
+                case "extend":
+                    return await self._extend(request.extend)
+                case "prune":
+                    return await self._prune(request.prune)
+                case _:
+                    return await self._close()
 
     async def _open(self, command: pb.OpenSession) -> pb.SessionResponse:
         if self._session or self._closed:

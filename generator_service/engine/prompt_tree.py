@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, Self, TypeVar
 
 from specrej_models.slots import SlotLedger
@@ -176,15 +176,12 @@ class PromptTree(Generic[S]):
         Sessions hold the last node of their path only, so all paths stay valid.
         """
         front_store, rest_store = node.store.split(at)
-        front = RadixNode(
-            node.salt,
-            node.parent,
-            node.siblings,
-            node.tokens[:at],
-            node.start,
-            front_store,
+        front = replace(
+            node,
+            tokens=node.tokens[:at],
+            store=front_store,
             computed=min(node.computed, at),
-            users=node.users,
+            children={},
         )
         front.siblings[front.key] = front
         node.parent, node.siblings, node.store = front, front.children, rest_store

@@ -49,8 +49,6 @@ def open_channel(
     how = options(address, max_message_bytes)
     if certified_name:
         how.append(("grpc.ssl_target_name_override", certified_name))
-    if not any(credentials.values()):
-        return grpc.aio.insecure_channel(address, options=how)
     check_credentials(address, credentials)
     files, token = tls_files(credentials), watch_token(credentials)
     if files:
@@ -64,8 +62,7 @@ def open_channel(
 def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> grpc.Channel:
     """`open_channel` for threads. Certificates are read once; the caller sends its token."""
     how, files = options(address), tls_files(credentials)
-    if any(credentials.values()):
-        check_credentials(address, credentials)
+    check_credentials(address, credentials)
     if not files:
         return grpc.insecure_channel(address, options=how)
     return grpc.secure_channel(address, _channel_credentials(files.read()), options=how)
