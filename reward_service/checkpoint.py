@@ -7,36 +7,25 @@ the class exists only in code that comes with the model.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from reward_service.specs import LocalSpec, Resources
 from specrej_models.model import bound_positions
 
-# The file of the `Manifest` that `training` writes into its directory.
-MANIFEST = "reward.json"
-
-# The tensor in the head's file, [hidden].
+# The tensor in the file of a head that `training` writes, [hidden].
 HEAD_TENSOR = "head"
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-
-class Manifest(BaseModel):
-    """Where a trained reward's backbone and head are; relative to the manifest."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    backbone: Path
-    head: Path
 
 
 def load_model(
@@ -72,13 +61,13 @@ def load_model(
     return loaded
 
 
-def load_head(source: Path, prefix: str, *required: str) -> dict[str, Tensor]:
+def load_head(source: Path, prefix: str, device: str = "cpu") -> dict[str, Tensor]:
     """Tensors with names that begin with `prefix`, by the rest of their names, float32.
 
     `source` is a checkpoint's directory or one file.
 
     Raises:
-        ValueError: there are none, `required` ones are missing, or it is not a safetensors file.
+        ValueError: there are none, or it is not a safetensors file.
     """
     paths = {source if source.is_file() else source / _WEIGHTS}
     if (index := source / _INDEX).exists():
@@ -89,10 +78,25 @@ def load_head(source: Path, prefix: str, *required: str) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as tensors:
                 for name in [name for name in tensors.keys() if name.startswith(prefix)]:  # noqa: SIM118
-                    head[name.removeprefix(prefix)] = tensors.get_tensor(name).float()
+                    tensor = tensors.get_tensor(name).float().to(device)
+                    head[name.removeprefix(prefix)] = tensor
         except SafetensorError as error:
             raise ValueError(f"{path}: not a file of weights: {error}") from None
-    missing = [name for name in required if name not in head]
-    if missing or not head:
-        raise ValueError(f"{source}: lacks the weights {prefix}{missing[0] if missing else '*'}")
+    if not head:
+        raise ValueError(f"{source}: lacks the weights {prefix}*")
     return head
+
+
+def network(tensors: Mapping[str, Tensor], layers: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """Linear layers by the beginnings of their tensors' names, with a ReLU between them.
+
+    From [rows, inputs] to [rows, outputs].
+    """
+    weights = [(tensors[f"{name}weight"], tensors.get(f"{name}bias")) for name in layers]
+
+    def outputs(states: Tensor) -> Tensor:
+        for number, (weight, bias) in enumerate(weights):
+            states = F.linear(F.relu(states) if number else states, weight, bias)
+        return states
+
+    return outputs

@@ -2,8 +2,8 @@
 
 Fits a linear Bradley-Terry head on the frozen backbone's last states. Some pairs are held out to
 choose the weight decay. The last pairs of the file are the test set, to compare the reward with
-chance and with the untrained backbone's likelihood. The result is a directory that a reward of kind
-classifier loads. examples/train_reward trains the whole network instead.
+chance and with the untrained backbone's likelihood. The result is the file of a head, for a reward
+of kind classifier on that backbone. examples/train_reward trains the whole network instead.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import argparse
 import gzip
 import json
 import math
-import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, Manifest, load_model
+from reward_service.checkpoint import HEAD_TENSOR, load_model
 from reward_service.conversation import Turns, load_conversation
 from reward_service.kinds.causal import CausalReward
 from reward_service.kinds.classifier import load_classifier
@@ -44,10 +43,6 @@ _DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
 
 # Pairs between two lines of progress.
 _PAIRS_PER_NOTE = 50
-
-
-class BadPairs(ValueError):
-    """A file of pairs that cannot be read; names the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,37 +99,41 @@ def main() -> None:
     arguments = _arguments()
     try:
         report = train(arguments)
-    except (BadPairs, OSError, ValueError, SpecrejError) as error:
+    except (OSError, ValueError, SpecrejError) as error:
         raise SystemExit(f"specrej train-reward: {error}") from None
     print(json.dumps(asdict(report)))
 
 
 def train(arguments: argparse.Namespace) -> Report:
-    """Fit and report; writes the reward and the report into the output directory.
+    """Fit and report; writes the head and the report into the output directory.
 
     Raises:
-        BadPairs, OSError, ValueError, SpecrejError: the pairs or the backbone cannot be used.
+        OSError, ValueError, SpecrejError: the pairs or the backbone cannot be used.
     """
-    pairs = read_pairs(arguments.pairs)
+    pairs, backbone = read_pairs(arguments.pairs), arguments.backbone
     held_out = arguments.validation + arguments.test
     if len(pairs) <= held_out:
-        raise BadPairs(f"{arguments.pairs}: {len(pairs)} pairs, {held_out} of them held out")
-    backbone: Path = arguments.backbone
+        raise ValueError(f"{arguments.pairs}: {len(pairs)} pairs, {held_out} of them held out")
     _check_prompts(pairs, backbone)
-    out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    method = _fit_head(arguments, pairs)
-    # Relative paths, so that backbone and reward can be moved together.
-    relative = os.path.relpath(backbone.resolve(), out.resolve())
-    manifest = Manifest(backbone=Path(relative), head=Path(HEAD))
-    (out / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+    head: Path = arguments.out / HEAD
+    head.parent.mkdir(parents=True, exist_ok=True)
+    states = features(backbone, pairs[: len(pairs) - arguments.test])
+    differences = states[:, 0] - states[:, 1]
+    order = torch.randperm(
+        len(differences), generator=torch.Generator().manual_seed(arguments.seed)
+    )
+    sizes = [arguments.validation, len(differences) - arguments.validation]
+    validation, fitting = torch.split(differences[order], sizes)
+    weights, decay = fit_head(fitting, validation)
+    save_file({HEAD_TENSOR: weights}, head)
     test = pairs[-arguments.test :]
-    trained = load_classifier(ClassifierSpec(name="trained", directory=out), Resources())
-    right = Accuracy.of(_margins(trained, test, "scored"))
+    spec = ClassifierSpec(name="trained", directory=backbone, head=head)
+    right = Accuracy.of(_margins(load_classifier(spec, Resources()), test, "scores"))
     untrained = load_likelihood(LikelihoodSpec(name="untrained", directory=backbone), Resources())
     baseline = Accuracy.of(_margins(untrained, test, "likelihoods"))
+    method = f"head, weight decay {decay}"
     report = Report(method, len(pairs) - arguments.test, len(test), right, baseline)
-    (out / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    (arguments.out / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report
 
 
@@ -143,17 +142,25 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _noted(pairs: Sequence[Pair], what: str) -> Iterator[Pair]:
+    """The pairs, with lines of progress."""
+    for number, pair in enumerate(pairs, 1):
+        yield pair
+        if number % _PAIRS_PER_NOTE == 0 or number == len(pairs):
+            note(f"{what} of {number} of {len(pairs)} pairs")
+
+
 def read_pairs(path: Path) -> list[Pair]:
     """JSON lines of {prompt or messages, chosen, rejected}, gzipped or not.
 
     Raises:
-        BadPairs: a line is something else.
+        ValueError: a line is something else; names it.
     """
     raw = path.read_bytes()
     try:
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise BadPairs(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     lines = enumerate(text.split("\n"), 1)
     return [_pair(line, f"{path}:{number}") for number, line in lines if line.strip()]
 
@@ -165,20 +172,20 @@ def _pair(line: str, where: str) -> Pair:
             raise ValueError("neither prompt nor messages")
     except ValueError as error:
         needs = "must be {prompt or messages, chosen, rejected}"
-        raise BadPairs(f"{where}: {needs}: {error}") from None
+        raise ValueError(f"{where}: {needs}: {error}") from None
     prompt = Prompt(read.messages) if read.messages else Prompt.from_user(read.prompt or "")
     return Pair(prompt, read.chosen, read.rejected, where)
 
 
 def _check_prompts(pairs: Sequence[Pair], backbone: Path) -> None:
-    """Raises BadPairs if the backbone does not take a prompt, before hours of training."""
+    """Raises ValueError if the backbone does not take a prompt, before hours of training."""
     config = AutoConfig.from_pretrained(backbone, local_files_only=True)
     conversation = load_conversation(ClassifierSpec(name="training", directory=backbone), config)
     for pair in pairs:
         try:
             Turns(conversation, pair.prompt)
         except InvalidRequest as error:
-            raise BadPairs(f"{pair.where}: {error.message}") from None
+            raise ValueError(f"{pair.where}: {error.message}") from None
 
 
 def share_right(margins: Sequence[float]) -> float:
@@ -190,26 +197,10 @@ def share_right(margins: Sequence[float]) -> float:
 def _margins(reward: Reward, pairs: Sequence[Pair], what: str) -> list[float]:
     """Scores of the chosen answers less those of the rejected ones."""
     margins: list[float] = []
-    for number, pair in enumerate(pairs, 1):
+    for pair in _noted(pairs, what):
         chosen, rejected = score(reward, pair.prompt, [pair.chosen, pair.rejected]).values
         margins.append(chosen - rejected)
-        if number % _PAIRS_PER_NOTE == 0 or number == len(pairs):
-            note(f"{what}: {number} of {len(pairs)} test pairs")
     return margins
-
-
-def _fit_head(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
-    """Write the head; return a description of the method."""
-    states = features(arguments.backbone, pairs[: len(pairs) - arguments.test])
-    differences = states[:, 0] - states[:, 1]
-    order = torch.randperm(
-        len(differences), generator=torch.Generator().manual_seed(arguments.seed)
-    )
-    sizes = [arguments.validation, len(differences) - arguments.validation]
-    validation, fitting = torch.split(differences[order], sizes)
-    weights, decay = fit_head(fitting, validation)
-    save_file({HEAD_TENSOR: weights}, arguments.out / HEAD)
-    return f"head, weight decay {decay}"
 
 
 def fit_head(differences: Tensor, validation: Tensor) -> tuple[Tensor, float]:
@@ -257,12 +248,10 @@ def features(backbone: Path, pairs: Sequence[Pair]) -> Tensor:
     model = load_model(spec, Resources())
     reward = CausalReward(spec, Resources(), "", model, lambda rows, _: rows.float(), keep)
     states: list[Tensor] = []
-    for number, pair in enumerate(pairs, 1):
+    for pair in _noted(pairs, "features"):
         read.clear()
         score(reward, pair.prompt, [pair.chosen, pair.rejected])
         states.append(torch.stack([read[0], read[-1]]))  # one if they are equal
-        if number % _PAIRS_PER_NOTE == 0 or number == len(pairs):
-            note(f"features of {number} of {len(pairs)} pairs")
     return torch.stack(states)
 
 

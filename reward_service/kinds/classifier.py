@@ -10,12 +10,11 @@ reward is read at the tokens that close the last turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from reward_service.checkpoint import HEAD_TENSOR, MANIFEST, Manifest, load_head, load_model
+from reward_service.checkpoint import HEAD_TENSOR, load_head, load_model
 from reward_service.kinds.causal import CausalReward
 from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
 from specrej import fingerprint
@@ -40,68 +39,44 @@ def weighted(spec: ClassifierSpec | VLLMClassifierSpec, logits: Sequence[float])
 
 
 def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
-    """A decoder-only model with `score.weight` [labels, hidden] on its last token, a backbone with
-    a head's file, or a directory that `training` wrote.
+    """A decoder-only model with `score.weight` [labels, hidden] on its last token, or a backbone
+    with a head's file.
 
     Raises:
         ValueError: the directory does not hold such a model; the message says why.
     """
-    if (manifest := spec.directory / MANIFEST).is_file():
-        spec = spec.model_copy(update=_paths(spec, manifest))
-    weight, bias = _head(spec)
+    weight, bias = _head(spec, resources.device)
     model = load_model(spec, resources)
     if weight.shape[1] != model.config.hidden_size:
         shape, hidden = [*weight.shape][1:], model.config.hidden_size
         source = spec.head or spec.directory
         raise ValueError(f"{source}: a head of {shape}, the backbone has {hidden}")
-    weight, bias = weight.to(model.device), bias.to(model.device)
-
-    def head(states: Tensor, _: Tensor) -> Tensor:
-        return torch.nn.functional.linear(states.float(), weight, bias)
-
-    description = "A reward model's logit for the response as the assistant's turn."
     # A head that `training` has fitted reads the last token.
     pad_id = None if spec.head else model.config.get_text_config().pad_token_id
     digests = {"padding": str(pad_id), "head": fingerprint.of_file(spec.head) if spec.head else ""}
     return CausalReward(
         spec,
         resources,
-        description,
+        "A reward model's logit for the response as the assistant's turn.",
         model,
-        head,
+        lambda states, _: F.linear(states.float(), weight, bias),
         lambda outputs: weighted(spec, outputs[-1].tolist()),
         marks=lambda tokens: [num_read(tokens.token_ids, pad_id) - 1],
         digests=digests,
     )
 
 
-def _paths(spec: ClassifierSpec, file: Path) -> dict[str, Path]:
-    """The options that a manifest stands for.
-
-    Raises:
-        ValueError: the file is not a manifest, or the spec has a head of its own.
-    """
-    if spec.head:
-        raise ValueError(f"{file} names its own head: leave out head")
-    try:
-        manifest = Manifest.model_validate_json(file.read_text())
-    except ValueError:
-        raise ValueError(f"{file}: must be a JSON object of backbone and head") from None
-    return {"directory": file.parent / manifest.backbone, "head": file.parent / manifest.head}
-
-
-def _head(spec: ClassifierSpec) -> tuple[Tensor, Tensor]:
+def _head(spec: ClassifierSpec, device: str) -> tuple[Tensor, Tensor | None]:
     """Weight [labels, hidden] and bias [labels].
 
     Raises:
         ValueError: there is no head, or it has another number of labels.
     """
     if spec.head:
-        return load_head(spec.head, HEAD_TENSOR, "")[""][None], torch.zeros(1)
-    tensors = load_head(spec.directory, "score.", "weight")
-    weight = tensors["weight"]
+        return load_head(spec.head, HEAD_TENSOR, device)[""][None], None
+    weight = load_head(spec.directory, "score.weight", device)[""]
     check_labels(spec, len(weight))
-    return weight, tensors.get("bias", torch.zeros(len(weight)))
+    return weight, load_head(spec.directory, "score.", device).get("bias")
 
 
 def check_labels(spec: ClassifierSpec | VLLMClassifierSpec, num_labels: int) -> None:

@@ -14,53 +14,37 @@ An unfinished text is closed by default, as these models were trained on whole c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from reward_service.checkpoint import load_head, load_model
+from reward_service.checkpoint import load_head, load_model, network
 from reward_service.conversation import Tokens, Turns, load_conversation
 from reward_service.kinds.causal import CausalReward
 from reward_service.specs import GatedSpec, Resources
 from specrej.contracts import Prompt
 
 
-class _Gate:
-    """[rows, hidden] -> weights of the objectives [rows, objectives]."""
-
-    def __init__(self, weights: dict[str, Tensor], temperature: float) -> None:
-        names = [f"layers.{i}" for i in range(len(weights)) if f"layers.{i}.weight" in weights]
-        self._layers = [(weights[f"{n}.weight"], weights.get(f"{n}.bias")) for n in names]
-        self._scale = weights.get("logit_scale", torch.ones(1))[0]
-        self._temperature = temperature
-
-    def __call__(self, states: Tensor) -> Tensor:
-        for number, (weight, bias) in enumerate(self._layers):
-            states = F.linear(states if not number else F.relu(states), weight, bias)
-        return F.softmax(states / self._temperature, dim=-1) * self._scale
-
-
 def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
     """The reward of a gated model. Raises ValueError: the directory does not hold such a model."""
-    regression = load_head(spec.directory, "regression_layer.weight", "")[""]
-    model: Any = load_model(spec, resources)
-    weights = load_head(spec.directory, "gating.")
-    gate = _Gate(
-        {name: tensor.to(model.device) for name, tensor in weights.items()},
-        getattr(model.config, "gating_temperature", 10.0),
-    )
-    adjust = load_head(spec.directory, "reward_transform_matrix", "")[""].to(model.device)
-    regression = regression.to(model.device)
+    load = partial(load_head, spec.directory, device=resources.device)
+    regression, adjust = load("regression_layer.weight")[""], load("reward_transform_matrix")[""]
+    weights = load("gating.")
+    layers = [f"layers.{i}." for i in range(len(weights)) if f"layers.{i}.weight" in weights]
+    gate, scale = network(weights, layers), weights.get("logit_scale", torch.ones(1))[0]
+    model = load_model(spec, resources)
+    temperature = getattr(model.config, "gating_temperature", 10.0)
 
     def head(states: Tensor, _: Tensor) -> Tensor:
         states = states.float()
-        return torch.cat((gate(states), F.linear(states, regression) @ adjust), dim=-1)
+        gates = F.softmax(gate(states) / temperature, dim=-1) * scale
+        return torch.cat((gates, F.linear(states, regression) @ adjust), dim=-1)
 
     conversation = load_conversation(spec, model.config)
     pattern: list[int] = conversation.tokenizer.encode(spec.gate_at, add_special_tokens=False)
-    (tokens,) = Turns(conversation, Prompt.from_user("Hello?")).tokenize(["Hello."], [True])
+    (tokens,) = Turns(conversation, Prompt.from_user("Hello?")).tokenize([("Hello.", True)])
     if _last_place(tokens.token_ids, pattern) < 0:
         raise ValueError(f"{spec.directory}: gate_at {spec.gate_at!r} is not in its conversations")
 

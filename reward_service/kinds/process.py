@@ -12,12 +12,11 @@ one is not scored. A text in which no step has ended counts as one step.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM
 
-from reward_service.checkpoint import load_head, load_model
+from reward_service.checkpoint import load_head, load_model, network
 from reward_service.conversation import SPLICE, Tokens, Turns, load_conversation, without_splices
 from reward_service.kinds.causal import CausalReward, Head
 from reward_service.kinds.lm_head import LMHead, single_token
@@ -59,7 +58,7 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
         return float({"last": good[-1], "min": good.min(), "mean": good.mean()}[spec.aggregate])
 
     text = prepare(f"One is one.{spec.separator}Two is two.", True)
-    (tokens,) = Turns(conversation, Prompt.from_user("Count.")).tokenize([text], [True])
+    (tokens,) = Turns(conversation, Prompt.from_user("Count.")).tokenize([(text, True)])
     if len(marks(tokens)) != 2:
         reason = "the step token is not found in whole texts: leave out step_text, or write it so"
         raise ValueError(f"{spec.directory}: {reason} that it stays one token")
@@ -67,7 +66,7 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
         pair = [single_token(tokenizer, word, "the word") for word in (spec.good, spec.bad)]
         head = LMHead(model).preferring(pair)
     else:
-        head = _label_head(spec, model.device)
+        head = _label_head(spec, resources)
     description = f"The {spec.aggregate} of the probabilities that the response's steps are good."
     return CausalReward(
         spec,
@@ -82,21 +81,17 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
     )
 
 
-def _label_head(spec: ProcessSpec, device: torch.device) -> Head:
+def _label_head(spec: ProcessSpec, resources: Resources) -> Head:
     """A linear head, or two layers with a ReLU between (Qwen2.5-Math-PRM, arXiv 2501.07301)."""
-    tensors = {name: t.to(device) for name, t in load_head(spec.directory, "score.").items()}
+    tensors = load_head(spec.directory, "score.", device=resources.device)
     layers = [""] if "weight" in tensors else ["0.", "2."]
-    if missing := [n for n in layers if f"{n}weight" not in tensors]:
+    if missing := [name for name in layers if f"{name}weight" not in tensors]:
         raise ValueError(f"{spec.directory}: lacks score.{missing[0]}weight")
-    weights = [(tensors[f"{n}weight"], tensors.get(f"{n}bias")) for n in layers]
-    num_labels = len(weights[-1][0])
+    logits, num_labels = network(tensors, layers), len(tensors[f"{layers[-1]}weight"])
     if spec.good_label >= num_labels:
         raise ValueError(f"{spec.directory}: has {num_labels} labels, none is {spec.good_label}")
 
     def head(states: Tensor, _: Tensor) -> Tensor:
-        states = states.float()
-        for number, (weight, bias) in enumerate(weights):
-            states = F.linear(F.relu(states) if number else states, weight, bias)
-        return F.softmax(states, dim=-1)[:, spec.good_label, None]
+        return F.softmax(logits(states.float()), dim=-1)[:, spec.good_label, None]
 
     return head
