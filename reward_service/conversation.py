@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from reward_service.specs import CausalSpec, PairwiseSpec
-from specrej.contracts import Message, Prompt
+from specrej.contracts import Candidate, FinishReason, Message, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
@@ -58,6 +58,7 @@ class Conversation:
         """
         self.name = spec.name
         self._plain = "" if isinstance(spec, PairwiseSpec) else spec.format
+        self._closes_unfinished = isinstance(spec, CausalSpec) and spec.unfinished == "closed"
         if not self._plain and not tokenizer.chat_template:
             raise ValueError(f"reward {self.name}: the tokenizer has no chat template")
         default = "tokenizer" if self._plain else "template"
@@ -67,6 +68,10 @@ class Conversation:
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
         # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
         self.splice: int | str = SPLICE
+
+    def closes(self, candidate: Candidate) -> bool:
+        """Whether the turn of a candidate is closed: if it ended by itself, or by the option."""
+        return candidate.finish is FinishReason.STOP or self._closes_unfinished
 
     def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
         """The conversation with each text as its last turn, for `encode`.
@@ -195,10 +200,10 @@ class Turns:
         long, the first tokens are left out, and need not be computed."""
         return text[-self._conversation.max_tokens * MAX_TOKEN_CHARACTERS :]
 
-    def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokens]:
-        """Each text as a turn; a closed one ends with what the template writes after a turn."""
+    def tokenize(self, texts: Sequence[tuple[str, bool]]) -> list[Tokens]:
+        """Each text as a turn; a closed one (True) ends with what the template writes then."""
         tokenized: list[Tokens] = []
-        for part in in_parts(list(zip(texts, closed, strict=True))):
+        for part in in_parts(texts):
             rendered = self._conversation.render(self._prompt, [text for text, _ in part])
             open_turns = [text.removesuffix(self._closing) for text in rendered]
             head_ids, tails = self._encode([*rendered, *open_turns])

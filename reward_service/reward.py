@@ -34,6 +34,7 @@ class Task:
         self._finish = finish
         self._next = next(self._pieces, None)
         self._num_taken = 0
+        self.given = 0  # tokens that count as its part of the passes, see `take_fairly`
 
     @property
     def next_tokens(self) -> int:
@@ -115,25 +116,21 @@ class RemoteReward(Protocol):
         """Close the connections."""
 
 
-def take_fairly(
-    tasks: Sequence[Task], token_budget: int, given: list[int] | None = None
-) -> list[Any]:
+def take_fairly(tasks: Sequence[Task], token_budget: int) -> list[Any]:
     """Pieces for one forward pass, of at most `token_budget` tokens; a larger one is alone in it.
 
     The next piece is always of the task that was given the fewest tokens, the first of equals.
-    `given`: the tokens that each task was given in earlier passes; those of this pass are added.
     """
     pieces: list[Any] = []
-    given = [0] * len(tasks) if given is None else given
     in_pass = 0
-    while waiting := [index for index, task in enumerate(tasks) if task.next_tokens]:
-        index = min(waiting, key=given.__getitem__)
-        num_tokens = tasks[index].next_tokens
+    while waiting := [task for task in tasks if task.next_tokens]:
+        task = min(waiting, key=lambda task: task.given)
+        num_tokens = task.next_tokens
         if pieces and in_pass + num_tokens > token_budget:
             break
         in_pass += num_tokens
-        given[index] += num_tokens
-        pieces.append(tasks[index].take())
+        task.given += num_tokens
+        pieces.append(task.take())
     return pieces
 
 
@@ -153,14 +150,14 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
     """Scores of complete answers, in a session of their own."""
     session = reward.open(prompt, once=True)
     try:
-        return score_batch(session, reward, whole_answers(texts))
+        return score_batch(session, reward, as_candidates(texts, FinishReason.STOP))
     finally:
         reward.free(session)
 
 
-def whole_answers(texts: Sequence[str]) -> list[Candidate]:
-    """Complete answers as candidates, with their indices as ids."""
-    return [Candidate(i, text, 0, 0.0, FinishReason.STOP) for i, text in enumerate(texts)]
+def as_candidates(texts: Sequence[str], finish: FinishReason | None) -> list[Candidate]:
+    """Texts as candidates, with their indices as ids."""
+    return [Candidate(i, text, 0, 0.0, finish) for i, text in enumerate(texts)]
 
 
 def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:

@@ -27,10 +27,10 @@ from reward_service.reward import (
     Reward,
     RewardLost,
     Task,
+    as_candidates,
     take_fairly,
-    whole_answers,
 )
-from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
+from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
 from specrej.threads import ComputeThread, WorkClock, settle
@@ -51,9 +51,8 @@ class _Request:
     do: Callable[[], Any]
     session: Any = None  # the task's, freed if the task fails
     future: Future[Any] = field(default_factory=Future)
+    task: Task = field(init=False)  # once `do` has returned it
     is_abandoned: bool = False  # its caller has left
-    task: Task | None = None
-    given: int = 0  # tokens of its task in passes so far
     is_alone: bool = False  # in passes of its own, since a pass that it shared failed
 
 
@@ -99,7 +98,7 @@ class Worker:
         self._closing = threading.Lock()
         self._closed = False
         self._dead = False  # the thread has ended without `close`
-        self._num_sessions = 0  # used by the thread alone
+        self._num_sessions = 0  # that are open
         self._clock = WorkClock()
         self._reward: Reward
         self._remote: RemoteReward | None = None
@@ -154,9 +153,7 @@ class Worker:
             RewardInvalid: the reward returned something else.
             Unavailable: the worker is closed, or the reward's server does not answer.
         """
-        candidates = whole_answers(texts)
-        if not whole:
-            candidates = [Candidate(c.id, c.text, 0, 0.0) for c in candidates]
+        candidates = as_candidates(texts, FinishReason.STOP if whole else None)
         async with self.open(prompt, once=True) as session:
             return await session.score(candidates)
 
@@ -170,17 +167,15 @@ class Worker:
             answer = partial(self._answer, self._remote, prompt)
             yield WorkerSession(self._remote.name, answer)
             return
-        opening = _Request(partial(self._open, prompt, once))
-        try:
-            session = await self._submit(opening)
-        except asyncio.CancelledError:
-            # The thread may open it all the same.
-            opening.future.add_done_callback(self._free_late)
-            raise
+        session = await self._submit(_Request(partial(self._reward.open, prompt, once=once)))
+        self._num_sessions += 1
         try:
             yield WorkerSession(self._reward.name, partial(self._compute_batch, session))
         finally:
-            self._free_session(session)
+            self._num_sessions -= 1
+            with self._closing:
+                if not self._closed:  # queued, as its batch may still be under way
+                    self._arrivals.put(_Request(partial(self._reward.free, session)))
 
     def close(self) -> None:
         """Refuse new calls and what waits; the pass under way is completed, see `join`."""
@@ -229,7 +224,7 @@ class Worker:
         # Called when the thread is done with it, or when it is cancelled before the thread begins.
         request.future.add_done_callback(self._make_room)
         with self._closing:
-            if self._closed or self._dead:
+            if self._closed:
                 request.future.cancel()
                 raise _worker_closed()
             self._arrivals.put(request)
@@ -250,25 +245,7 @@ class Worker:
         self._room.release()
         metrics.add(names.REWARD_QUEUED, -1, reward=self.reward.name)
 
-    def _free_session(self, session: Any) -> None:
-        with self._closing:
-            if not (self._closed or self._dead):  # queued, as its batch may still be under way
-                self._arrivals.put(_Request(partial(self._free, session)))
-
-    def _free_late(self, opened: Future[Any]) -> None:
-        with suppress(BaseException):
-            self._free_session(opened.result())
-
     # The thread calls everything below.
-
-    def _open(self, prompt: Prompt, once: bool) -> Any:
-        session = self._reward.open(prompt, once=once)
-        self._num_sessions += 1
-        return session
-
-    def _free(self, session: Any) -> None:
-        self._num_sessions -= 1
-        self._reward.free(session)
 
     def _load(self, load: Callable[[], Reward | RemoteReward]) -> None:
         loaded = load()
@@ -292,7 +269,8 @@ class Worker:
             # A bug here, or a reward that raises in `free`: callers must not wait for ever.
             log.critical("the thread of reward %s ends", self._reward.name, exc_info=True)
         with self._closing:
-            self._dead = not self._closed  # no request arrives after this
+            self._dead = not self._closed
+            self._closed = True  # no request arrives after this
         while not self._arrivals.empty():
             if request := self._arrivals.get():
                 under_way.append(request)
@@ -319,24 +297,25 @@ class Worker:
             num_arrivals -= 1
             if arrived is None:
                 return False
+            # Not 0: it would take all passes until it caught up with the others.
+            given = min((batch.task.given for batch in under_way), default=0)
             with self._clock.working():
-                if not (arrived.future.set_running_or_notify_cancel() and self._begin(arrived)):
+                is_running = arrived.future.set_running_or_notify_cancel()
+                if not (is_running and self._begin(arrived, given)):
                     continue
             if not under_way and self._num_sessions > 1:
                 merge_until = time.monotonic() + self._merge_s
-            # Not 0: it would take all passes until it caught up with the others.
-            arrived.given = min((batch.given for batch in under_way), default=0)
             under_way.append(arrived)
 
-    def _begin(self, request: _Request) -> bool:
-        """Run `do`; whether the request now has a task to compute."""
+    def _begin(self, request: _Request, given: int) -> bool:
+        """Run `do`; whether the request now has a task to compute, which counts as `given`."""
         try:
             result = request.do()
         except BaseException as error:
             self._fail_task(request, error)
             return False
         if isinstance(result, Task):
-            request.task = result
+            request.task, result.given = result, given
             return True
         request.future.set_result(result)
         return False
@@ -360,33 +339,30 @@ class Worker:
         If it fails, each batch that took part begins again in passes of its own, so that only the
         one that caused the error fails.
         """
-        first = min(batches, key=lambda batch: batch.given, default=None)
+        first = min(batches, key=lambda batch: batch.task.given, default=None)
         if first and first.is_alone:
             sharing = [first]
         else:
             sharing = [batch for batch in batches if not batch.is_alone]
-        given = [batch.given for batch in sharing]
+        given = [batch.task.given for batch in sharing]
         try:
-            tasks = [batch.task for batch in sharing if batch.task]
-            if pieces := take_fairly(tasks, self._reward.token_budget, given):
+            if pieces := take_fairly([batch.task for batch in sharing], self._reward.token_budget):
                 self._reward.compute(pieces)
         except BaseException as error:
             if _is_lost(error):
                 raise  # ends the thread: health reports it, and other services score
             pairs = zip(sharing, given, strict=True)
-            took_part = [batch for batch, tokens in pairs if tokens > batch.given] or sharing
+            took_part = [batch for batch, before in pairs if batch.task.given > before] or sharing
             for batch in took_part:
                 if len(took_part) == 1:
                     self._fail_task(batch, error)
                 else:
                     self._reward.free(batch.session)
                     batch.is_alone = True
-                    self._begin(batch)
-        for batch, tokens in zip(sharing, given, strict=True):
-            batch.given = tokens
+                    self._begin(batch, batch.task.given)
 
     def _is_done(self, batch: _Request) -> bool:
-        if not batch.future.done() and batch.task and not batch.task.next_tokens:
+        if not batch.future.done() and not batch.task.next_tokens:
             try:
                 batch.future.set_result(batch.task.scores())
             except BaseException as error:

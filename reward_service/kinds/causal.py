@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from reward_service.conversation import Conversation, Tokens, Turns, load_conversation
 from reward_service.reward import Reward, Task, distinct
-from reward_service.specs import CausalSpec, Resources
-from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from reward_service.specs import CausalSpec, PairwiseSpec, Resources
+from specrej.contracts import Candidate, Prompt, Scores
 from specrej_models.attention import PrefillSegment, Segment
 from specrej_models.kv import PromptKV
 from specrej_models.model import SegmentedModel
@@ -37,10 +37,6 @@ _ROOM_TOKENS = 64
 # after each mark [marks], 0 after the last token and for heads that do not look ahead.
 Head = Callable[[Tensor, Tensor], Tensor]
 
-# From the outputs at each text's marks, [marks, width] per text, to a score per candidate.
-ToScores = Callable[[list[Tensor]], list[float]]
-
-
 # Where a head is read: the position, and the token after it, or 0 if the head does not look ahead.
 Mark = tuple[int, int]
 
@@ -52,25 +48,21 @@ Outputs = dict[Mark, Tensor | None]
 class _KeptText:
     """One text's tokens after the first `shared` ones, which are the prompt's."""
 
+    store: PromptKV
     shared: int = 0
     token_ids: Sequence[int] = ()
-    store: PromptKV | None = None
     outputs: Outputs = field(default_factory=dict)
-
-    @property
-    def room(self) -> int:
-        """In tokens."""
-        return self.store.num_tokens if self.store else 0
 
 
 @dataclass(eq=False, slots=True)
 class KeptSession:
     """Keys, values and outputs of a prompt and of the texts that begin with it.
 
-    keeps_texts: False: only the prompt's are kept; is_busy: a task of this session is running, so
-    the session must not be evicted.
+    context: what the reward writes texts with; keeps_texts: False: only the prompt's are kept;
+    is_busy: a task of this session is running, so the session must not be evicted.
     """
 
+    context: Any
     prompt_ids: Sequence[int]
     keeps_texts: bool = True
     is_busy: bool = False
@@ -82,27 +74,28 @@ class KeptSession:
     def num_tokens(self) -> int:
         """The size of its stores, in tokens."""
         prompt = self.prompt.num_tokens if self.prompt else 0
-        return prompt + sum(text.room for text in self.texts.values())
+        return prompt + sum(text.store.num_tokens for text in self.texts.values())
 
     def parents(self, sequences: Mapping[int, Tokens]) -> dict[int, int]:
         """For each text that is not kept, the key of the kept text with the most tokens in common.
 
         The two are neighbors in sorted order, so not all pairs are compared.
         """
-        if not self.texts or sequences.keys() <= self.texts.keys():
+        new = [key for key in sequences if key not in self.texts]
+        if not new or not self.texts:
             return {}
-        ranked = sorted((kept.shared, [*kept.token_ids], key) for key, kept in self.texts.items())
-        starts = {shared for shared, _, _ in ranked}
-
-        def num_common(ids: Sequence[int], kept: _KeptText) -> int:
-            return match(ids, self.prompt_ids, kept.shared, kept.token_ids)[1]
-
+        # Of the prompt's tokens, those that not all kept texts begin with.
+        base = min(kept.shared for kept in self.texts.values())
+        ranked = sorted(
+            ([*self.prompt_ids[base : kept.shared], *kept.token_ids], key)
+            for key, kept in self.texts.items()
+        )
         parents: dict[int, int] = {}
-        for key in [key for key in sequences if key not in self.texts]:
-            ids = sequences[key].token_ids
-            places = [bisect(ranked, (start, [*ids[start:]], -1)) for start in starts]
-            near = [other for at in places for *_, other in ranked[max(0, at - 1) : at + 1]]
-            parents[key] = max(near, key=lambda other: num_common(ids, self.texts[other]))
+        for key in new:
+            token_ids = sequences[key].token_ids[base:]
+            at = bisect(ranked, (token_ids, -1))
+            near = ranked[max(0, at - 1) : at + 1]
+            parents[key] = max(near, key=lambda other: common_length(token_ids, other[0]))[1]
         return parents
 
 
@@ -132,68 +125,79 @@ class _Span:
             yield _Span(self.pieces, part, self.start + at, self.offset + at, self.outputs)
 
 
-class CausalScorer(SegmentedModel):
-    """Computes texts; keeps up to `capacity` tokens of all sessions, the most recently used."""
+class CausalReward(SegmentedModel, Reward):
+    """Keeps up to `Resources.kept_tokens` tokens of all sessions, the most recently used.
+
+    float32 on a CPU, where neither the batch nor earlier batches change a score by more than 1e-4;
+    the checkpoint's own precision elsewhere.
+
+    A raw text prompt is one user message. A prompt must fit the model's limit, the smaller of the
+    tokenizer's and the position embeddings'; if prompt and response together do not, the last
+    tokens count, because the responses are what differs.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, head: Head, capacity: int, *, looks_ahead: bool = False
+        self,
+        spec: CausalSpec | PairwiseSpec,
+        resources: Resources,
+        description: str,
+        model: PreTrainedModel,
+        head: Head,
+        score: Callable[[Tensor], float],
+        *,
+        marks: Callable[[Tokens], list[int]] | None = None,
+        prepare: Callable[[str, bool], str] | None = None,
+        conversation: Conversation | None = None,
+        looks_ahead: bool = False,
+        digests: dict[str, str] | None = None,
     ) -> None:
-        """Takes over `model`; `looks_ahead`: the head's output depends on the token that follows.
+        """Takes over `model`.
+
+        score: from the head's outputs at a text's marks, [marks, width]; marks: the positions to
+        read, ascending, at least one, the last token's by default; prepare: the response as the
+        model is to see it, given whether its turn is closed; looks_ahead: the head's output depends
+        on the token that follows; digests: of files outside the spec's directory.
 
         Raises:
-            ValueError: its layers do not all keep plain keys and values.
+            ValueError: the model's layers do not all keep plain keys and values.
         """
         super().__init__(model)
-        self._head = head
-        self._looks_ahead = looks_ahead
-        self._capacity = max(1, capacity)
+        self.name = spec.name
+        self.fingerprint = spec.fingerprint(resources, **(digests or {}))
+        self.description = description
+        self.token_budget = resources.token_budget
+        self.conversation = conversation or load_conversation(spec, model.config)
+        self.marks = marks or (lambda tokens: [len(tokens.token_ids) - 1])
+        self.prepare = prepare or (lambda text, closed: text)
         self.kept_tokens = 0
+        self._head = head
+        self._score = score
+        self._looks_ahead = looks_ahead
+        self._capacity = resources.kept_tokens
         self._sessions: OrderedDict[KeptSession, None] = OrderedDict()  # last used last
 
-    def close(self, session: KeptSession) -> None:
-        """Free what a session keeps; if it is used again, it computes everything again."""
-        session.prompt = None
-        session.prompt_outputs = {}
-        session.texts = {}
-        session.is_busy = False
-        self._sessions.pop(session, None)
-        # Not by subtraction: what was reserved for an allocation that failed is in no session.
-        self.kept_tokens = sum(other.num_tokens for other in self._sessions)
+    def open(self, prompt: Prompt, *, once: bool = False) -> KeptSession:
+        """A session that keeps what it has computed; with `once`, of the prompt alone.
 
-    def task(
-        self,
-        session: KeptSession,
-        sequences: Mapping[int, Tokens],
-        to_scores: ToScores,
-        *,
-        compare: bool = False,
-    ) -> Task:
-        """A task for these texts by their keys; what the session keeps of other texts is freed.
-
-        compare: see `Scores`. If one of its passes fails, the session must be closed: it counts on
-        all of them.
+        Raises:
+            InvalidRequest: the model cannot take this prompt.
         """
-        self._touch(session)
-        session.is_busy = True
-        parents = session.parents(sequences) if session.keeps_texts else {}
-        # First drop texts that are neither in the batch nor copied: copies may need their room.
-        self._drop(session, session.texts.keys() - sequences.keys() - {*parents.values()})
-        for key, parent in parents.items():
-            self._fork(session, key, sequences[key], session.texts[parent])
-        self._drop(session, session.texts.keys() - sequences.keys())
-        # Each text's own outputs, then the prompt's.
-        known: list[ChainMap[Mark, Tensor | None]] = []
+        turns = Turns(self.conversation, prompt)
+        return KeptSession(turns, turns.prompt_ids, keeps_texts=not once)
 
-        def finish(num_tokens: int) -> Scores:
-            session.is_busy = False
-            outputs = [
-                torch.stack([cast(Tensor, of_text[mark]) for mark in self._marks(sequence)])
-                for of_text, sequence in zip(known, sequences.values(), strict=True)
-            ]
-            return Scores(tuple(to_scores(outputs)), num_tokens, compare=compare)
-
-        spans = self._spans(session, sequences, known)
-        return Task(((len(span.token_ids), span) for span in spans), finish)
+    def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
+        """Begin a batch; equal texts are computed once."""
+        turns: Turns = session.context
+        texts: list[tuple[str, bool]] = []
+        for candidate in candidates:
+            closed = self.conversation.closes(candidate)
+            texts.append((self.prepare(turns.last_part(candidate.text), closed), closed))
+        unique, where = distinct(texts)
+        # The first candidate with each text: of equal keys, a dict keeps the last value.
+        firsts = dict(zip(reversed(where), reversed(candidates), strict=True))
+        tokenized = turns.tokenize(unique)
+        sequences = {firsts[place].id: tokens for place, tokens in enumerate(tokenized)}
+        return self._task(session, sequences, lambda scores: [scores[place] for place in where])
 
     @torch.inference_mode()
     def compute(self, spans: Sequence[_Span]) -> None:
@@ -218,10 +222,59 @@ class CausalScorer(SegmentedModel):
             for (outputs, mark), output in zip(wanted, computed, strict=True):
                 outputs[mark] = output
 
+    def free(self, session: KeptSession) -> None:
+        """Free what a session keeps; if it is used again, it computes everything again."""
+        session.prompt = None
+        session.prompt_outputs = {}
+        session.texts = {}
+        session.is_busy = False
+        self._sessions.pop(session, None)
+        # Not by subtraction: what was reserved for an allocation that failed is in no session.
+        self.kept_tokens = sum(other.num_tokens for other in self._sessions)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless `kept_tokens` is the size of all stores, within capacity."""
         assert self.kept_tokens == sum(session.num_tokens for session in self._sessions)
         assert self.kept_tokens <= self._capacity
+
+    def _task(
+        self,
+        session: KeptSession,
+        sequences: Mapping[int, Tokens],
+        to_scores: Callable[[list[float]], list[float]],
+        *,
+        compare: bool = False,
+    ) -> Task:
+        """A task for these texts by their keys; what the session keeps of other texts is freed.
+
+        to_scores: from the texts' scores to the candidates'; compare: see `Scores`. If one of its
+        passes fails, the session must be freed: it counts on all of them.
+        """
+        self._sessions[session] = None
+        self._sessions.move_to_end(session)
+        session.is_busy = True
+        for tokens in sequences.values():
+            tokens.marks = self.marks(tokens)
+        parents = session.parents(sequences)
+        # First drop texts that are neither in the batch nor copied: copies may need their room.
+        self._drop(session, session.texts.keys() - sequences.keys() - {*parents.values()})
+        for key, parent in parents.items():
+            self._fork(session, key, sequences[key], session.texts[parent])
+        self._drop(session, session.texts.keys() - sequences.keys())
+        # Each text's own outputs, then the prompt's.
+        known: list[ChainMap[Mark, Tensor | None]] = []
+
+        def finish(num_tokens: int) -> Scores:
+            session.is_busy = False
+            outputs = [
+                torch.stack([cast(Tensor, of_text[mark]) for mark in self._marks(tokens)])
+                for of_text, tokens in zip(known, sequences.values(), strict=True)
+            ]
+            scores = to_scores([self._score(of_text) for of_text in outputs])
+            return Scores(tuple(scores), num_tokens, compare=compare)
+
+        spans = self._spans(session, sequences, known)
+        return Task(((len(span.token_ids), span) for span in spans), finish)
 
     def _spans(
         self,
@@ -242,7 +295,7 @@ class CausalScorer(SegmentedModel):
         """The prompt, if any text begins with it: those cut to the model's limit do not."""
         prompt_ids = session.prompt_ids
         shared = [common_length(sequence.token_ids, prompt_ids) for sequence in sequences]
-        if not max(shared, default=0) or not self._reserve(session, len(prompt_ids)):
+        if not max(shared, default=0) or not self._reserve(len(prompt_ids)):
             return
         session.prompt = PromptKV(self.shape, len(prompt_ids))
         pairs = zip(sequences, shared, strict=True)
@@ -258,27 +311,26 @@ class CausalScorer(SegmentedModel):
         `outputs` gets the text's own outputs, computed or to be computed by the span. Tokens after
         the last mark are not computed; keys and values of those from `keep` on are not kept.
         """
-        kept = session.texts.get(key) or _KeptText()
+        kept = session.texts.get(key) or _KeptText(PromptKV(self.shape, 0))
         shared, start = self._match(session, sequence, kept, outputs)
         end, token_ids = sequence.marks[-1] + 1, sequence.token_ids
         if start == end:
             return None
         keeps = session.keeps_texts and min(sequence.keep, end) > shared
-        store = self._grown(session, kept, end - shared, start - shared) if keeps else None
+        store = self._grown(kept.store, end - shared, start - shared) if keeps else None
         if store:
             kept_ids = token_ids[shared : min(sequence.keep, end)]
-            session.texts[key] = _KeptText(shared, kept_ids, store, outputs)
+            session.texts[key] = _KeptText(store, shared, kept_ids, outputs)
         else:
-            self.kept_tokens -= kept.room
-            session.texts.pop(key, None)
-            store = (kept.store or PromptKV(self.shape, 0)).grown(end - shared, start - shared)
+            self._drop(session, session.texts.keys() & {key})
+            store = kept.store.grown(end - shared, start - shared)
         outputs |= dict.fromkeys(mark for mark in self._marks(sequence) if mark[0] >= start)
         pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
         return _Span(pieces, token_ids[start:end], start, start - shared, outputs)
 
     def _drop(self, session: KeptSession, keys: Collection[int]) -> None:
         for key in keys:
-            self.kept_tokens -= session.texts.pop(key).room
+            self.kept_tokens -= session.texts.pop(key).store.num_tokens
 
     def _fork(self, session: KeptSession, key: int, sequence: Tokens, kept: _KeptText) -> None:
         """Let a new text begin with a copy of a kept one, if they have own tokens in common.
@@ -286,10 +338,10 @@ class CausalScorer(SegmentedModel):
         Before any span is made: spans of other texts write into the stores that are copied.
         """
         common = match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
-        own = common - kept.shared
-        if own > 0 and kept.store and self._reserve(session, kept.room):
-            store, outputs = kept.store.grown(kept.room, own), dict(kept.outputs)
-            session.texts[key] = _KeptText(kept.shared, kept.token_ids[:own], store, outputs)
+        own, room = common - kept.shared, kept.store.num_tokens
+        if own > 0 and self._reserve(room):
+            store, outputs = kept.store.grown(room, own), dict(kept.outputs)
+            session.texts[key] = _KeptText(store, kept.shared, kept.token_ids[:own], outputs)
 
     def _match(
         self, session: KeptSession, sequence: Tokens, kept: _KeptText, outputs: Outputs
@@ -317,121 +369,24 @@ class CausalScorer(SegmentedModel):
         token_ids = [*sequence.token_ids, 0]
         return [(place, token_ids[place + 1]) for place in sequence.marks]
 
-    def _grown(
-        self, session: KeptSession, kept: _KeptText, room: int, filled: int
-    ) -> PromptKV | None:
-        """The text's store with room for `room` tokens, `filled` of them kept; None: no room."""
-        if kept.store and kept.room >= room:
-            return kept.store
+    def _grown(self, store: PromptKV, room: int, filled: int) -> PromptKV | None:
+        """The store with room for `room` tokens, `filled` of them kept; None: no room."""
+        if store.num_tokens >= room:
+            return store
         rounded = -(-room // _ROOM_TOKENS) * _ROOM_TOKENS
-        if not self._reserve(session, rounded - kept.room):
-            return None
-        return (kept.store or PromptKV(self.shape, 0)).grown(rounded, filled)
+        is_reserved = self._reserve(rounded - store.num_tokens)
+        return store.grown(rounded, filled) if is_reserved else None
 
-    def _reserve(self, session: KeptSession, count: int) -> bool:
-        """Reserve `count` tokens; if needed, close idle sessions, least recently used first.
+    def _reserve(self, count: int) -> bool:
+        """Reserve `count` tokens; if needed, free idle sessions, least recently used first.
 
         False if there is no room even then.
         """
-        self._touch(session)
-        busy = sum(other.num_tokens for other in self._sessions if other.is_busy)
+        busy = sum(session.num_tokens for session in self._sessions if session.is_busy)
         if busy + count > self._capacity:
             return False  # nor would there be room without the others
-        while self.kept_tokens + count > self._capacity:
-            idle = next((other for other in self._sessions if not other.is_busy), None)
-            if idle is None:
-                return False
-            self.close(idle)
+        for session in [session for session in self._sessions if not session.is_busy]:
+            if self.kept_tokens + count > self._capacity:
+                self.free(session)
         self.kept_tokens += count
         return True
-
-    def _touch(self, session: KeptSession) -> None:
-        self._sessions[session] = None
-        self._sessions.move_to_end(session)
-
-
-class CausalReward(Reward):
-    """float32 on a CPU, where neither the batch nor earlier batches change a score by more than
-    1e-4; the checkpoint's own precision elsewhere.
-
-    A raw text prompt is one user message. A prompt must fit the model's limit, the smaller of the
-    tokenizer's and the position embeddings'; if prompt and response together do not, the last
-    tokens count, because the responses are what differs.
-    """
-
-    def __init__(
-        self,
-        spec: CausalSpec,
-        resources: Resources,
-        description: str,
-        model: PreTrainedModel,
-        head: Head,
-        score: Callable[[Tensor], float],
-        *,
-        marks: Callable[[Tokens], list[int]] | None = None,
-        prepare: Callable[[str, bool], str] | None = None,
-        conversation: Conversation | None = None,
-        looks_ahead: bool = False,
-        digests: dict[str, str] | None = None,
-    ) -> None:
-        """Takes over `model`.
-
-        score: from the head's outputs at a text's marks, [marks, width]; marks: the positions to
-        read, ascending, at least one, the last token's by default; prepare: the response as the
-        model is to see it, given whether its turn is closed; digests: of files outside the spec's
-        directory.
-        """
-        self.name = spec.name
-        self.fingerprint = spec.fingerprint(resources, **(digests or {}))
-        self.description = description
-        self.token_budget = resources.token_budget
-        self.conversation = conversation or load_conversation(spec, model.config)
-        self.scorer = CausalScorer(model, head, resources.kept_tokens, looks_ahead=looks_ahead)
-        self.marks = marks or (lambda tokens: [len(tokens.token_ids) - 1])
-        self.prepare = prepare or (lambda text, closed: text)
-        self._score = score
-        self._closes_unfinished = spec.unfinished == "closed"
-
-    def open(self, prompt: Prompt, *, once: bool = False) -> tuple[Turns, KeptSession]:
-        """A session that keeps what it has computed; with `once`, of the prompt alone.
-
-        Raises:
-            InvalidRequest: the model cannot take this prompt.
-        """
-        turns = Turns(self.conversation, prompt)
-        return turns, KeptSession(turns.prompt_ids, keeps_texts=not once)
-
-    def begin(self, session: tuple[Turns, KeptSession], candidates: Sequence[Candidate]) -> Task:
-        """Begin a batch; equal texts are computed once."""
-        turns, kept = session
-        texts: list[tuple[str, bool]] = []
-        for candidate in candidates:
-            closed = closes(candidate, self._closes_unfinished)
-            texts.append((self.prepare(turns.last_part(candidate.text), closed), closed))
-        unique, where = distinct(texts)
-        # The first candidate with each text: of equal keys, a dict keeps the last value.
-        firsts = dict(zip(reversed(where), reversed(candidates), strict=True))
-        sequences: dict[int, Tokens] = {}
-        tokenized = turns.tokenize([text for text, _ in unique], [end for _, end in unique])
-        for place, tokens in enumerate(tokenized):
-            tokens.marks = self.marks(tokens)
-            sequences[firsts[place].id] = tokens
-
-        def to_scores(outputs: list[Tensor]) -> list[float]:
-            scores = [self._score(output) for output in outputs]
-            return [scores[place] for place in where]
-
-        return self.scorer.task(kept, sequences, to_scores)
-
-    def compute(self, pieces: Sequence[Any]) -> None:
-        """One forward pass."""
-        self.scorer.compute(pieces)
-
-    def free(self, session: tuple[Turns, KeptSession]) -> None:
-        """Free what is kept of its texts and its prompt."""
-        self.scorer.close(session[1])
-
-
-def closes(candidate: Candidate, unfinished: bool) -> bool:
-    """Whether its turn is closed: `unfinished` for a text that did not end by itself."""
-    return candidate.finish is FinishReason.STOP or unfinished

@@ -11,48 +11,45 @@ An unfinished text is compared as it is: both are inside one user turn, which is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from reward_service.checkpoint import load_model
 from reward_service.conversation import Tokens, in_parts, load_conversation
-from reward_service.kinds.causal import CausalScorer, KeptSession
+from reward_service.kinds.causal import CausalReward, KeptSession
 from reward_service.kinds.lm_head import LMHead, single_token
-from reward_service.reward import Reward, Task, distinct
+from reward_service.reward import Task, distinct
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.token_prefix import common_length
 
-# Pairs of texts to compare, by their indices.
-_Pairs = Sequence[tuple[int, int]]
 
-
-class PairwiseReward(Reward):
+class PairwiseReward(CausalReward):
     """Scores by comparisons in pairs.
 
     Raises:
         ValueError: the directory does not hold such a model.
     """
 
-    description = "How often a model prefers the response to others of its batch."
-
     def __init__(self, spec: PairwiseSpec, resources: Resources) -> None:
-        self.name = spec.name
-        self.fingerprint = spec.fingerprint(resources)
-        self.token_budget = resources.token_budget
         self._spec = spec
         model = load_model(spec, resources, AutoModelForCausalLM)
-        self.conversation = load_conversation(spec, model.config)
+        conversation = load_conversation(spec, model.config)
         words = (spec.first, spec.second)
-        pair = [single_token(self.conversation.tokenizer, word, "the word") for word in words]
-        self.scorer = CausalScorer(model, LMHead(model).preferring(pair), resources.kept_tokens)
+        pair = [single_token(conversation.tokenizer, word, "the word") for word in words]
+        super().__init__(
+            spec,
+            resources,
+            "How often a model prefers the response to others of its batch.",
+            model,
+            LMHead(model).preferring(pair),
+            lambda outputs: float(outputs[-1, 0]),
+            conversation=conversation,
+        )
 
-    def open(self, prompt: Prompt, *, once: bool = False) -> tuple[str, KeptSession]:
-        """The prompt's text, and the tokens before the first response, which are computed once.
+    def open(self, prompt: Prompt, *, once: bool = False) -> KeptSession:
+        """Keeps the tokens before the first response, which are computed once.
 
         Raises:
             InvalidRequest: the model cannot take this prompt.
@@ -61,30 +58,26 @@ class PairwiseReward(Reward):
         context = "\n\n".join(message.content for message in contents)
         one, other = self._encode(context, [("a", "a"), ("b", "b")])
         self.conversation.check_length(one)
-        return context, KeptSession(one[: common_length(one, other)], keeps_texts=False)
+        return KeptSession(context, one[: common_length(one, other)], keeps_texts=False)
 
-    def begin(self, session: tuple[str, KeptSession], candidates: Sequence[Candidate]) -> Task:
+    def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
         """Every pair in both orders; equal texts score alike and are not compared."""
-        context, kept = session
         limit = self.conversation.max_tokens
         ends = [candidate.text[-limit * MAX_TOKEN_CHARACTERS :] for candidate in candidates]
         texts, where = distinct([self.conversation.as_text(end) for end in ends])
         pairs = _pairs(len(texts), self._spec.opponents)
-        encoded = self._encode(context, [(texts[i], texts[j]) for i, j in pairs])
-        sequences = {
-            key: Tokens(ids[-limit:], marks=[min(len(ids), limit) - 1])
-            for key, ids in enumerate(encoded)
-        }
-        to_scores = partial(_mean_preferences, pairs, where)
-        return self.scorer.task(kept, sequences, to_scores, compare=True)
+        encoded = self._encode(session.context, [(texts[i], texts[j]) for i, j in pairs])
+        sequences = {key: Tokens(token_ids[-limit:]) for key, token_ids in enumerate(encoded)}
 
-    def compute(self, pieces: Sequence[Any]) -> None:
-        """One forward pass."""
-        self.scorer.compute(pieces)
+        def mean_preferences(preferences: list[float]) -> list[float]:
+            shares: list[list[float]] = [[] for _ in texts]
+            for (i, j), first in zip(pairs, preferences, strict=True):
+                shares[i].append(first)
+                shares[j].append(1 - first)
+            means = [sum(share) / len(share) if share else 0.5 for share in shares]
+            return [means[place] for place in where]
 
-    def free(self, session: tuple[str, KeptSession]) -> None:
-        """Free what is kept of the prompt."""
-        self.scorer.close(session[1])
+        return self._task(session, sequences, mean_preferences, compare=True)
 
     def _encode(self, context: str, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Tokens of the request to compare, one list per pair of texts as a template takes them.
@@ -104,19 +97,8 @@ class PairwiseReward(Reward):
         return token_ids
 
 
-def _mean_preferences(pairs: _Pairs, where: Sequence[int], outputs: list[Tensor]) -> list[float]:
-    shares: list[list[float]] = [[] for _ in range(max(where, default=0) + 1)]
-    for (i, j), output in zip(pairs, outputs, strict=True):
-        first = float(output[-1, 0])
-        shares[i].append(first)
-        shares[j].append(1 - first)
-    means = [sum(share) / len(share) if share else 0.5 for share in shares]
-    return [means[place] for place in where]
-
-
-def _pairs(num_texts: int, opponents: int) -> _Pairs:
+def _pairs(num_texts: int, opponents: int) -> list[tuple[int, int]]:
     """Each text with the next ones, the first following the last; each pair in both orders."""
     steps = range(1, min(opponents, num_texts - 1) + 1)
     pairs = {frozenset((i, (i + step) % num_texts)) for i in range(num_texts) for step in steps}
-    ordered = sorted(sorted(pair) for pair in pairs)
-    return [pair for i, j in ordered for pair in ((i, j), (j, i))]
+    return [pair for i, j in sorted(map(sorted, pairs)) for pair in ((i, j), (j, i))]

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import AutoConfig
 
 from reward_service.conversation import Conversation, Turns, load_conversation
-from reward_service.kinds.causal import closes
 from reward_service.kinds.classifier import check_labels, num_read, weighted
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import Resources, VLLMClassifierSpec
@@ -61,12 +60,10 @@ class VLLMClassifier(Reward):
 
     def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
         """A task of the batch's different texts."""
-        closed = [closes(candidate, self._spec.unfinished == "closed") for candidate in candidates]
-        ends = [session.last_part(candidate.text) for candidate in candidates]
-        tokenized = session.tokenize(ends, closed)
+        closes, last_part = self._conversation.closes, session.last_part
+        tokenized = session.tokenize([(last_part(c.text), closes(c)) for c in candidates])
         texts = [tokens.token_ids for tokens in tokenized]
-        read = [tuple(text[: num_read(text, self._pad_id)]) for text in texts]
-        unique, where = distinct(read)
+        unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
 
         def to_scores(logits: list[list[float]]) -> list[float]:
             return [weighted(self._spec, of_text) for of_text in logits]

@@ -51,7 +51,7 @@ def limited(directory: Path, token_budget: int, kept_tokens: int) -> CausalRewar
 def scored(reward: CausalReward, session: Any, texts: dict[int, str]) -> Scores:
     """A batch, and a check of the accounts after it."""
     scores = score_batch(session, reward, batch(texts))
-    reward.scorer.check_integrity()
+    reward.check_integrity()
     return scores
 
 
@@ -91,10 +91,10 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
         for task, own in zip(tasks, texts, strict=True):
             expected = references(models[family], list(own.values()))
             assert task.scores().values == pytest.approx(expected, abs=1e-4)
-        reward.scorer.check_integrity()
+        reward.check_integrity()
     for session in sessions:
         reward.free(session)
-    assert reward.scorer.kept_tokens == 0
+    assert reward.kept_tokens == 0
 
 
 def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
@@ -128,9 +128,9 @@ def test_what_can_never_fit_evicts_nothing(models: dict[str, Path]) -> None:
     reward = load("classifier", models["llama"], kept_tokens=150)
     idle, long = reward.open(PROMPT), reward.open(Prompt.from_user("x" * 200))
     scored(reward, idle, {0: "abc"})
-    kept = reward.scorer.kept_tokens
+    kept = reward.kept_tokens
     assert scored(reward, long, {0: "abc"}).values
-    assert reward.scorer.kept_tokens == kept > 0
+    assert reward.kept_tokens == kept > 0
     assert scored(reward, idle, {0: "abcd"}).computed_tokens == 1 + CLOSING
 
 
@@ -138,7 +138,7 @@ def test_nothing_is_kept_of_a_text_that_is_cut(models: dict[str, Path]) -> None:
     """Guards memory: a longer text is cut elsewhere, so that it shares no position with this."""
     reward = load("classifier", models["llama"])
     scored(reward, reward.open(PROMPT), {0: "x" * 400})
-    assert reward.scorer.kept_tokens == 0
+    assert reward.kept_tokens == 0
 
 
 def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> None:
@@ -161,12 +161,12 @@ def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -
     texts = {0: "abcXYZ", 2: "abcdefgh", 3: "abcde!", 4: "xyzw"}
     forked = scored(reward, session, texts)
     assert forked.computed_tokens == 3 + 2 + 1 + 1 + 4 * CLOSING
-    assert session[1].texts.keys() == texts.keys(), "of the rejected parent nothing is kept"
+    assert session.texts.keys() == texts.keys(), "of the rejected parent nothing is kept"
     assert forked.values == pytest.approx(
         references(models["llama"], list(texts.values())), abs=1e-4
     )
     reward.free(session)
-    assert reward.scorer.kept_tokens == 0
+    assert reward.kept_tokens == 0
 
 
 def test_many_forks_compare_few_texts(
@@ -192,14 +192,14 @@ def test_forks_have_the_room_of_rejected_texts(models: dict[str, Path]) -> None:
     other, session = reward.open(PROMPT), reward.open(PROMPT)
     scored(reward, other, {0: "abc"})
     scored(reward, session, {key: f"{key}bc" for key in range(5)})
-    kept = reward.scorer.kept_tokens
+    kept = reward.kept_tokens
     forked = {0: "0bcd", **{key: f"0bc{key}" for key in range(5, 9)}}
     assert scored(reward, session, forked).computed_tokens == 5 * (1 + CLOSING)
-    assert reward.scorer.kept_tokens == kept
+    assert reward.kept_tokens == kept
     assert scored(reward, other, {0: "abc"}).computed_tokens == CLOSING
 
 
-@pytest.mark.parametrize("fails", ["PromptKV.grown", "CausalScorer.compute"])
+@pytest.mark.parametrize("fails", ["PromptKV.grown", "CausalReward.compute"])
 def test_a_failure_leaves_nothing_that_counts_as_computed(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_failure_leaves_nothing_that_counts_as_computed(
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(f"{causal.__name__}.{fails}", mock.Mock(side_effect=MemoryError))
         scored(reward, session, {0: "abcdef" * 20})
-    assert reward.scorer.kept_tokens == 0
+    assert reward.kept_tokens == 0
     assert scored(reward, session, {0: "abcdef"}).values == pytest.approx(expected, abs=1e-4)
 
 

@@ -61,8 +61,8 @@ def test_the_step_token_of_a_response_is_no_step(language_model: Path) -> None:
     reward = load("process", language_model, good="+", bad="-", **options)
     turns = Turns(reward.conversation, Prompt.from_user(f"a{SPLICE}b"))
     crafted = f"\ue000{SPLICE}\ue001\ue000"
-    texts = [reward.prepare(f"One.{crafted}{EOS}\n\n{EOS}Two.\n\n", True)]
-    (tokens,) = turns.tokenize(texts, [True])
+    text = reward.prepare(f"One.{crafted}{EOS}\n\n{EOS}Two.\n\n", True)
+    (tokens,) = turns.tokenize([(text, True)])
     assert len(reward.marks(tokens)) == 2
     assert tokens.token_ids.count(reward.conversation.tokenizer.eos_token_id) == 2
 
@@ -72,5 +72,5 @@ def test_what_follows_a_response_may_have_any_words(language_model: Path) -> Non
     spec = "{prompt} {response} End of Response"
     reward = load("likelihood", language_model, format=spec, unfinished="open")
     turns = Turns(reward.conversation, Prompt.from_user("Why?"))
-    (turn,) = turns.tokenize(["Because"], [False])
+    (turn,) = turns.tokenize([("Because", False)])
     assert reward.conversation.tokenizer.decode(turn.token_ids).endswith("Because")

@@ -48,10 +48,10 @@ def test_responses_have_the_tokens_of_the_whole_conversation(
     texts = [*TEXTS, f"a{EOS}b{BOS}", f"one{SPLICE}two{SPLICE}"]
     rendered = made.render(prompt, texts)
     expected = [[7 if token < 0 else token for token in ids] for ids in made.encode(rendered)]
-    tokenized = turns.tokenize(texts, [True] * len(texts))
+    tokenized = turns.tokenize([(text, True) for text in texts])
     assert turns._head
     assert [tokens.token_ids for tokens in tokenized] == expected
-    of_open = turns.tokenize(texts, [False] * len(texts))
+    of_open = turns.tokenize([(text, False) for text in texts])
     assert [tokens.token_ids for tokens in of_open] == [ids[:-1] for ids in expected]
     assert [len(tokens.spliced) for tokens in tokenized] == [0] * 7 + [2 * (splice == 7)]
 
@@ -64,7 +64,7 @@ def test_a_template_that_changes_the_prompt_is_used_as_it_is() -> None:
     )
     made = conversation(tokenizer)
     prompt = PROMPTS[0]
-    (tokens,) = Turns(made, prompt).tokenize(["other"], [True])
+    (tokens,) = Turns(made, prompt).tokenize([("other", True)])
     assert [tokens.token_ids] == made.encode(made.render(prompt, ["other"]))
 
 
@@ -74,7 +74,7 @@ def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> Non
     turns = Turns(made, Prompt.from_user("x" * 20_000))
     encode = mock.Mock(wraps=made._control_tokens.encode)
     monkeypatch.setattr(made._control_tokens, "encode", encode)
-    tokenized = turns.tokenize([f"answer {i}" for i in range(64)], [True] * 64)
+    tokenized = turns.tokenize([(f"answer {i}", True) for i in range(64)])
     assert min(len(tokens.token_ids) for tokens in tokenized) > 20_000
     encoded = [text for call in encode.call_args_list for text in call.args[0]]
     assert sum(map(len, encoded)) < 20_000
@@ -86,7 +86,7 @@ def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch
     turns = Turns(made, PROMPTS[0])
     written = mock.Mock(wraps=made.written)
     monkeypatch.setattr(made, "written", written)
-    turns.tokenize([f"answer {i}" for i in range(100)], [i % 2 == 0 for i in range(100)])
+    turns.tokenize([(f"answer {i}", i % 2 == 0) for i in range(100)])
     sizes = [len(call.args[0]) for call in written.call_args_list]
     assert max(sizes) <= 32 and sum(sizes) == 100
 
@@ -107,7 +107,7 @@ def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:
     save(tmp_path, config, tokenizer, AutoModelForTokenClassification)
     reward = load("process", tmp_path)
     text = reward.prepare("\nOne is one.\n\nTwo is two.", True)
-    (tokens,) = Turns(reward.conversation, PROMPTS[0]).tokenize([text], [True])
+    (tokens,) = Turns(reward.conversation, PROMPTS[0]).tokenize([(text, True)])
     assert tokens.token_ids.count(259) == 3
     assert tokens.token_ids[tokens.start] == 259
     assert (

@@ -59,7 +59,7 @@ def test_prompt_is_computed_once(language_model: Path) -> None:
     shared = 1 + len(f"<user>{context}")  # with BOS
     two = score(reward, PROMPT, ["a", "b"]).computed_tokens
     assert two == shared + 2 * (len("a [RESPONSE B] b \n") + 1)
-    reward.scorer.check_integrity()
+    reward.check_integrity()
 
 
 def test_words_of_several_tokens_are_refused(language_model: Path) -> None:

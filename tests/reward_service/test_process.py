@@ -113,7 +113,7 @@ def test_open_text_is_scored_by_the_steps_that_have_ended(labels: Path) -> None:
     for text, seen in seen_by_model.items():
         scores = score_batch(session, reward, batch({0: text}))
         assert scores.values == pytest.approx((min(by_labels(labels, seen)),), abs=1e-4)
-        reward.scorer.check_integrity()
+        reward.check_integrity()
         computed_tokens.append(scores.computed_tokens)
     assert computed_tokens[2] == 0
     whole = batch({0: "Two plus two.\n\nIs four"}, FinishReason.STOP)
@@ -135,7 +135,7 @@ def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     reward = load("process", tmp_path, step_token=STEP)
     text = reward.prepare("One.\n\nTwo.\n\n", True)
-    (tokens,) = Turns(reward.conversation, PROMPT).tokenize([text], [True])
+    (tokens,) = Turns(reward.conversation, PROMPT).tokenize([(text, True)])
     assert len(reward.marks(tokens)) == 2
     with pytest.raises(ValueError, match="not found in whole texts"):
         load("process", tmp_path, step_token=STEP, step_text=STEP)

@@ -81,13 +81,12 @@ def test_passes_take_every_piece_once_in_order_within_budget(
 def test_small_task_behind_large_ones_is_done_soon(num_large: int, size: int, budget: int) -> None:
     """Guards a small batch against any number of large ones that came before it."""
     tasks = [Pieces([size] * 100) for _ in range(num_large)]
-    given_ = [0] * num_large
-    take_fairly(tasks, budget, given_)
+    take_fairly(tasks, budget)
     small = Pieces([1])
-    tasks, given_ = [*tasks, small], [*given_, min(given_)]
+    small.given = min(task.given for task in tasks)
     passes = 0
     while small.next_tokens:
-        assert take_fairly(tasks, budget, given_)
+        assert take_fairly([*tasks, small], budget)
         passes += 1
     # At worst every large one is given a piece first.
     assert passes <= num_large + 1
