@@ -114,7 +114,9 @@ def _fleet(
         )
         return channel, peer(channel)
 
-    return Fleet(kind, Resolver(addresses.split(",")), connect, version, settings.poll_settings)
+    return Fleet(
+        kind, Resolver(addresses.split(",")).resolve, connect, version, settings.poll_settings
+    )
 
 
 def _version_of(generator: GeneratorDescription) -> Hashable:

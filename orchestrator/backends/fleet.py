@@ -9,7 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Mapping,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -51,12 +58,6 @@ class PollSettings:
     lost_s: float = 10.0
 
 
-class Finder(Protocol):
-    """Looks up the backends' addresses, as `resolving.Resolver` does."""
-
-    async def resolve(self) -> frozenset[Target]: ...
-
-
 class Peer(Protocol[D_co]):
     """The client of a backend."""
 
@@ -77,30 +78,26 @@ class Backend(Generic[P]):
     def __init__(
         self,
         target: Target,
-        channel: grpc.aio.Channel,
-        peer: P,
+        connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
         version: Callable[[Any], Hashable],
-        known: Any = None,
     ) -> None:
-        """`version` is computed from a description; `known` is that of an earlier connection."""
+        """`version` is computed from a description."""
         self.target = target
-        self.peer = peer
-        self.description: Any = known
+        self.description: Any = None
         self.version: Hashable = None
         self.is_serving = False
         self.failure: SpecrejError = Unavailable("a backend has not answered yet")
         self.running = 0
         self.polled = asyncio.Event()  # set after the first poll, answered or not
-        self._channel = channel
+        self._connect = connect
         self._version_of = version
-        self._health: Any = health_pb2_grpc.HealthStub(channel)
         # Of calls that wait for this backend, in their order.
         self._timeouts: dict[asyncio.Timeout, None] = {}
         self._answered = -math.inf  # the last time a session's call ended well, by the loop's clock
         self._num_opened = 0  # sessions, ever
         self._num_described = 0  # of these, the ones that its description includes
         self._is_closed = False
-        self._has_answered = False
+        self._open()
 
     @property
     def is_lost(self) -> bool:
@@ -143,9 +140,9 @@ class Backend(Generic[P]):
         except grpc.aio.AioRpcError as failure:
             error = from_backend_error(failure, "a backend")
             error.__cause__ = failure  # for the log: callers do not get the details
-            self.suspect(_of_a_poll(error))
+            self.suspect(error)
         except SpecrejError as failure:
-            self.suspect(_of_a_poll(failure))
+            self.suspect(failure)
         except Exception:
             # A bug in the description of one backend must not end its polls.
             log.exception("a backend's description cannot be read")
@@ -210,6 +207,17 @@ class Backend(Generic[P]):
         finally:
             self.running -= 1
 
+    def _open(self) -> None:
+        self._channel, self.peer = self._connect(self.target)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._has_answered = False
+
+    async def reconnect(self) -> None:
+        """Connect anew: a certificate, which a channel reads once, may have been renewed."""
+        lost = self._channel
+        self._open()
+        await lost.close()
+
     async def close(self) -> None:
         """Fail all calls that wait for this backend, and close its channel."""
         self._is_closed = True
@@ -230,15 +238,15 @@ class Fleet(Generic[P]):
     def __init__(
         self,
         kind: str,
-        resolver: Finder,
+        resolve: Callable[[], Awaitable[frozenset[Target]]],
         connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
         version: Callable[[Any], Hashable],
         settings: PollSettings | None = None,
     ) -> None:
-        """`kind`: for logs and metrics. `version` of a description: what must be equal in backends
-        that work together."""
+        """`kind`: for logs. `resolve` looks up the backends. `version` of a description: what must
+        be equal in backends that work together."""
         self._kind = kind
-        self._resolver = resolver
+        self._resolve = resolve
         self._connect = connect
         self._version = version
         self._settings = settings or PollSettings()
@@ -248,7 +256,7 @@ class Fleet(Generic[P]):
         self._resolved = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._resolving = asyncio.ensure_future(self._resolve())
+        self._resolving = asyncio.ensure_future(self._follow())
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -275,10 +283,6 @@ class Fleet(Generic[P]):
         self._last_version = chosen
         return versions[chosen]
 
-    def others(self) -> list[Backend[P]]:
-        """Backends that did not serve when last polled."""
-        return [backend for backend in self._by_address() if not backend.is_serving]
-
     def descriptions(self) -> list[Any]:
         """The members' latest descriptions; at least one.
 
@@ -293,10 +297,11 @@ class Fleet(Generic[P]):
     def ranked(
         self, prefix: str, load: Callable[[Backend[P]], float], draw: Callable[[], float]
     ) -> list[Backend[P]]:
-        """Members in the order of `placement.order`; those that do not serve if there are none."""
+        """Members in the order of `placement.order`; if there are none, all that do not serve."""
         by_address = {member.target.address: member for member in self.members()}
         loads = {address: load(member) for address, member in by_address.items()}
-        return [by_address[address] for address in order(prefix, loads, draw)] or self.others()
+        ranked = [by_address[address] for address in order(prefix, loads, draw)]
+        return ranked or self._by_address()
 
     async def first(
         self, ranked: Iterable[Backend[P]], enter: Callable[[Backend[P]], Awaitable[T]]
@@ -322,30 +327,28 @@ class Fleet(Generic[P]):
 
     def counts(self) -> dict[str, int]:
         """Number of backends by state, for gauges; may be called from any thread."""
-        backends = list(self._backends.values())
-        serving = [backend.version for backend in backends if backend.is_serving]
-        members = max(map(serving.count, serving), default=0)
-        return {
-            "serving": members,
-            "other_version": len(serving) - members,
-            "away": len(backends) - len(serving),
-        }
+        healths = [health for _, health in self._healths()]
+        return {health.value: healths.count(health) for health in BackendHealth}
 
     def states(
         self, kind: BackendKind, details: Callable[[Any], Mapping[str, Any]]
     ) -> list[BackendState]:
         """All backends, by address; `details` of a description are further fields of a state."""
-        members = self.members()
         states = []
-        for backend in self._by_address():
-            health = BackendHealth.AWAY
-            if backend.is_serving:
-                is_member = backend in members
-                health = BackendHealth.SERVING if is_member else BackendHealth.OTHER_VERSION
+        for backend, health in self._healths():
             known = details(backend.description) if backend.description else {}
             address = backend.target.address
             states.append(BackendState(kind, address, health, backend.running, **known))
         return states
+
+    def _healths(self) -> Iterable[tuple[Backend[P], BackendHealth]]:
+        members = self.members()
+        for backend in self._by_address():
+            health = BackendHealth.SERVING
+            if backend not in members:
+                is_other = backend.is_serving
+                health = BackendHealth.OTHER_VERSION if is_other else BackendHealth.AWAY
+            yield backend, health
 
     def _failure(self) -> SpecrejError:
         """The reason why no backend serves."""
@@ -355,22 +358,21 @@ class Fleet(Generic[P]):
     def _by_address(self) -> list[Backend[P]]:
         return [*self._backends.values()]
 
-    async def _resolve(self) -> None:
+    async def _follow(self) -> None:
         """Add new backends; remove those that are gone, do not serve and have no session.
 
-        One that is lost is connected to anew, once per loss: its certificate, which a channel reads
-        once, may have been renewed.
+        One that is lost is connected to anew, once per loss.
         """
         while True:
             try:
-                targets = await self._resolver.resolve()
+                targets = await self._resolve()
                 for target, backend in sorted(self._backends.items()):
                     if backend.is_serving or backend.running:
                         continue
                     if target not in targets:
                         await self._remove(target)
                     elif backend.is_lost:
-                        await self._reconnect(target)
+                        await backend.reconnect()
                 for target in sorted(targets - self._backends.keys()):
                     self._add(target)
             except Exception:
@@ -388,32 +390,14 @@ class Fleet(Generic[P]):
                 log.info("%s at %s %s", self._kind, backend.target.address, state)
             await asyncio.sleep(self._settings.poll_s)
 
-    def _add(self, target: Target, known: Any = None) -> None:
-        backend = Backend(target, *self._connect(target), self._version, known)
+    def _add(self, target: Target) -> None:
+        backend = Backend(target, self._connect, self._version)
         self._backends = dict(sorted({**self._backends, target: backend}.items()))
         self._watchers[target] = asyncio.ensure_future(self._watch(backend))
 
-    async def _reconnect(self, target: Target) -> None:
-        """Replace a backend's connection; it stays listed with its last description."""
-        watcher, lost = self._watchers[target], self._backends[target]
-        self._add(target, lost.description)
-        await _close(watcher, lost)
-
     async def _remove(self, target: Target) -> None:
-        await _close(self._watchers.pop(target), self._backends.pop(target))
-
-
-async def _close(watcher: asyncio.Task[None], backend: Backend[Any]) -> None:
-    try:
-        await ended(watcher)
-    finally:
-        await backend.close()
-
-
-def _of_a_poll(error: SpecrejError) -> SpecrejError:
-    """The error for callers. A poll is not their request, so it is no cause of NOT_FOUND."""
-    if isinstance(error, Unavailable | Overloaded | InternalError):
-        return error
-    other = Unavailable("a backend is not a service of this kind")
-    other.__cause__ = error
-    return other
+        backend = self._backends.pop(target)
+        try:
+            await ended(self._watchers.pop(target))
+        finally:
+            await backend.close()

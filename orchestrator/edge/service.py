@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -67,8 +68,7 @@ class Orchestrator:
         self.default_schedule = default_schedule or Schedule()
         secret = cache.secret
         self._planner = Planner(generator, rewards, composites, default_reward, secret=secret)
-        self._num_answers = self._num_degraded = self._num_hurried = self._num_cached = 0
-        self._num_refused = self._generated_tokens = self._saved_tokens = 0
+        self._totals: Counter[str] = Counter()  # fields of ServiceDescription
         self._generator = generator
         self._cache = cache
         self._admission = admission
@@ -91,15 +91,9 @@ class Orchestrator:
             running=self._admission.running,
             queued=self._admission.queued,
             default_schedule=self.default_schedule,
-            num_answers=self._num_answers,
-            num_degraded=self._num_degraded,
-            num_hurried=self._num_hurried,
             process_id=self._process_id,
-            num_cached=self._num_cached,
-            num_refused=self._num_refused,
-            generated_tokens=self._generated_tokens,
-            saved_tokens_estimate=self._saved_tokens,
             backends=tuple(self._backends()) if with_backends else (),
+            **self._totals,
         )
 
     def record(self, request_id: str, *, tenant: str) -> RequestRecord:
@@ -162,7 +156,7 @@ class Orchestrator:
             wanted = Wanted(plan.key, group, plan.cache, lambda: plan.left_s, made_by)
             running = partial(self._run, plan, observed, deliver, within)
             generation, source = await self._answers.get_or_run(wanted, running)
-            self._num_cached += source is AnswerSource.CACHE
+            self._totals["num_cached"] += source is AnswerSource.CACHE
             deliver(Finished(generation, source))
 
     async def _run(
@@ -179,7 +173,7 @@ class Orchestrator:
             try:
                 queue_ms = await observed.admitted(stack, permit)
             except Overloaded:
-                self._num_refused += 1
+                self._totals["num_refused"] += 1
                 raise
             before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
             backends = self._generator, plan.scorers
@@ -192,15 +186,17 @@ class Orchestrator:
                             answer = _completed(event.generation, plan, queue_ms, before_run_ms)
                             continue
                         if isinstance(event, RoundCompleted):
-                            self._generated_tokens += event.trace.generated_tokens
+                            self._totals["generated_tokens"] += event.trace.generated_tokens
                         deliver(event)
             except InvalidRequest as error:
                 raise _with_public_paths(error) from error
         usage = answer.usage
-        self._num_answers += 1
-        self._num_degraded += answer.degraded
-        self._num_hurried += answer.hurried
-        self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
+        self._totals.update(
+            num_answers=1,
+            num_degraded=answer.degraded,
+            num_hurried=answer.hurried,
+            saved_tokens_estimate=max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens),
+        )
         return answer
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specrej.contracts import Normalization, WeightedReward
-from specrej.contracts.errors import Violation
+from specrej.contracts.errors import RewardInvalid, Violation
 from specrej.contracts.validation import MAX_REWARDS, check_rewards
 
 # The generator's own mean log-likelihood goes by this name.
@@ -42,7 +42,10 @@ def combine(
     """Per candidate id the weighted sum of its normalised values; vetoes use the raw ones.
 
     `values` are the raw values, one per reward, of all candidates to compare: "batch" normalises
-    over just these. A sum beyond the range of a float is not finite.
+    over just these.
+
+    Raises:
+        RewardInvalid: a weighted sum of finite values is too large for a float.
     """
     if not values:
         return {}
@@ -144,9 +147,11 @@ def _standardised(column: Sequence[float]) -> list[float]:
 def _sum(terms: Sequence[float]) -> float:
     try:
         # Exactly rounded, so that the order of the rewards does not matter.
-        return math.fsum(terms)
+        if math.isfinite(total := math.fsum(terms)):
+            return total
     except (OverflowError, ValueError):  # too large, or infinities of both signs
-        return math.nan
+        pass
+    raise RewardInvalid("a combined score is not finite")
 
 
 def _is_vetoed(raw: Sequence[float], rewards: Sequence[WeightedReward]) -> bool:

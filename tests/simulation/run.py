@@ -18,7 +18,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count, pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -129,7 +128,7 @@ class Process:
 def _fleet(targets: Sequence[nodes.Node], peer: Any, version: Any) -> Fleet[Any]:
     by_target = {node.target: node for node in targets}
     polls = PollSettings(poll_s=1.0, resolve_s=5.0, lost_s=4.0)
-    listed: Any = SimpleNamespace(resolve=partial(asyncio.sleep, 0, frozenset(by_target)))
+    listed: Any = partial(asyncio.sleep, 0, frozenset(by_target))
 
     def connect(at: Any) -> tuple[Any, Any]:
         channel = Channel(by_target[at].server, by_target[at])

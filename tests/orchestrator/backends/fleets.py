@@ -106,7 +106,7 @@ async def _running(
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(backend) for backend in backends]
         resolver = ListedTargets(servers[:num_listed])
-        fleet = Fleet("backend", resolver, connect, version, settings)
+        fleet = Fleet("backend", resolver.resolve, connect, version, settings)
         await stack.enter_async_context(fleet)
         await until(lambda: sum(list(fleet.counts().values())[:2]) == len(resolver.targets))
         yield RunningFleet(servers, resolver, fleet, client(fleet))

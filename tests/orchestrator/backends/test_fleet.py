@@ -50,14 +50,15 @@ async def test_backends_follow_the_resolver_and_their_health() -> None:
 async def test_a_lost_backend_is_connected_to_anew() -> None:
     """Guards an orchestrator whose client certificate was renewed: a channel reads it once."""
     async with generators(HeldGenerator()) as running:
-        (server,), (before,) = running.servers, running.fleet.members()
+        (server,), (backend,) = running.servers, running.fleet.members()
+        before = backend.peer
         await server.kill()
         await until(lambda: running.counts == (0, 0, 1))
         num_lookups = running.resolver.num_lookups
         await until(lambda: running.resolver.num_lookups > num_lookups + 1)
         await server.start()
         await until(lambda: running.counts == (1, 0, 0))
-        assert running.fleet.members()[0] is not before
+        assert backend.peer is not before
 
 
 async def test_a_backend_with_a_session_stays_although_its_name_is_gone() -> None:
@@ -117,7 +118,7 @@ async def test_surveyed_does_not_wait_for_removed_backends() -> None:
         resolver = ListedTargets()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         resolver.targets = frozenset({Target(address, "127.0.0.1")})
-        async with Fleet("generator", resolver, connect_generator, str, PATIENT) as fleet:
+        async with Fleet("generator", resolver.resolve, connect_generator, str, PATIENT) as fleet:
             await until(lambda: fleet.counts()["away"] == 1)
             polled = asyncio.ensure_future(fleet.wait_polled())
             resolver.targets = frozenset()
@@ -135,7 +136,7 @@ async def test_a_failed_connection_does_not_end_the_search() -> None:
 
     async with (
         generator_backend(HeldGenerator()) as server,
-        Fleet("generator", ListedTargets([server]), connect, str, PATIENT) as fleet,
+        Fleet("generator", ListedTargets([server]).resolve, connect, str, PATIENT) as fleet,
     ):
         await until(lambda: fleet.counts()["serving"] == 1)
 
@@ -227,5 +228,4 @@ async def test_a_backend_that_answers_sessions_is_not_lost() -> None:
 
 
 def _backend(server: world.Backend) -> Backend[RemoteGenerator]:
-    target = target_of(server)
-    return Backend(target, *connect_generator(target), str)
+    return Backend(target_of(server), connect_generator, str)
