@@ -81,8 +81,8 @@ def _orchestrator(
     rewards: Fleet[RemoteRewards],
 ) -> Orchestrator:
     cache = Cache(redis, ttl_s=settings.cache_ttl_s, secret=settings.cache_secret)
-    limits = settings.max_running, settings.max_queued, settings.max_queued_tokens
-    admission = Admission(Limits(*limits, settings.tenant_tokens))
+    limits = Limits(settings.max_running, settings.max_queued, settings.tenant_tokens)
+    admission = Admission(limits)
     instruments.observe_admission(admission)
     return Orchestrator(
         FleetGenerator(generators),

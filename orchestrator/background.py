@@ -8,13 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from specrej.contracts import (
-    Generation,
-    RankedCandidate,
-    RequestRecord,
-    RoundCompleted,
-    RoundTrace,
-)
+from specrej.contracts import Generation, RankedCandidate, RequestRecord, RoundCompleted, RoundTrace
 from specrej.security import current_caller
 
 T = TypeVar("T")

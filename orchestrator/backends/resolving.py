@@ -10,7 +10,6 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +44,9 @@ class Resolver:
 
 async def _resolved(address: str) -> frozenset[Target]:
     host, _, port = address.rpartition(":")
-    if _is_literal(host):
-        return frozenset({Target(address, host)})
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(
-            host, int(port), type=socket.SOCK_STREAM
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
         )
     except (OSError, UnicodeError):  # an unknown or an invalid name
         return frozenset()
@@ -60,11 +57,3 @@ async def _resolved(address: str) -> frozenset[Target]:
     return frozenset(
         Target(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in hosts
     )
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True

@@ -4,6 +4,6 @@ from orchestrator.cache.answers import Cache
 from orchestrator.cache.keys import answer_key, tenant_digest
 from orchestrator.cache.redis_client import RedisClient
 from orchestrator.cache.secret import Secret
-from orchestrator.cache.single_flight import Answers, Wanted
+from orchestrator.cache.single_flight import Answers
 
-__all__ = ["Answers", "Cache", "RedisClient", "Secret", "Wanted", "answer_key", "tenant_digest"]
+__all__ = ["Answers", "Cache", "RedisClient", "Secret", "answer_key", "tenant_digest"]

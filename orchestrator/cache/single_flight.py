@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from orchestrator.background import ended
 from orchestrator.cache.answers import Cache
 from orchestrator.cache.keys import PREFIX
 from orchestrator.cache.redis_client import RedisClient
@@ -35,7 +36,7 @@ LOCK_S = 5.0  # of a process that died
 class Flight(Generic[T]):
     """One generation under way, or its result."""
 
-    left_s: Callable[[], float | None]  # to the leader's deadline
+    left_s: Callable[[], float]  # to the leader's deadline; inf: there is none
     is_beside: bool = False  # whether another flight of this process has the key
     result: T | None = None  # None until it is published
     _within_s: float = math.inf  # callers with more time left do not share the result
@@ -66,7 +67,7 @@ class SingleFlight(Generic[T]):
 
     @asynccontextmanager
     async def join(
-        self, key: str, left_s: Callable[[], float | None] = lambda: None
+        self, key: str, left_s: Callable[[], float] = lambda: math.inf
     ) -> AsyncIterator[Flight[T]]:
         """Lead the flight of `key` if it has no leader (`result` is None), else wait for it.
 
@@ -90,8 +91,7 @@ class SingleFlight(Generic[T]):
             if not flight._over.done():
                 key += _BESIDE
                 continue
-            own_s = left_s()
-            if flight.result and (math.inf if own_s is None else own_s) <= flight._within_s:
+            if flight.result and left_s() <= flight._within_s:
                 yield flight
                 return
             flight._over.result()  # raises the leader's error
@@ -124,7 +124,7 @@ async def locked(redis: RedisClient, key: str, flight: Flight[Any]) -> AsyncIter
     acquire = partial(redis.attempt, "lock", "SET", partial(lock.acquire, blocking=False))
     release = partial(redis.attempt, "unlock", "EVALSHA", lock.release)
     left_s, now = flight.left_s(), asyncio.get_running_loop().time
-    until = math.inf if left_s is None else now() + left_s / 2
+    until = now() + left_s / 2
     has_waited = (is_held := await acquire()) is False
     if has_waited:
         telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
@@ -137,12 +137,15 @@ async def locked(redis: RedisClient, key: str, flight: Flight[Any]) -> AsyncIter
         yield has_waited
         return
     renewing = asyncio.create_task(_renew(redis, lock.reacquire))
+
+    async def end() -> None:
+        await ended(renewing)  # its last renewal must not follow the release
+        await release()
+
     try:
         yield False
     finally:
-        renewing.cancel()
-        await asyncio.wait({renewing})  # its last renewal must not follow the release
-        await release()
+        await asyncio.wait({asyncio.create_task(end())})  # which no cancellation stops
 
 
 def lock_key(answer_key: str) -> str:
@@ -156,28 +159,10 @@ async def _renew(redis: RedisClient, reacquire: Callable[[], Awaitable[Any]]) ->
         await redis.attempt("lock", "EVALSHA", reacquire)
 
 
-def _patience_s(left_s: float | None, leader_left_s: float | None) -> float | None:
+def _patience_s(left_s: float, leader_left_s: float) -> float | None:
     """Seconds that a caller waits for a leader; None: no limit. The leader regards its own deadline
     only, so a caller with less than half of its time keeps half of its own for a run."""
-    if left_s is None or (leader_left_s is not None and left_s >= leader_left_s / 2):
-        return None
-    return left_s / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The answer that a request needs.
-
-    Requests of one key share a run only if their `group` is the same. `left_s` returns seconds to
-    the deadline. `made_by`: the fingerprints of generator and rewards in the key; a rollout may
-    change the backends while the request waits.
-    """
-
-    key: str
-    group: str
-    control: CacheControl
-    left_s: Callable[[], float | None]
-    made_by: tuple[str, str]
+    return None if left_s >= leader_left_s / 2 else left_s / 2
 
 
 class Answers:
@@ -188,25 +173,37 @@ class Answers:
         self._cache = cache
 
     async def get_or_run(
-        self, wanted: Wanted, run: Callable[[], Awaitable[Generation]]
+        self,
+        key: str,
+        run: Callable[[], Awaitable[Generation]],
+        *,
+        group: str,
+        control: CacheControl,
+        left_s: Callable[[], float],
+        made_by: tuple[str, str],
     ) -> tuple[Generation, AnswerSource]:
-        """An answer and its source; `run` computes it."""
+        """The answer of `key` and its source; `run` computes it.
+
+        Requests of one key share a run only if their `group` is the same. `left_s` returns seconds
+        to the deadline. `made_by`: the fingerprints of generator and rewards in the key; a rollout
+        may change the backends while the request waits.
+        """
         flight = None
         async with AsyncExitStack() as stack:
-            if wanted.control is CacheControl.USE:
+            if control is CacheControl.USE:
                 with telemetry.span(names.SPAN_FLIGHT):
-                    joining = self.flights.join(f"{wanted.key}:{wanted.group}", wanted.left_s)
+                    joining = self.flights.join(f"{key}:{group}", left_s)
                     flight = await stack.enter_async_context(joining)
                 if flight.result:
                     return replace(flight.result, cached=True), AnswerSource.FLIGHT
                 with telemetry.span(names.SPAN_LOOKUP):
-                    found, source = await self._cache.get(wanted.key), AnswerSource.CACHE
+                    found, source = await self._cache.get(key), AnswerSource.CACHE
                 if found is None:
-                    locking = locked(self._cache.redis, wanted.key, flight)
+                    locking = locked(self._cache.redis, key, flight)
                     with telemetry.span(names.SPAN_SHARED_FLIGHT):
                         has_waited = await stack.enter_async_context(locking)
                     if has_waited:
-                        found, source = await self._cache.get(wanted.key), AnswerSource.FLIGHT
+                        found, source = await self._cache.get(key), AnswerSource.FLIGHT
                 if found:
                     flight.publish(found)
                     return found, source
@@ -215,10 +212,9 @@ class Answers:
                 # An answer degraded only by a reward is final: all of a flight allow that.
                 is_degraded = {*generation.degradations} - {Degradation.REWARD}
                 flight.publish(generation, is_final=not (generation.hurried or is_degraded))
-            made_by = generation.generator_fingerprint, generation.reward_fingerprint
-            if wanted.control is not CacheControl.BYPASS and wanted.made_by == made_by:
-                left_s = wanted.left_s()
+            made = generation.generator_fingerprint, generation.reward_fingerprint
+            if control is not CacheControl.BYPASS and made == made_by:
                 with telemetry.span(names.SPAN_STORE), suppress(TimeoutError):
-                    async with asyncio.timeout(None if left_s is None else left_s / 2):
-                        await self._cache.put(wanted.key, generation)
+                    async with asyncio.timeout(left_s() / 2):
+                        await self._cache.put(key, generation)
         return generation, AnswerSource.RUN

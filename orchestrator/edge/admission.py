@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -31,16 +32,15 @@ _RECENT = 0.1  # weight of the latest request in the service time per token
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper limits; 0 candidate-tokens: no limit.
+    """Upper limits.
 
-    `max_running` requests run. `max_queued` requests with `max_queued_tokens` candidate-tokens in
-    all wait; both limits are divided equally among the tenants that wait. `tenant_tokens` bounds
-    the candidate-tokens that one tenant has running and waiting, unless its share has a limit.
+    `max_running` requests run, `max_queued` wait, in equal parts for the tenants that wait.
+    `tenant_tokens` bounds the candidate-tokens that one tenant has running and waiting, unless its
+    share has a limit; 0: no limit.
     """
 
     max_running: int
     max_queued: int
-    max_queued_tokens: int = 0
     tenant_tokens: int = 0
 
 
@@ -96,7 +96,7 @@ class Admission:
         self,
         tenant: str = "",
         tokens: int = 1,
-        time_left_s: float | None = None,
+        time_left_s: float = math.inf,
         share: Share | None = None,
     ) -> AsyncIterator[None]:
         """Wait for a permit and hold it while the context lasts; `time_left_s`: to the deadline.
@@ -133,7 +133,7 @@ class Admission:
         held = [(name, tenant.held) for name, tenant in [*self._tenants.items()] if tenant.held]
         return heapq.nlargest(num_tenants, held, key=lambda pair: pair[1])
 
-    def _check(self, own: _Tenant, tokens: int, time_left_s: float | None, share: Share) -> None:
+    def _check(self, own: _Tenant, tokens: int, time_left_s: float, share: Share) -> None:
         """Raises Overloaded or TooLate unless this request may run or wait."""
         limits = self._limits
         limit = limits.tenant_tokens if share.tokens is None else share.tokens
@@ -143,16 +143,12 @@ class Admission:
             raise Overloaded(text, retry_after_s=_bounded(self._wait_s(excess, 1)))
         if self.running < limits.max_running:
             return
-        waiting, num_lines = sum(own.line.values()), len(self._with_lines()) + (not own.line)
-        most, wait_s = limits.max_queued_tokens, self._fair_wait_s(own)
+        num_lines, wait_s = len(self._with_lines()) + (not own.line), self._fair_wait_s(own)
         is_full = self.queued >= limits.max_queued
         if is_full and (len(own.line) + 1) * num_lines > limits.max_queued:
             text = f"{self.running} requests run and {self.queued} wait"
             raise Overloaded(text, retry_after_s=_bounded(wait_s))
-        if most and own.line and (waiting + tokens) * num_lines > most:
-            text = f"{waiting} candidate-tokens wait"
-            raise Overloaded(text, retry_after_s=_bounded(wait_s))
-        if time_left_s is not None and self._recent_tokens and wait_s > time_left_s:
+        if self._recent_tokens and wait_s > time_left_s:
             text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
             raise TooLate(text, retry_after_s=_bounded(wait_s))
 

@@ -74,15 +74,13 @@ class Plan:
     generator_fingerprint: str
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
-    time_left_s: float | None  # to the deadline, at arrival
+    time_left_s: float  # to the deadline, at arrival
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
     model: str
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds to the deadline."""
-        if self.time_left_s is None:
-            return None
+    def left_s(self) -> float:
+        """Seconds to the deadline; inf: there is none."""
         return self.time_left_s - (time.perf_counter() - self.arrived)
 
     @property
@@ -118,7 +116,7 @@ class Planner:
         tenant: str,
         share: Share,
         violations: Sequence[Violation],
-        time_left_s: float | None,
+        time_left_s: float,
     ) -> Plan:
         """The plan of a request that arrives now.
 

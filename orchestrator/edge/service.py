@@ -5,6 +5,7 @@ It holds no model and does not depend on the wire: the servicer converts message
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter
@@ -13,7 +14,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 
-from orchestrator.cache import Answers, Cache, Wanted, tenant_digest
+from orchestrator.cache import Answers, Cache, tenant_digest
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
@@ -119,7 +120,7 @@ class Orchestrator:
         tenant: str,
         share: Share,
         violations: Sequence[Violation] = (),
-        time_left_s: float | None = None,
+        time_left_s: float = math.inf,
         within: WithinRounds | None = None,
     ) -> None:
         """Answer one request: `emit` receives each event as it happens, `Finished` last; `within`
@@ -149,13 +150,16 @@ class Orchestrator:
                 observed.add(event)
                 emit(_for_caller(event, request_id, plan.reward_order))
 
-            # Requests share a run only if the same outcome suits them: one that allows degradation
-            # may get an answer where another one gets an error.
-            group = str(plan.request.allow_degraded)
-            made_by = plan.generator_fingerprint, plan.reward_fingerprint
-            wanted = Wanted(plan.key, group, plan.cache, lambda: plan.left_s, made_by)
-            running = partial(self._run, plan, observed, deliver, within)
-            generation, source = await self._answers.get_or_run(wanted, running)
+            generation, source = await self._answers.get_or_run(
+                plan.key,
+                partial(self._run, plan, observed, deliver, within),
+                # Requests share a run only if the same outcome suits them: one that allows
+                # degradation may get an answer where another one gets an error.
+                group=str(plan.request.allow_degraded),
+                control=plan.cache,
+                left_s=lambda: plan.left_s,
+                made_by=(plan.generator_fingerprint, plan.reward_fingerprint),
+            )
             self._totals["num_cached"] += source is AnswerSource.CACHE
             deliver(Finished(generation, source))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from orchestrator.background import ended, in_thread, packed
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
-from specrej.contracts import Event, Finished, Progress, RequestRecord, RoundCompleted, wire
+from specrej.contracts import Event, Finished, Progress, RoundCompleted, wire
 from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
 from specrej.server.serving import Context, Service, time_left_s
@@ -93,13 +94,18 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.GetRecordRequest, context: Context
     ) -> pb.GetRecordResponse:
         record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
-        return await packed(_record_reply, record)
+        return await packed(
+            lambda r: pb.GetRecordResponse(record=wire.to_message(r, pb.RequestRecord)), record
+        )
 
     async def ListRecords(  # noqa: N802
         self, request: pb.ListRecordsRequest, context: Context
     ) -> pb.ListRecordsResponse:
         records = self._orchestrator.records(tenant=current_caller().tenant)
-        return await in_thread(_records_reply, records)
+        messages = await in_thread(
+            lambda rs: [wire.to_message(r, pb.RequestRecord) for r in rs], records
+        )
+        return pb.ListRecordsResponse(records=messages)
 
     async def _run(
         self,
@@ -111,14 +117,14 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         request = wire.request_from_message(
             message, self._orchestrator.default_schedule, violations
         )
-        caller = current_caller()
+        caller, left_s = current_caller(), time_left_s()
         await self._orchestrator.generate(
             request,
             emit,
             tenant=caller.tenant,
             share=caller.share,
             violations=violations,
-            time_left_s=time_left_s(),
+            time_left_s=math.inf if left_s is None else left_s,
             within=within,
         )
 
@@ -126,12 +132,3 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 def _answer_reply(event: Event) -> pb.GenerateResponse:
     assert isinstance(event, Finished), "the last event of every run"
     return wire.generation_to_message(event.generation)
-
-
-def _records_reply(records: Sequence[RequestRecord]) -> pb.ListRecordsResponse:
-    messages = [wire.to_message(record, pb.RequestRecord) for record in records]
-    return pb.ListRecordsResponse(records=messages)
-
-
-def _record_reply(record: RequestRecord) -> pb.GetRecordResponse:
-    return pb.GetRecordResponse(record=wire.to_message(record, pb.RequestRecord))

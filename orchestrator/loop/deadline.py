@@ -36,7 +36,7 @@ _ALPHA_STEP = 0.05
 
 @dataclass(slots=True)
 class DeadlineController:
-    """One request's speed and time left; without a deadline it changes nothing.
+    """One request's speed and time left; without a deadline (inf) it changes nothing.
 
     `next_token` returns the next decision token after a position; `min_answers` candidates must
     finish.
@@ -44,7 +44,7 @@ class DeadlineController:
 
     next_token: Callable[[int], int]
     max_tokens: int
-    time_left_s: float | None = None
+    time_left_s: float = math.inf
     clock: Callable[[], float] = time.perf_counter
     min_answers: int = 1
     can_reject: bool = True  # whether a cut rejects candidates; never with Best-of-N
@@ -53,15 +53,15 @@ class DeadlineController:
     _reserve_s: float = field(init=False)
     _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
     _latest_rows: int = 0
-    _first_s: float = 0.0  # per step of the first stride; an upper bound: it includes the prompt
+    # Per step of the first stride; an upper bound: it includes the prompt. None before it.
+    _first_s: float | None = None
     _has_cut: bool = False  # to learn how long a step of fewer rows takes
-    _has_begun: bool = False  # the prompt has been read
     _score_s: float = 0.0  # per candidate
     _num_ended: int = 0
     _num_grown_tokens: int = 0
 
     def __post_init__(self) -> None:
-        left = math.inf if self.time_left_s is None else self.time_left_s
+        left = self.time_left_s
         self._reserve_s = max(_RESERVE_S, _RESERVE_PART * left) if math.isfinite(left) else 0.0
         self._deadline = self.clock() + left - self._reserve_s
 
@@ -71,27 +71,24 @@ class DeadlineController:
         return self._deadline - self.clock()
 
     @property
-    def patience_s(self) -> float | None:
-        """Longest wait for a stride in seconds; None: no limit."""
-        return self._patience_s(0.0)
+    def patience_s(self) -> float:
+        """Longest wait for a stride in seconds."""
+        return max(0.0, self.left_s)
 
     @property
-    def score_patience_s(self) -> float | None:
+    def score_patience_s(self) -> float:
         """Longest wait for scores in seconds; half of the reserve is for those of the last step."""
-        return self._patience_s(self._reserve_s / 2)
+        return max(0.0, self.left_s + self._reserve_s / 2)
 
     @property
     def is_over(self) -> bool:
         """Whether there is no time for one more step and its scores."""
         return self.left_s < (self.step_s(1) + self._score_s if self._steps else 0.0)
 
-    def _patience_s(self, more_s: float) -> float | None:
-        return max(0.0, self.left_s + more_s) if self.time_left_s is not None else None
-
     def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
         """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
-        if not self._has_begun:
-            self._has_begun, self._first_s = True, seconds / max(1, num_tokens)
+        if self._first_s is None:
+            self._first_s = seconds / max(1, num_tokens)
         elif num_tokens > 0 and rows > 0:
             self._steps[rows] = seconds / num_tokens
             self._latest_rows = rows
@@ -118,15 +115,15 @@ class DeadlineController:
     def stride_tokens(self, position: int, until: int, rows: int) -> int:
         """Tokens to grow before the clock is read again."""
         wanted = until - position
-        if self.time_left_s is None:
+        if math.isinf(self.time_left_s):
             return wanted
-        if not self._has_begun:
+        if self._first_s is None:
             return 1  # the first stride includes the prefill, so it is not measured as a step
         if not self._steps:
             wanted = min(wanted, _UNMEASURED_TOKENS)
         step_s = self.step_s(rows) or self._first_s
-        fitting = max(0.0, self.left_s) * _STRIDE_PART / max(step_s, 1e-9)
-        return max(1, min(wanted, int(min(fitting, wanted))))
+        fitting = self.patience_s * _STRIDE_PART / max(step_s, 1e-9)
+        return max(1, int(min(fitting, wanted)))
 
     def must_cut(self, position: int, until: int, rows: int) -> bool:
         """Whether the cut must come now: growing all rows to the decision token `until` leaves too
@@ -168,7 +165,7 @@ class DeadlineController:
 
     def width(self, position: int, width: int, least: int) -> int:
         """The most candidates, of `least` to `width`, that can all go on to their end in time."""
-        if self.time_left_s is None or not self._steps:
+        if not self._steps:
             return width
         # More candidates never take less time: bisect for the first number that is late.
         rows = range(least + 1, width + 1)
@@ -179,8 +176,8 @@ class DeadlineController:
 
     def _can_help(self, position: int, num_candidates: int) -> bool:
         """Whether rejecting candidates can bring as many as must finish to their end in time."""
-        known, least = self.time_left_s is not None and bool(self._steps), self._least
-        return known and num_candidates > least and self._fits(position, least, 0.0)
+        least = self._least
+        return bool(self._steps) and num_candidates > least and self._fits(position, least, 0.0)
 
     @property
     def _least(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import (
@@ -85,7 +86,7 @@ async def run(
     generator: Generator,
     scorers: Scorer | Sequence[Scorer],
     cache_salt: str = "",
-    time_left_s: float | None = None,
+    time_left_s: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
     *,
     within: WithinRounds | None = None,
@@ -122,7 +123,7 @@ async def run(
     has_restarted, is_reduced = answering.is_lost, answering.state.reduced
     if has_restarted:
         log.warning("a generator was lost: the request starts again")
-        left_s = None if time_left_s is None else time_left_s - (clock() - began)
+        left_s = time_left_s - (clock() - began)
         again = replace(request, selection=replace(request.selection, n=answering.state.n))
         second = _Run(again, *backends, left_s, began, clock, progress)
         try:
@@ -155,7 +156,7 @@ class _Run:
     generator: Generator
     scorers: Sequence[Scorer]
     cache_salt: str
-    time_left_s: float | None
+    time_left_s: float
     began: float  # the request, by the clock
     clock: Callable[[], float]
     progress: ProgressReporter | None
@@ -240,9 +241,9 @@ class _Run:
             with telemetry.span(names.SPAN_OPEN):
                 opening = stack.enter_async_context(self.generator.open(spec))
                 self.session = session = await _in_time(opening, self.deadline.patience_s)
-                patience_s, is_lenient = self.deadline.patience_s, request.allow_degraded
-                if patience_s is not None and is_lenient:
-                    patience_s *= _OPENING_PART
+                is_lenient = request.allow_degraded
+                part = _OPENING_PART if is_lenient else 1.0
+                patience_s = self.deadline.patience_s * part
                 self.scorer = RequestScorer(
                     self.scorers, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
                 )
@@ -481,8 +482,8 @@ def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
     return schedule.next_decision_token(planned, num_tokens, max_tokens)
 
 
-async def _in_time(answer: Awaitable[T], patience_s: float | None) -> T:
-    """What a backend answers within `patience_s` seconds; None: no limit.
+async def _in_time(answer: Awaitable[T], patience_s: float) -> T:
+    """What a backend answers within `patience_s` seconds.
 
     Raises:
         OutOfTime: it has not answered until then.

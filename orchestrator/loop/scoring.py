@@ -68,10 +68,9 @@ class RequestScorer:
         prompt: Prompt,
         *,
         may_fall_back: bool = False,
-        patience_s: float | None = None,
+        patience_s: float = math.inf,
     ) -> None:
-        """`scorers`: at least one. `patience_s`: the longest wait for their opening; None: no
-        limit."""
+        """`scorers`: at least one. `patience_s`: the longest wait for their opening."""
         self._scorers = scorers
         self._prompt = prompt
         self._may_fall_back = may_fall_back
@@ -102,9 +101,9 @@ class RequestScorer:
         await self._exit.__aexit__(kind, error, traceback)
 
     async def score(
-        self, candidates: Sequence[Candidate], patience_s: float | None = None
+        self, candidates: Sequence[Candidate], patience_s: float = math.inf
     ) -> RawScores:
-        """Raw scores of the candidates, after at most `patience_s` seconds (None: no limit).
+        """Raw scores of the candidates, after at most `patience_s` seconds.
 
         Raises:
             RewardInvalid: a score is missing or not finite, and there is no fallback.
@@ -146,9 +145,6 @@ def _likelihoods(candidates: Sequence[Candidate]) -> RawScores:
 async def _all_checked(
     sessions: Sequence[ScoringSession], candidates: Sequence[Candidate]
 ) -> list[Scores]:
-    """Scores of all rewards; a single one, the usual case, needs no task of its own."""
-    if len(sessions) == 1:
-        return [await checked(sessions[0], candidates)]
     # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
     tasks = [asyncio.ensure_future(checked(one, candidates)) for one in sessions]
     try:

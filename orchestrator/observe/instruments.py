@@ -9,27 +9,15 @@ from orchestrator.edge.admission import Admission
 from specrej.telemetry import metrics, names
 from specrej.telemetry.metrics import Observed
 
-_MAX_TENANTS = 10  # in a metric
-_MAX_NAMED = 1000  # per process: OpenTelemetry keeps all labels, and merges those beyond 2,000
+_MAX_TENANTS = 10  # in a metric; OpenTelemetry merges those beyond 2,000 different ones
 
 
 def observe_admission(admission: Admission) -> None:
     """Register gauges of the requests that run and wait; tenants are their digests."""
 
-    named: set[str] = set()
-
     def tenants() -> Iterator[Observed]:
-        others = 0
         for tenant, tokens in admission.heaviest(_MAX_TENANTS):
-            digest = tenant_digest(tenant)
-            if len(named) < _MAX_NAMED:
-                named.add(digest)
-            if digest in named:
-                yield tokens, {"tenant": digest}
-            else:
-                others += tokens
-        if others:
-            yield others, {"tenant": "other"}
+            yield tokens, {"tenant": tenant_digest(tenant)}
 
     metrics.observe(names.REQUESTS_RUNNING, lambda: [(admission.running, {})])
     metrics.observe(names.REQUESTS_QUEUED, lambda: [(admission.queued, {})])

@@ -219,7 +219,7 @@ class RequestRecords:
         *,
         arrived: float,
         model: str = "",
-        time_left_s: float | None = None,
+        time_left_s: float = math.inf,
         with_texts: bool = False,
     ) -> Iterator[ObservedRequest]:
         """Observe a planned request that arrived at `arrived` on the clock; leaving ends it.
@@ -242,8 +242,8 @@ class RequestRecords:
         try:
             yield observed
         except BaseException as error:
-            left_s = math.inf if time_left_s is None else arrived + time_left_s - self._clock()
-            observed.end(_reason(error, late=is_late(left_s, time_left_s or 0.0)))
+            left_s = arrived + time_left_s - self._clock()
+            observed.end(_reason(error, late=is_late(left_s, time_left_s)))
             raise
         finally:
             observed.end(InternalError.reason)  # unless it has ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -41,7 +42,7 @@ class Clock:
         return self.now_s
 
 
-def new_flight(left_s: float | None = None) -> Flight[Generation]:
+def new_flight(left_s: float = math.inf) -> Flight[Generation]:
     """A flight whose leader has `left_s` seconds to its deadline, however long it takes."""
     return Flight(lambda: left_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ class Requests:
         self,
         tenant: str = "",
         tokens: int = 1,
-        time_left_s: float | None = None,
+        time_left_s: float = math.inf,
         share: Share | None = None,
     ) -> None:
         end = asyncio.Event()

@@ -96,18 +96,6 @@ async def test_a_tenant_cannot_take_the_places_of_another() -> None:
     assert requests.counts == (0, 0)
 
 
-async def test_every_tenant_may_have_a_request_in_line_whatever_others_wait_for() -> None:
-    """Guards a tenant against a limit of candidate-tokens that another has used up."""
-    requests = Requests(1, 20, max_queued_tokens=100)
-    await requests.arrive(11, tenant="many", tokens=10)
-    assert requests.admission.queued_tokens == 100
-    await requests.arrive(tenant="one", tokens=70)
-    assert requests.admission.queued_tokens == 170
-    assert "70 candidate-tokens wait" in (await requests.refused(tenant="one")).message
-    assert "100 candidate-tokens wait" in (await requests.refused(tenant="many")).message
-    await requests.finish_all()
-
-
 async def test_the_expected_wait_follows_the_fair_order() -> None:
     """Guards a newcomer against a refusal because of the requests of others behind it, and their
     tenant against a place that it will not get in time."""

@@ -18,7 +18,7 @@ MAX_TOKENS = 128
 
 
 def controller(
-    time_left_s: float | None, *, clock: Clock | None = None, measured: bool = True
+    time_left_s: float, *, clock: Clock | None = None, measured: bool = True
 ) -> DeadlineController:
     """A controller that has measured 16 steps of 64 rows, 0.1 s each, after a prompt of 3 s."""
 
@@ -43,12 +43,12 @@ def test_reading_the_prompt_is_no_step() -> None:
 
 
 def test_without_a_deadline_nothing_changes() -> None:
-    deadline = controller(None)
+    deadline = controller(math.inf)
     assert deadline.stride_tokens(16, 128, 64) == 112
     assert not deadline.must_cut(16, 128, 64)
     assert deadline.alpha(16, 64, 64, 0.5) == 0.5
     assert not deadline.is_over
-    assert deadline.patience_s is None
+    assert deadline.patience_s == math.inf
     assert not deadline.hurried
 
 

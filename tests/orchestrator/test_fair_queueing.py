@@ -155,32 +155,24 @@ def _check_shares(
                     assert abs(served[one] - served[other]) <= allowed + 1e-6
 
 
-async def test_the_heaviest_tenants_are_few_and_have_requests() -> None:
+async def test_a_metric_has_the_digests_of_the_heaviest_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Guards a metric's number of values, and tenants that have left against being in it."""
-    requests = Requests(2, 100)
-    for number, name in enumerate("abcd"):
-        await requests.arrive(tenant=name, tokens=10 * (number + 1))
-    heaviest = requests.admission.heaviest
-    assert heaviest(3) == [("d", 40), ("c", 30), ("b", 20)]
-    await requests.end(1)
-    assert heaviest(3) == [("d", 40), ("c", 30), ("a", 10)]
-    await requests.finish_all()
-    assert heaviest(3) == []
-
-
-async def test_a_metric_names_so_many_tenants_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against OpenTelemetry's limit of labels, beyond which tenants are mixed up."""
     observed: dict[Metric, Observe] = {}
     monkeypatch.setattr(metrics, "observe", observed.__setitem__)
-    monkeypatch.setattr(instruments, "_MAX_NAMED", 2)
-    requests = Requests(10, 100)
+    monkeypatch.setattr(instruments, "_MAX_TENANTS", 3)
+    requests = Requests(2, 100)
     instruments.observe_admission(requests.admission)
-    for tenants, shown in (("ab", {"a": 20, "b": 10}), ("acd", {"a": 30, "other": 30})):
-        for number, tenant in enumerate(tenants):
-            await requests.arrive(tenant=tenant, tokens=10 * (len(tenants) - number))
-        expected = {
-            name if name == "other" else tenant_digest(name): n for name, n in shown.items()
-        }
-        values = observed[names.TENANT_TOKENS]()
-        assert {labels["tenant"]: value for value, labels in values} == expected
-        await requests.finish_all()
+
+    def check_shown(**tokens: int) -> None:
+        expected = [(number, {"tenant": tenant_digest(name)}) for name, number in tokens.items()]
+        assert [*observed[names.TENANT_TOKENS]()] == expected
+
+    for number, name in enumerate("abcd"):
+        await requests.arrive(tenant=name, tokens=10 * (number + 1))
+    check_shown(d=40, c=30, b=20)
+    await requests.end(1)
+    check_shown(d=40, c=30, a=10)
+    await requests.finish_all()
+    check_shown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -435,7 +436,9 @@ async def test_the_complete_answers_remain_if_no_other_generator_answers(
         generator = LostOnce(32, end_every=20)
         generator.again = lambda _: _Refusing(error)
         planned = request(alpha=0.0, allow_degraded=allow_degraded)
-        answering = answer(planned, generator, FixedScorer(), time_left_s=None if error else 1.0)
+        answering = answer(
+            planned, generator, FixedScorer(), time_left_s=math.inf if error else 1.0
+        )
         if error and not allow_degraded:
             with pytest.raises(Unavailable, match="no other one could answer"):
                 await answering

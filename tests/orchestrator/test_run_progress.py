@@ -20,13 +20,7 @@ from specrej.contracts import (
     SlotGauge,
     TextDelta,
 )
-from tests.orchestrator.runs import (
-    REQUESTS,
-    FixedScorer,
-    LetterScorer,
-    answer,
-    request,
-)
+from tests.orchestrator.runs import REQUESTS, FixedScorer, LetterScorer, answer, request
 
 
 @given(REQUESTS, st.integers(2, 80))

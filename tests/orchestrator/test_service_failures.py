@@ -16,15 +16,7 @@ from specrej.security import new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.certificates import place
 from tests.serving import failure_of, reason_of, retry_info_s, turns, until
-from tests.world import (
-    BOUND_S,
-    Code,
-    LongTexts,
-    World,
-    rewards,
-    small_request,
-    world,
-)
+from tests.world import BOUND_S, Code, LongTexts, World, rewards, small_request, world
 
 PROMPT_COST = len("four words of prompt") // 4
 BY_METHOD = pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])

@@ -119,7 +119,7 @@ async def test_the_time_to_the_deadline_passes() -> None:
     selection = Selection(rewards=(WeightedReward("likelihood"),))
     request = GenerationRequest(Prompt(text="hello"), selection=selection)
     plan = await planner.plan(request, "", Share(), (), 5.0)
-    assert plan.left_s is not None and 0 < plan.left_s < 5
+    assert 0 < plan.left_s < 5
 
 
 async def test_an_adapter_is_named_as_the_model(cached_service: World) -> None:

@@ -21,16 +21,7 @@ from specrej.contracts import (
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.world import (
-    ALL,
-    BATCH,
-    Code,
-    World,
-    generation,
-    rewards,
-    small_request,
-    world,
-)
+from tests.world import ALL, BATCH, Code, World, generation, rewards, small_request, world
 
 
 async def test_a_score_is_the_weighted_sum_of_rewards(service: World) -> None:
@@ -99,7 +90,7 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
     served: Any = Failing()
     known, unknown = (Planner(ToyGenerator(), served, secret=Secret()) for _ in range(2))
     asked = GenerationRequest(Prompt.from_user("hi"), allow_degraded=True)
-    arguments = (asked, "", Share(), (), None)
+    arguments = (asked, "", Share(), (), math.inf)
     await known.plan(*arguments)
     served.fails = True
     assert not (await known.plan(*arguments)).has_no_rewards

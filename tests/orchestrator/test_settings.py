@@ -19,10 +19,7 @@ from orchestrator.loop.composition import Composite
 from orchestrator.settings import OrchestratorSettings
 from reward_service import __main__ as reward
 from reward_service.settings import RewardSettings
-from specrej.contracts import (
-    Normalization,
-    WeightedReward,
-)
+from specrej.contracts import Normalization, WeightedReward
 from specrej.settings import ServiceSettings, load
 
 MAINS: dict[str, Callable[[], None]] = {
@@ -88,8 +85,8 @@ INVALID_OF_GENERATOR = [
 # Numbers that may be 0.
 ZERO = {
     *("port", "metrics_port", "health_port", "threads", "kv_slots", "prefix_cache", "merge_ms"),
-    *("cache_stale_s", "max_queued", "max_queued_tokens", "max_waiting", "tenant_tokens"),
-    *("kept_records", "context_tokens", "auto_candidates"),
+    *("max_queued", "max_waiting", "tenant_tokens", "kept_records", "context_tokens"),
+    "auto_candidates",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from collections import Counter
 
@@ -117,12 +118,12 @@ async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_to
     a caller with more time gets a better answer."""
     flights: SingleFlight[str] = SingleFlight()
 
-    async def request(left_s: float | None) -> str:
+    async def request(left_s: float) -> str:
         async with flights.join("k", lambda: left_s) as flight:
             return flight.result or "a run"
 
     async with flights.join("k", lambda: 0.0) as flight:
-        waiting = [asyncio.create_task(request(left_s)) for left_s in (0.0, 60.0, None)]
+        waiting = [asyncio.create_task(request(left_s)) for left_s in (0.0, 60.0, math.inf)]
         await turns()
         flight.publish("hurried", is_final=False)
         await turns()
@@ -130,9 +131,9 @@ async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_to
     assert await asyncio.gather(*waiting) == ["hurried", "a run", "a run"]
 
 
-@pytest.mark.parametrize("leader_left_s", [None, 60.0])
+@pytest.mark.parametrize("leader_left_s", [math.inf, 60.0])
 async def test_callers_with_little_time_share_a_run_beside_the_leaders(
-    leader_left_s: float | None,
+    leader_left_s: float,
 ) -> None:
     """Guards against a caller whose time passes while it waits for a leader that need not hurry."""
     runs = Callers()
@@ -140,8 +141,8 @@ async def test_callers_with_little_time_share_a_run_beside_the_leaders(
     num_waits: Counter[str] = Counter()
     are_beside: list[bool] = []
 
-    async def request(left_s: float | None, name: str = "long") -> str:
-        def counted_left_s() -> float | None:
+    async def request(left_s: float, name: str = "long") -> str:
+        def counted_left_s() -> float:
             num_waits[name] += 1
             return left_s
 
@@ -151,7 +152,7 @@ async def test_callers_with_little_time_share_a_run_beside_the_leaders(
                 flight.publish(await runs.run())
             return flight.result or "none"
 
-    long = [asyncio.create_task(request(left_s)) for left_s in (leader_left_s, 60.0, None)]
+    long = [asyncio.create_task(request(left_s)) for left_s in (leader_left_s, 60.0, math.inf)]
     await turns()
     names = [f"short {number}" for number in range(5)]
     short = [asyncio.create_task(request(0.05, name)) for name in names]

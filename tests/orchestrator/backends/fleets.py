@@ -17,10 +17,7 @@ from orchestrator.backends.resolving import Target
 from orchestrator.backends.rewards import FleetRewards
 from reward_service.reward import Reward
 from specrej.client.channel import open_channel
-from specrej.contracts import (
-    GenerationRequest,
-    Schedule,
-)
+from specrej.contracts import GenerationRequest, Schedule
 from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator import runs
 from tests.serving import until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -33,13 +34,7 @@ from specrej.contracts import (
 )
 from specrej.contracts.errors import Overloaded, Unavailable
 from specrej.security import Share
-from tests.orchestrator.backends.fleets import (
-    PATIENT,
-    QUICK,
-    generators,
-    request,
-    target_of,
-)
+from tests.orchestrator.backends.fleets import PATIENT, QUICK, generators, request, target_of
 from tests.orchestrator.runs import PROMPT, FaultyGenerator, answer, events_of
 from tests.serving import until
 from tests.world import BOUND_S, HeldGenerator
@@ -236,7 +231,7 @@ async def test_a_request_is_charged_for_one_generator() -> None:
         selection = Selection(n, rewards=(WeightedReward("likelihood"),))
         asked = GenerationRequest(PROMPT, Sampling(max_tokens=64), selection)
         planner = Planner(generator, UNUSED_REWARDS, secret=Secret())
-        return (await planner.plan(asked, "", Share(), (), None)).candidate_tokens
+        return (await planner.plan(asked, "", Share(), (), math.inf)).candidate_tokens
 
     small, large = HeldGenerator(200), HeldGenerator(300)
     async with generators(small, large) as running:
