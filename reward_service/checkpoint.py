@@ -6,7 +6,6 @@ the class exists only in code that comes with the model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from specrej_models.model import bound_positions
 
 # The tensor in the file of a head that `training` writes, [hidden].
 HEAD_TENSOR = "head"
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 def load_model(
@@ -69,12 +65,8 @@ def load_head(source: Path, prefix: str, device: str = "cpu") -> dict[str, Tenso
     Raises:
         ValueError: there are none, or it is not a safetensors file.
     """
-    paths = {source if source.is_file() else source / _WEIGHTS}
-    if (index := source / _INDEX).exists():
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = {source / file for name, file in files.items() if name.startswith(prefix)}
     head: dict[str, Tensor] = {}
-    for path in sorted(paths):
+    for path in [source] if source.is_file() else sorted(source.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as tensors:
                 for name in [name for name in tensors.keys() if name.startswith(prefix)]:  # noqa: SIM118

@@ -151,8 +151,7 @@ class Conversation:
         control_id = self.tokenizer.convert_tokens_to_ids(token)
         added = tail.index(control_id) if control_id in tail else len(tail)
         head = len(token_ids) - len(tail) + added
-        is_same = token_ids[head:] == tail[added:]
-        return (opening[:at], token_ids[:head], added) if is_same else ("", [], 0)
+        return opening[:at], token_ids[:head], added
 
 
 @dataclass(slots=True)
@@ -161,15 +160,15 @@ class Tokens:
 
     A longer response begins with the same `keep` tokens, except perhaps for the last few of them.
     Of a conversation that is too long, the first tokens are left out. `spliced`: the places of
-    the token `Conversation.splice`, if it is one. `marks`: where a head is read, ascending; the
-    reward sets them.
+    the token `Conversation.splice`, if it is one. `marks`: see `causal.Mark`, in ascending order;
+    the reward sets them.
     """
 
     token_ids: list[int]
     keep: int = 0
     start: int = 0
     spliced: list[int] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Turns:

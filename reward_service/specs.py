@@ -14,8 +14,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -107,19 +107,16 @@ class Spec(_Options):
         paths: dict[str, Path] = {}
         for option in _PATHS:
             path: Path | None = getattr(self, option, None)
-            if path and not path.exists() and hub.is_name(str(path)):
-                with_code = getattr(self, "trust_remote_code", False)
-                files = hub.find(str(path), with_code=with_code)
-                if files.gguf_file:
-                    raise ValueError(f"reward {self.name}: {path} is a GGUF file, not a directory")
-                paths[option] = files.directory
-            elif path and not path.exists():
-                what = "model directory" if option == "directory" else option
-                raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
-        module, _, function = self.loader.partition(":")
-        load: Callable[..., Reward | RemoteReward] = getattr(
-            import_module(f"reward_service.kinds.{module}"), function
-        )
+            if not path or path.exists():
+                continue
+            if not hub.is_name(str(path)):
+                raise FileNotFoundError(f"reward {self.name}: no {option} {path}")
+            files = hub.find(str(path), with_code=getattr(self, "trust_remote_code", False))
+            if files.gguf_file:
+                raise ValueError(f"reward {self.name}: {path} is a GGUF file, not a directory")
+            paths[option] = files.directory
+        load: Callable[..., Reward | RemoteReward]
+        load = resolve_name(f"reward_service.kinds.{self.loader}")
         return load(self.model_copy(update=paths), resources)
 
 

@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
 
-# Errors of torch, which is not imported here, after which a process cannot use its device.
-_LOST = ("AcceleratorError",)
-
 
 @dataclass(eq=False, slots=True)
 class _Request:
@@ -193,8 +190,6 @@ class Worker:
     def heartbeat_s(self) -> float:
         """Seconds since the pass or call under way began; 0 between them, infinite if the thread
         died."""
-        if self._remote:
-            return 0.0
         return math.inf if self._dead else self._clock.oldest_s()
 
     async def _answer(
@@ -373,7 +368,8 @@ class Worker:
 
 
 def _is_lost(error: BaseException) -> bool:
-    return isinstance(error, RewardLost) or type(error).__name__ in _LOST
+    # After this error of torch, which is not imported here, a process cannot use its device.
+    return isinstance(error, RewardLost) or type(error).__name__ == "AcceleratorError"
 
 
 def _worker_closed() -> Unavailable:

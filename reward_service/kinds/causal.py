@@ -254,7 +254,9 @@ class CausalReward(SegmentedModel, Reward):
         self._sessions.move_to_end(session)
         session.is_busy = True
         for tokens in sequences.values():
-            tokens.marks = self.marks(tokens)
+            following = [*tokens.token_ids[1:], 0]
+            ahead = self._looks_ahead
+            tokens.marks = [(place, following[place] * ahead) for place in self.marks(tokens)]
         parents = session.parents(sequences)
         # First drop texts that are neither in the batch nor copied: copies may need their room.
         self._drop(session, session.texts.keys() - sequences.keys() - {*parents.values()})
@@ -267,7 +269,7 @@ class CausalReward(SegmentedModel, Reward):
         def finish(num_tokens: int) -> Scores:
             session.is_busy = False
             outputs = [
-                torch.stack([cast(Tensor, of_text[mark]) for mark in self._marks(tokens)])
+                torch.stack([cast(Tensor, of_text[mark]) for mark in tokens.marks])
                 for of_text, tokens in zip(known, sequences.values(), strict=True)
             ]
             scores = to_scores([self._score(of_text) for of_text in outputs])
@@ -299,7 +301,7 @@ class CausalReward(SegmentedModel, Reward):
             return
         session.prompt = PromptKV(self.shape, len(prompt_ids))
         pairs = zip(sequences, shared, strict=True)
-        marks = {mark for text, count in pairs for mark in self._marks(text) if mark[0] < count}
+        marks = {mark for text, count in pairs for mark in text.marks if mark[0] < count}
         outputs = session.prompt_outputs = dict.fromkeys(sorted(marks))
         yield from _Span((session.prompt,), prompt_ids, 0, 0, outputs).chunks()
 
@@ -313,7 +315,7 @@ class CausalReward(SegmentedModel, Reward):
         """
         kept = session.texts.get(key) or _KeptText(PromptKV(self.shape, 0))
         shared, start = self._match(session, sequence, kept, outputs)
-        end, token_ids = sequence.marks[-1] + 1, sequence.token_ids
+        end, token_ids = sequence.marks[-1][0] + 1, sequence.token_ids
         if start == end:
             return None
         keeps = session.keeps_texts and min(sequence.keep, end) > shared
@@ -324,7 +326,7 @@ class CausalReward(SegmentedModel, Reward):
         else:
             self._drop(session, session.texts.keys() & {key})
             store = kept.store.grown(end - shared, start - shared)
-        outputs |= dict.fromkeys(mark for mark in self._marks(sequence) if mark[0] >= start)
+        outputs |= dict.fromkeys(mark for mark in sequence.marks if mark[0] >= start)
         pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
         return _Span(pieces, token_ids[start:end], start, start - shared, outputs)
 
@@ -349,9 +351,9 @@ class CausalReward(SegmentedModel, Reward):
         """How many tokens of a text are the prompt's, and how many need no computation: those
         before the first mark without an output. Computed outputs are added to `outputs`."""
         prompt_ids = session.prompt_ids if session.prompt else ()
-        token_ids = sequence.token_ids[: sequence.marks[-1] + 1]
+        token_ids = sequence.token_ids[: sequence.marks[-1][0] + 1]
         shared, total = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
-        for mark in self._marks(sequence):
+        for mark in sequence.marks:
             place = mark[0]
             if place >= total:
                 break
@@ -361,13 +363,6 @@ class CausalReward(SegmentedModel, Reward):
             if place >= shared:
                 outputs[mark] = source[mark]
         return shared, total
-
-    def _marks(self, sequence: Tokens) -> list[Mark]:
-        """Where the head is read, as keys of outputs."""
-        if not self._looks_ahead:
-            return [(place, 0) for place in sequence.marks]
-        token_ids = [*sequence.token_ids, 0]
-        return [(place, token_ids[place + 1]) for place in sequence.marks]
 
     def _grown(self, store: PromptKV, room: int, filled: int) -> PromptKV | None:
         """The store with room for `room` tokens, `filled` of them kept; None: no room."""

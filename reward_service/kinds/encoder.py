@@ -170,8 +170,6 @@ class CrossEncoderReward(_EncoderReward):
     def _beginning(self, question: str) -> str:
         """As much of the prompt as a pair may have: it is tokenized for every response."""
         question = question[: self._max_tokens * MAX_TOKEN_CHARACTERS]
-        if not self._tokenizer.is_fast:
-            return question
         coded = self._tokenizer(
             question,
             add_special_tokens=False,

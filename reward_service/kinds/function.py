@@ -6,11 +6,11 @@ each, higher is better. Responses are passed as they are, finished or not.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from reward_service.reward import Reward
@@ -49,11 +49,8 @@ class FunctionReward(Reward):
 
 
 def _import(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
-    module_name, _, names = path.partition(":")
     try:
-        function: Any = importlib.import_module(module_name)
-        for name in names.split("."):
-            function = getattr(function, name)
+        function: Any = resolve_name(path)
     except Exception as error:  # anything that the module's own code raises
         raise ValueError(f"function {path}: {type(error).__name__}: {error}") from None
     if not callable(function):

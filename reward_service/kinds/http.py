@@ -25,7 +25,6 @@ from specrej.security import may_use_proxy
 from specrej.server.serving import time_left_s
 
 _MAX_ANSWER_BYTES = 1 << 20
-_KEPT_CONNECTIONS = 8  # while idle
 _TIMEOUT_HEADER = "Specrej-Timeout-Ms"
 
 
@@ -50,10 +49,9 @@ class HTTPReward:
         }
         # Compressed answers are not read: a few bytes could be gigabytes.
         headers = {**spec.headers, "Accept-Encoding": "identity"}
-        limits = httpx2.Limits(max_keepalive_connections=_KEPT_CONNECTIONS)
         # `answer` has the timeout: httpx2 bounds only the time between two parts.
         self._client = httpx2.AsyncClient(
-            headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(spec.url)
+            headers=headers, timeout=None, trust_env=may_use_proxy(spec.url)
         )
 
     async def aclose(self) -> None:

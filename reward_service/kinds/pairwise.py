@@ -10,6 +10,7 @@ An unfinished text is compared as it is: both are inside one user turn, which is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from transformers import AutoModelForCausalLM
@@ -86,9 +87,7 @@ class PairwiseReward(CausalReward):
             InvalidRequest: the model's template rejects it.
         """
         # Not by str.format: texts may hold braces.
-        head, rest = self._spec.template.split("{context}")
-        between, rest = rest.split("{a}")
-        middle, end = rest.split("{b}")
+        head, between, middle, end = re.split(r"\{(?:context|a|b)\}", self._spec.template)
         head += context + between
         token_ids: list[list[int]] = []
         for part in in_parts(pairs):

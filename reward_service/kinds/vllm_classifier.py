@@ -51,7 +51,7 @@ class VLLMClassifier(Reward):
         self._llm = llm
         self._raw = raw
         # Used by the reward's thread alone, and running only during `compute`.
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
         self._request_ids = map(str, itertools.count(1))
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Turns:
@@ -72,14 +72,12 @@ class VLLMClassifier(Reward):
 
     def compute(self, pieces: Sequence[Text]) -> None:
         """All at once: vLLM makes its own batches of them."""
-        self._loop.run_until_complete(self._compute(pieces))
+        self._runner.run(self._compute(pieces))
 
     def close(self) -> None:
         """End vLLM's processes, which otherwise end with this one."""
         self._llm.shutdown()
-        # vLLM leaves sockets open in this loop, which would keep the process from ending.
-        self._loop.run_until_complete(_cancel_tasks())
-        self._loop.close()
+        self._runner.close()  # cancels what vLLM leaves in its loop
 
     async def _compute(self, pieces: Sequence[Text]) -> None:
         try:
@@ -106,15 +104,6 @@ def scheduler(vllm_config: Any, **options: Any) -> Any:
     end_with_parent()
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **options)
-
-
-async def _cancel_tasks() -> None:
-    """Run what is scheduled in this loop, then cancel its other tasks."""
-    await asyncio.sleep(0)
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLMClassifier:

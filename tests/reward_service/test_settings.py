@@ -81,7 +81,7 @@ def test_bad_value_ends_the_process_with_its_name(
 @pytest.mark.parametrize(
     ("spec", "error"),
     [
-        ({"kind": "relevance", "directory": "gone"}, "reward r: no model directory gone"),
+        ({"kind": "relevance", "directory": "gone"}, "reward r: no directory gone"),
         (
             {"kind": "function", "function": f"{__name__}:not_a_number"},
             "reward r returned a score that is not finite",
