@@ -69,9 +69,15 @@ class Conversation:
         # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
         self.splice: int | str = SPLICE
 
-    def closes(self, candidate: Candidate) -> bool:
-        """Whether the turn of a candidate is closed: if it ended by itself, or by the option."""
-        return candidate.finish is FinishReason.STOP or self._closes_unfinished
+    def turn(self, candidate: Candidate) -> tuple[str, bool]:
+        """A candidate's text, and whether its turn is closed: it ended by itself, or by option."""
+        closed = candidate.finish is FinishReason.STOP or self._closes_unfinished
+        return self.last_part(candidate.text), closed
+
+    def last_part(self, text: str) -> str:
+        """The end of a response, of at least as many tokens as the model takes: of one that is too
+        long, the first tokens are left out, and need not be computed."""
+        return text[-self.max_tokens * MAX_TOKEN_CHARACTERS :]
 
     def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
         """The conversation with each text as its last turn, for `encode`.
@@ -193,11 +199,6 @@ class Turns:
         head_ids, (tail,) = self._encode([empty])
         if head_ids + tail != empty_ids:
             self._head, self._head_ids, self._added = "", [], 0
-
-    def last_part(self, text: str) -> str:
-        """The end of a response, of at least as many tokens as the model takes: of one that is too
-        long, the first tokens are left out, and need not be computed."""
-        return text[-self._conversation.max_tokens * MAX_TOKEN_CHARACTERS :]
 
     def tokenize(self, texts: Sequence[tuple[str, bool]]) -> list[Tokens]:
         """Each text as a turn; a closed one (True) ends with what the template writes then."""

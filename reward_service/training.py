@@ -119,9 +119,8 @@ def train(arguments: argparse.Namespace) -> Report:
     head.parent.mkdir(parents=True, exist_ok=True)
     states = features(backbone, pairs[: len(pairs) - arguments.test])
     differences = states[:, 0] - states[:, 1]
-    order = torch.randperm(
-        len(differences), generator=torch.Generator().manual_seed(arguments.seed)
-    )
+    generator = torch.Generator().manual_seed(arguments.seed)
+    order = torch.randperm(len(differences), generator=generator)
     sizes = [arguments.validation, len(differences) - arguments.validation]
     validation, fitting = torch.split(differences[order], sizes)
     weights, decay = fit_head(fitting, validation)

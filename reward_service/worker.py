@@ -125,8 +125,7 @@ class Worker:
                 log.warning("serving without it: %s", error.message)
                 return worker
             worker.close()
-            if worker._remote:
-                await worker._remote.aclose()
+            await worker.join(0)
             raise
         return worker
 
@@ -166,8 +165,13 @@ class Worker:
             return
         session = await self._submit(_Request(partial(self._reward.open, prompt, once=once)))
         self._num_sessions += 1
+
+        def compute(candidates: Sequence[Candidate]) -> Awaitable[Scores]:
+            begin = partial(self._reward.begin, session, candidates)
+            return self._submit(_Request(begin, session))
+
         try:
-            yield WorkerSession(self._reward.name, partial(self._compute_batch, session))
+            yield WorkerSession(self._reward.name, compute)
         finally:
             self._num_sessions -= 1
             with self._closing:
@@ -202,12 +206,6 @@ class Worker:
             return await remote.answer(prompt, candidates)
         finally:
             self._make_room()
-
-    async def _compute_batch(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
-        scores: Scores = await self._submit(
-            _Request(partial(self._reward.begin, session, candidates), session)
-        )
-        return scores
 
     async def _submit(self, request: _Request) -> Any:
         """The result of a request to the thread.

@@ -187,14 +187,11 @@ class CausalReward(SegmentedModel, Reward):
 
     def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
         """Begin a batch; equal texts are computed once."""
-        turns: Turns = session.context
-        texts: list[tuple[str, bool]] = []
-        for candidate in candidates:
-            closed = self.conversation.closes(candidate)
-            texts.append((self.prepare(turns.last_part(candidate.text), closed), closed))
-        unique, where = distinct(texts)
+        ends = [self.conversation.turn(candidate) for candidate in candidates]
+        unique, where = distinct([(self.prepare(text, closed), closed) for text, closed in ends])
         # The first candidate with each text: of equal keys, a dict keeps the last value.
         firsts = dict(zip(reversed(where), reversed(candidates), strict=True))
+        turns: Turns = session.context
         tokenized = turns.tokenize(unique)
         sequences = {firsts[place].id: tokens for place, tokens in enumerate(tokenized)}
         return self._task(session, sequences, lambda scores: [scores[place] for place in where])

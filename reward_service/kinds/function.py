@@ -19,9 +19,6 @@ from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid
 
-# Can be iterated, but not as one number per text in order.
-_NO_SEQUENCES = (Mapping, Set, str, bytes)
-
 
 class FunctionReward(Reward):
     """Scores by a Python function. Raises ValueError: there is no such function."""
@@ -40,8 +37,8 @@ class FunctionReward(Reward):
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         values = self._function(prompt, [candidate.text for candidate in candidates])
         try:
-            if isinstance(values, _NO_SEQUENCES):
-                raise TypeError
+            if isinstance(values, Mapping | Set | str | bytes):
+                raise TypeError  # can be iterated, but not as one number per text in order
             return Scores(tuple(float(value) for value in values))
         except (TypeError, ValueError, OverflowError) as error:
             text = f"reward {self.name} did not return numbers"

@@ -31,9 +31,8 @@ def load_likelihood(spec: LikelihoodSpec, resources: Resources) -> Reward:
     own = _load_one(spec, resources)
     if spec.reference is None:
         return own
-    return _Contrast(
-        own, _load_one(spec.model_copy(update={"directory": spec.reference}), resources)
-    )
+    reference = spec.model_copy(update={"directory": spec.reference})
+    return _Contrast(own, _load_one(reference, resources))
 
 
 def _load_one(spec: LikelihoodSpec, resources: Resources) -> CausalReward:

@@ -22,7 +22,6 @@ from reward_service.kinds.lm_head import LMHead, single_token
 from reward_service.reward import Task, distinct
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
-from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.token_prefix import common_length
 
 
@@ -64,7 +63,7 @@ class PairwiseReward(CausalReward):
     def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
         """Every pair in both orders; equal texts score alike and are not compared."""
         limit = self.conversation.max_tokens
-        ends = [candidate.text[-limit * MAX_TOKEN_CHARACTERS :] for candidate in candidates]
+        ends = [self.conversation.last_part(candidate.text) for candidate in candidates]
         texts, where = distinct([self.conversation.as_text(end) for end in ends])
         pairs = _pairs(len(texts), self._spec.opponents)
         encoded = self._encode(session.context, [(texts[i], texts[j]) for i, j in pairs])

@@ -60,8 +60,7 @@ class VLLMClassifier(Reward):
 
     def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
         """A task of the batch's different texts."""
-        closes, last_part = self._conversation.closes, session.last_part
-        tokenized = session.tokenize([(last_part(c.text), closes(c)) for c in candidates])
+        tokenized = session.tokenize([self._conversation.turn(c) for c in candidates])
         texts = [tokens.token_ids for tokens in tokenized]
         unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
 

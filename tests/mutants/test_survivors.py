@@ -50,8 +50,8 @@ def test_the_time_of_a_batch_is_divided_among_its_candidates() -> None:
 
 def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
     limit = 2 * MAX_TOKEN_CHARACTERS
-    turns: Any = SimpleNamespace(_conversation=SimpleNamespace(max_tokens=2))
-    read = conversation.Turns.last_part(turns, "beginning" * limit + "end" * limit)
+    made: Any = SimpleNamespace(max_tokens=2)
+    read = conversation.Conversation.last_part(made, "beginning" * limit + "end" * limit)
     assert len(read) >= limit and "beginning" not in read
 
 
