@@ -14,7 +14,6 @@ import logging
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
@@ -88,6 +87,7 @@ class EndpointSession:
         self._generator = generator
         self._spec = spec
         self._live = list(range(self.n))
+        self.turn = asyncio.Lock()  # of the one candidate that waits for a place
 
     async def extend(self, until_tokens: int) -> Round:
         """All candidates at their ends, whatever `until_tokens` is."""
@@ -119,41 +119,6 @@ class EndpointSession:
         return SlotGauge(slots.capacity, slots.owned, self.reserved)
 
 
-class _Places:
-    """Requests at the same time. The next free place is for the session with the fewest of them, so
-    that a small session does not wait for all of a large one."""
-
-    def __init__(self, most: int) -> None:
-        self._num_free = most
-        self._running: Counter[object] = Counter()
-        self._waiting: dict[asyncio.Future[None], object] = {}  # sessions, in order of arrival
-
-    @asynccontextmanager
-    async def of(self, session: object) -> AsyncIterator[None]:
-        """A place, once it is this session's turn."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = session
-        self._give()
-        try:
-            await turn
-            yield
-        finally:
-            if turn not in self._waiting:
-                self._num_free += 1
-                self._running[session] -= 1
-                self._running += Counter()  # drops those without any
-            self._waiting.pop(turn, None)
-            self._give()
-
-    def _give(self) -> None:
-        while self._num_free and self._waiting:
-            turn = min(self._waiting, key=lambda turn: self._running[self._waiting[turn]])
-            self._num_free -= 1
-            self._running[self._waiting.pop(turn)] += 1
-            if not turn.done():  # else it was cancelled, and gives the place back
-                turn.set_result(None)
-
-
 class EndpointGenerator:
     """Answers by the endpoint of the settings.
 
@@ -169,7 +134,7 @@ class EndpointGenerator:
         most = settings.auto_candidates or _AUTO_CANDIDATES
         self.auto_candidates = min(most, _AUTO_CANDIDATES, settings.max_candidates)
         self._sessions: set[EndpointSession] = set()
-        self._places = _Places(settings.remote_requests)
+        self._places = asyncio.Semaphore(settings.remote_requests)
         path = settings.remote_key_file
         self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
         limits = httpx2.Limits(max_connections=settings.remote_requests)
@@ -214,7 +179,7 @@ class EndpointGenerator:
         await self._client.aclose()
 
     async def answer(
-        self, spec: SessionSpec, candidate_id: int, session: object
+        self, spec: SessionSpec, candidate_id: int, session: EndpointSession
     ) -> tuple[Candidate, int]:
         """One candidate of a session, complete, and the tokens of its prompt.
 
@@ -226,7 +191,7 @@ class EndpointGenerator:
         """
         path, body = _request(spec, candidate_id, self._settings)
         for attempt in range(_ATTEMPTS):
-            async with self._places.of(session):
+            async with self._place(session):
                 began = time.perf_counter()
                 response = await self._post(path, body)
                 seconds = time.perf_counter() - began
@@ -240,6 +205,17 @@ class EndpointGenerator:
             log.info("%s; again in %.1f s", failure.message, delay_s)
             await asyncio.sleep(delay_s)
         raise AssertionError("the last attempt returns or raises")
+
+    @asynccontextmanager
+    async def _place(self, session: EndpointSession) -> AsyncIterator[None]:
+        """One of the requests at the same time. Sessions take turns: a small one does not wait for
+        all of a large one."""
+        async with session.turn:
+            await self._places.acquire()
+        try:
+            yield
+        finally:
+            self._places.release()
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx2.Response | str:
         """The response, or the kind of error without one."""

@@ -281,7 +281,7 @@ async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
         assert len((await asyncio.wait_for(growing, 20)).candidates) == 20
         assert 99 in [request.body["seed"] for request in endpoint.requests[2:4]]
         assert endpoint.most_running == 2
-        assert made._places._num_free == 2 and not made._places._running
+        assert made._places._value == 2
 
 
 async def test_sessions_are_bounded() -> None:
