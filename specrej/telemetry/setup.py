@@ -94,6 +94,9 @@ def configured(
 
 
 def _open(outlets: _Outlets, service: str, settings: ProcessSettings, scraped: bool) -> None:
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+
     resource = _resource(service)
     readers: list[MetricReader] = []
     if settings.metrics_port or scraped:
@@ -101,18 +104,17 @@ def _open(outlets: _Outlets, service: str, settings: ProcessSettings, scraped: b
     if settings.otlp_endpoint:
         _send_spans(outlets, resource, settings.otlp_endpoint)
         readers.append(_metrics_sender(outlets, settings.otlp_endpoint))
-    _read_metrics(outlets, resource, readers)
+    provider = MeterProvider(readers, resource, shutdown_on_exit=False)
+    metrics.set_meter_provider(provider)
+    outlets.ends.append(provider.shutdown)
 
 
 def _resource(service: str) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
-    resource = Resource.create(
-        {names.SERVICE_NAME: service, names.SERVICE_NAMESPACE: names.NAMESPACE}
-    )
-    if names.SERVICE_INSTANCE in resource.attributes:  # set by OTEL_RESOURCE_ATTRIBUTES
-        return resource
-    return resource.merge(Resource({names.SERVICE_INSTANCE: str(uuid.uuid4())}))
+    instance = Resource({names.SERVICE_INSTANCE: str(uuid.uuid4())})
+    named = {names.SERVICE_NAME: service, names.SERVICE_NAMESPACE: names.NAMESPACE}
+    return instance.merge(Resource.create(named))  # OTEL_RESOURCE_ATTRIBUTES may name another
 
 
 def _send_spans(outlets: _Outlets, resource: Resource, endpoint: str) -> None:
@@ -172,12 +174,3 @@ def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServ
     # Otherwise each connection that sends nothing would hold a thread.
     server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SILENT_S})
     return server
-
-
-def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricReader]) -> None:
-    from opentelemetry import metrics
-    from opentelemetry.sdk.metrics import MeterProvider
-
-    provider = MeterProvider(readers, resource, shutdown_on_exit=False)
-    metrics.set_meter_provider(provider)
-    outlets.ends.append(provider.shutdown)
