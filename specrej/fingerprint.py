@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +54,6 @@ def of_values(**values: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def fields_of(value: object) -> dict[str, Any]:
+def fields_of(value: Any) -> dict[str, Any]:
     """The fields of a dataclass by name. Unlike `dataclasses.asdict` it copies no values."""
-    kind: Any = type(value)
-    return {name: getattr(value, name) for name in _names(kind)}
-
-
-@cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    return {field.name: getattr(value, field.name) for field in fields(value)}

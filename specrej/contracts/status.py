@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -66,15 +66,18 @@ def to_status(error: errors.SpecrejError) -> tuple[grpc.StatusCode, str, Trailer
     ]
     trailers: Trailers = ()
     if isinstance(error, errors.InvalidRequest):
-        details.append(_bad_request(error))
+        bad = error_details_pb2.BadRequest()
+        for violation in error.violations[: errors.MAX_VIOLATIONS + 1]:
+            bad.field_violations.add(field=violation.field, description=violation.description)
+        details.append(bad)
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
         trailers = ((PUSHBACK_TRAILER, str(round(error.retry_after_s * 1000))),)
-    packed = status_pb2.Status(
-        code=code.value[0], message=text, details=[_pack(d) for d in details]
-    )
+    packed = status_pb2.Status(code=code.value[0], message=text)
+    for detail in details:
+        packed.details.add().Pack(detail)
     return code, text, (*trailers, (DETAILS_TRAILER, packed.SerializeToString()))
 
 
@@ -177,20 +180,6 @@ def _invalid_request(
         capacity=numbers.get("capacity", 0),
         needed=numbers.get("needed"),
     )
-
-
-def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:
-    violations = [
-        error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-        for v in error.violations[: errors.MAX_VIOLATIONS + 1]
-    ]
-    return error_details_pb2.BadRequest(field_violations=violations)
-
-
-def _pack(detail: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
 
 
 def _details(

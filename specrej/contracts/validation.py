@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import cache
 from typing import Any
 
 from specrej.contracts import (
     MAX_INT32,
-    Accepted,
     Algorithm,
     GenerationRequest,
     Grammar,
@@ -27,6 +24,7 @@ from specrej.contracts import (
     Schedule,
     Selection,
     WeightedReward,
+    declared_options,
 )
 from specrej.contracts.errors import Violation
 
@@ -330,17 +328,11 @@ def check_request(
 
 def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:
     """Every option with an accepted range in the contract."""
-    kind: Any = type(value)
-    for name, accepted in _accepted(kind):
-        number = getattr(value, name)
-        if not accepted.contains(number):
-            yield _out_of(f"{path}.{name}", number, accepted.text)
-
-
-@cache
-def _accepted(kind: Any) -> tuple[tuple[str, Accepted], ...]:
-    ranges = ((item.name, item.metadata.get("accepted")) for item in fields(kind))
-    return tuple((name, accepted) for name, accepted in ranges if accepted)
+    for name, option in declared_options().items():
+        if option.accepted and hasattr(value, name):
+            number = getattr(value, name)
+            if not option.accepted.contains(number):
+                yield _out_of(f"{path}.{name}", number, option.accepted.text)
 
 
 def _out_of(field: str, value: float, accepted: str) -> Violation:
