@@ -1,4 +1,4 @@
-"""The client against a real server: values, errors, deadlines, retries, cancellation."""
+"""The client against a real server: values, errors, deadline, retries, cancellation, metadata."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import math
 import time
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 
-from deploy.local.stack import Ports
 from specrej import Client, Retries, RewardClient
 from specrej import contracts as c
 from specrej.client.client import build_request
 from specrej.contracts import Options, errors, wire
+from specrej.security import new_token
+from tests.serving import listening
 from tests.specrej.fakes import (
     EVENTS,
     GENERATION,
@@ -52,8 +54,8 @@ def test_every_option_reaches_its_field(request: c.GenerationRequest) -> None:
 
 
 def test_rewards_and_prompts_have_several_forms() -> None:
-    """Guards against a string taken for a sequence of messages, and raw text wrapped in a chat
-    turn."""
+    """Guards against a string taken for a sequence of messages or stop texts, and raw text wrapped
+    in a chat turn."""
     named = build_request("why?", rewards={"relevance": 2.0})
     assert build_request("why?", rewards=[c.WeightedReward("relevance", 2.0)]) == named
     for prompt in (c.Prompt.from_user("why?"), [c.Message("user", "why?")]):
@@ -63,6 +65,8 @@ def test_rewards_and_prompts_have_several_forms() -> None:
     assert build_request("why?", structured_output=c.JsonSchema('{"a":1}')) == schema
     biased = build_request("why?", logit_bias={7: -100.0})
     assert build_request("why?", logit_bias=[c.TokenBias(7, -100.0)]) == biased
+    sampling = build_request("why?", stop="END", bad_words="no way").sampling
+    assert ([*sampling.stop], [*sampling.bad_words]) == (["END"], ["no way"])
 
 
 @pytest.mark.parametrize(
@@ -214,13 +218,6 @@ async def test_a_stream_with_an_event_is_not_retried(
     assert len(orchestrator.requests) == 1
 
 
-async def test_no_server_is_unavailable() -> None:
-    """Guards against a bare grpc error, or waiting for the deadline, when nothing listens."""
-    async with Client(f"127.0.0.1:{Ports.free().orchestrator}", retries=Retries(1)) as client:
-        with pytest.raises(errors.Unavailable):
-            await client.describe(timeout_s=20)
-
-
 async def test_every_call_has_a_deadline(address: str, orchestrator: FakeOrchestrator) -> None:
     """Guards against calls without deadlines, and a call's own deadline being ignored."""
     async with Client(address, timeout_s=50) as client:
@@ -279,7 +276,50 @@ async def test_what_is_for_this_machine_is_sent_to_no_proxy(
         assert (await client.describe()) == SERVICE
 
 
-def test_one_text_is_one_stop() -> None:
-    """Guards against answers that end at the first letter of it: a text is a sequence of texts."""
-    sampling = build_request("why?", stop="END", bad_words="no way").sampling
-    assert ([*sampling.stop], [*sampling.bad_words]) == (["END"], ["no way"])
+# The token and the metadata of one call
+
+
+async def test_a_calls_own_token_replaces_the_clients(
+    orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    """Guards against two tokens in one call, and a gateway's callers that all are one tenant."""
+    lines = [new_token(tenant) for tenant in ("own", "other")]
+    tokens = tmp_path / "tokens"
+    tokens.write_text("\n".join(line for _, line in lines))
+    (own, _), (other, _) = lines
+    async with (
+        listening(orchestrator.service(), tokens_file=str(tokens)) as address,
+        Client(address, token=own) as client,
+    ):
+        await client.generate("why?")
+        await client.generate("why?", token=other, metadata=(("x-any", "a"),))
+        async with aclosing(client.stream("why?", token=other)) as events:
+            assert [event async for event in events]
+        assert orchestrator.tenants == ["own", "other", "other"]
+        assert await client.describe(token=other) == SERVICE
+        assert await client.record("r1", token=other) == RECORD
+        for bad, text in (("unknown", "unknown token"), ("a b", "one bearer token")):
+            with pytest.raises(errors.Unauthenticated, match=text):
+                await client.generate("why?", token=bad)
+    async with Client("example.com:1") as client:
+        with pytest.raises(errors.Unauthenticated, match="plaintext"):
+            await client.generate("why?", token=other)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("specrej-tenant", "M\xfcller"),
+        ("a", "1\n2"),
+        ("A", "1"),
+        ("a-bin", "text"),
+        ("authorization", "Bearer secret"),
+    ],
+)
+async def test_metadata_that_is_not_sent(address: str, bad: tuple[str, str]) -> None:
+    """Guards against an error of grpc's C code, which is none of ours, and against a token in
+    plaintext."""
+    async with Client(address) as client:
+        for call in (client.describe(metadata=[bad]), anext(client.stream("?", metadata=[bad]))):
+            with pytest.raises(errors.InvalidRequest, match=r"printable ASCII|pass token instead"):
+                await call
