@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from deploy.local.stack import Stack
 from specrej.client.channel import open_channel
 from specrej.client.client import build_request
 from specrej.contracts import CacheControl, Event, Options, wire
-from specrej.telemetry import names, traces
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-from tests.collector import SERVER, Collector, Seen, collecting
+from tests.collector import Collector, collecting
 from tests.endpoints import Scrape, scrape
-from tests.serving import until
 
 GENERATE = "specrej.v1.OrchestratorService/Generate"
 GENERATE_STREAM = "specrej.v1.OrchestratorService/GenerateStream"
@@ -120,58 +113,3 @@ async def streamed(
     except grpc.aio.AioRpcError as failure:
         outcome.code = failure.code().name
     return outcome
-
-
-async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
-    """All spans of the request's trace, once the root and those of all services have arrived."""
-    collector = service.collector
-    spans: list[Seen] = []
-
-    def is_whole() -> bool:
-        servers = collector.named(method, kind=SERVER)
-        ids = {s.span.trace_id for s in servers if s.attributes.get(names.REQUEST_ID) == request_id}
-        spans[:] = [seen for trace_id in ids for seen in collector.trace(trace_id)]
-        services = {seen.service for seen in spans if seen.span.kind == SERVER}
-        has_root = any(not seen.span.parent_span_id for seen in spans)
-        return services >= set(SERVICES) and has_root
-
-    await until(is_whole)
-    return spans
-
-
-def root_of(trace: Sequence[Seen]) -> Seen:
-    """The only span without a parent; the parents of all others have arrived."""
-    ids = {seen.span.span_id for seen in trace}
-    (root,) = (seen for seen in trace if not seen.span.parent_span_id)
-    orphans = [s.name for s in trace if s is not root and s.span.parent_span_id not in ids]
-    assert not orphans, f"the parents of {orphans} are missing"
-    return root
-
-
-def below(trace: Iterable[Seen], parent: Seen) -> list[Seen]:
-    """The children of a span, in the order of their starts."""
-    children = [seen for seen in trace if seen.span.parent_span_id == parent.span.span_id]
-    return sorted(children, key=lambda seen: seen.span.start_time_unix_nano)
-
-
-def calls_by_code(values: Scrape, method: str) -> Counter[str]:
-    """The number of ended calls of a method, by gRPC status."""
-    counts: Counter[str] = Counter()
-    ended = values.matching("rpc_server_call_duration_seconds_count", rpc_method=method)
-    for series, value in ended.items():
-        counts[dict(series.labels)["rpc_response_status_code"]] += int(value)
-    return +counts
-
-
-@contextmanager
-def client_spans(collector: Collector) -> Iterator[None]:
-    """Send this process's spans to the collector too, as an application's are."""
-    provider = TracerProvider(resource=Resource.create({"service.name": "client"}))
-    exporter = OTLPSpanExporter(endpoint=collector.endpoint, insecure=True)
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=50))
-    # As set_tracer_provider would, but it works only once per process.
-    before, traces._tracer = traces._tracer, provider.get_tracer("application")
-    try:
-        yield
-    finally:
-        traces._tracer = before

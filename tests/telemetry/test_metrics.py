@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import grpc.aio
@@ -13,20 +12,16 @@ import pytest
 import pytest_asyncio
 
 from specrej.client.channel import open_channel
-from specrej.contracts import (
-    CacheControl,
-    Finished,
-)
+from specrej.contracts import CacheControl, Finished
 from specrej.telemetry import names
 from tests.endpoints import Scrape
-from tests.serving import until
+from tests.serving import failure_of, until
 from tests.telemetry.observed import (
     GENERATE,
     GENERATE_STREAM,
     SERVICES,
     Observed,
     Outcome,
-    calls_by_code,
     request,
     streamed,
 )
@@ -50,75 +45,70 @@ async def settled(service: Observed) -> dict[str, Scrape]:
     return values
 
 
-class Users:
-    """Requests of all kinds, many at once; `outcomes` as their clients saw them."""
+def kinds(number: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Options and calls of the kinds of requests."""
+    long = {"seed": number, "max_tokens": 2000}
+    return [
+        ({"seed": number, "n": 1 + number % 8}, {}),
+        ({"seed": number % 7, "cache": CacheControl.USE}, {}),
+        ({"alpha": 7.0}, {}),  # invalid
+        (long, {"leave_after": 1}),
+        (long, {"timeout": 1.0}),
+    ]
 
-    def __init__(self, service: Observed, channel: grpc.aio.Channel) -> None:
-        self.outcomes: dict[str, list[Outcome]] = {GENERATE: [], GENERATE_STREAM: []}
-        self._stub = service.stub
-        self._raw: Any = channel.unary_unary(f"/{GENERATE}")
-        self._draw = random.Random(5)
 
-    async def send(self, number: int) -> None:
-        """Send a request of a random kind."""
-        long = {"seed": number, "max_tokens": 2000}
-        kinds: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-            (8, {"seed": number, "n": 1 + number % 8}, {}),
-            (3, {"seed": number % 7, "cache": CacheControl.USE}, {}),
-            (3, {"alpha": 7.0}, {}),  # invalid
-            (4, long, {"leave_after": 1}),
-            (2, long, {"timeout": 1.0}),
-        ]
-        if self._draw.random() < 0.05:
-            self.outcomes[GENERATE].append(await self._unreadable())
-            return
-        ((_, options, call),) = self._draw.choices(kinds, [weight for weight, *_ in kinds])
-        outcome = await streamed(self._stub, request(**options), **call)
-        self.outcomes[GENERATE_STREAM].append(outcome)
+async def unreadable(channel: grpc.aio.Channel) -> Outcome:
+    """The outcome of a call whose message is none."""
+    call: Any = channel.unary_unary(f"/{GENERATE}")
+    return Outcome((await failure_of(call(b"\xff\xff\xff"))).code().name)
 
-    def all(self) -> list[Outcome]:
-        return [outcome for some in self.outcomes.values() for outcome in some]
 
-    async def _unreadable(self) -> Outcome:
-        try:
-            await self._raw(b"\xff\xff\xff")
-        except grpc.aio.AioRpcError as failure:
-            return Outcome(failure.code().name)
-        return Outcome()
+# By method, as their clients saw them.
+Outcomes = dict[str, list[Outcome]]
+Mixed = tuple[Outcomes, dict[str, Scrape]]
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def mixed(service: Observed) -> tuple[Users, dict[str, Scrape]]:
-    """300 mixed requests, and what was counted of them."""
+async def mixed(service: Observed) -> Mixed:
+    """The outcomes of 300 mixed requests, many at once, and what was counted of them."""
     before = await settled(service)
+    outcomes: Outcomes = {GENERATE: [], GENERATE_STREAM: []}
+    draw, room = random.Random(5), asyncio.Semaphore(24)
     async with open_channel(service.stack.orchestrator_address) as channel:
-        users, room = Users(service, channel), asyncio.Semaphore(24)
 
         async def send(number: int) -> None:
             async with room:
-                await users.send(number)
+                if draw.random() < 0.05:
+                    outcomes[GENERATE].append(await unreadable(channel))
+                    return
+                ((options, call),) = draw.choices(kinds(number), [8, 3, 3, 4, 2])
+                outcome = await streamed(service.stub, request(**options), **call)
+                outcomes[GENERATE_STREAM].append(outcome)
 
         await asyncio.gather(*map(send, range(REQUESTS)))
-    codes = Counter(outcome.code for outcome in users.all())
-    assert codes.keys() >= {
+    assert {outcome.code for some in outcomes.values() for outcome in some} >= {
         "OK", "INVALID_ARGUMENT", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"
     }  # fmt: skip
     after = await settled(service)
-    return users, {name: after[name] - before[name] for name in SERVICES}
+    return outcomes, {name: after[name] - before[name] for name in SERVICES}
 
 
-def answers(users: Users) -> Iterator[Finished]:
-    for outcome in users.all():
-        yield from (event for event in outcome.events if isinstance(event, Finished))
+def calls_by_code(values: Scrape, method: str) -> Counter[str]:
+    """The number of ended calls of a method, by gRPC status."""
+    counts: Counter[str] = Counter()
+    ended = values.matching("rpc_server_call_duration_seconds_count", rpc_method=method)
+    for series, value in ended.items():
+        counts[dict(series.labels)["rpc_response_status_code"]] += int(value)
+    return +counts
 
 
-async def test_calls_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
+async def test_calls_reconcile(mixed: Mixed) -> None:
     """Guards against calls that are counted when they come and not when they go, or twice."""
-    users, counted = mixed
+    outcomes, counted = mixed
     late, left = grpc.StatusCode.DEADLINE_EXCEEDED.name, grpc.StatusCode.CANCELLED.name
     for method in (GENERATE, GENERATE_STREAM):
         ended = calls_by_code(counted["orchestrator"], method)
-        seen = Counter(outcome.code for outcome in users.outcomes[method])
+        seen = Counter(outcome.code for outcome in outcomes[method])
         # A machine that is loaded many times over may lose a backend while a client leaves.
         lost = min((ended - seen)["UNAVAILABLE"], (seen - ended)[left])
         ended += Counter({left: lost})
@@ -136,10 +126,12 @@ async def test_calls_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
             assert started == calls_by_code(values, method).total() + in_flight
 
 
-async def test_tokens_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
+async def test_tokens_reconcile(mixed: Mixed) -> None:
     """Guards against tokens in the metrics and not in the answers, or the reverse."""
-    users, counted = mixed
-    runs = [event.generation for event in answers(users) if not event.generation.cached]
+    outcomes, counted = mixed
+    events = [event for outcome in outcomes[GENERATE_STREAM] for event in outcome.events]
+    answers = [event.generation for event in events if isinstance(event, Finished)]
+    runs = [answer for answer in answers if not answer.cached]
     for kind, tokens in (
         ("generated", sum(run.usage.generated_tokens for run in runs)),
         ("prompt", sum(run.usage.prompt_tokens for run in runs)),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
 import pytest
 import pytest_asyncio
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from specrej import Client
 from specrej.contracts import Schedule
-from specrej.telemetry import names
-from tests.collector import CLIENT, SERVER, Seen
+from specrej.telemetry import names, traces
+from tests.collector import CLIENT, SERVER, Collector, Seen
 from tests.serving import until
 from tests.telemetry.observed import (
     GENERATE,
@@ -17,12 +24,8 @@ from tests.telemetry.observed import (
     SERVICES,
     SESSION,
     Observed,
-    below,
-    client_spans,
     request,
-    root_of,
     streamed,
-    whole_trace,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -56,6 +59,52 @@ async def traced(service: Observed, seed: int = 0) -> list[Seen]:
             )
         assert not answer.cached
         return await whole_trace(service, GENERATE, answer.request_id)
+
+
+async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
+    """All spans of the request's trace, once the root and those of all services have arrived."""
+    collector = service.collector
+    spans: list[Seen] = []
+
+    def is_whole() -> bool:
+        servers = collector.named(method, kind=SERVER)
+        ids = {s.span.trace_id for s in servers if s.attributes.get(names.REQUEST_ID) == request_id}
+        spans[:] = [seen for trace_id in ids for seen in collector.trace(trace_id)]
+        services = {seen.service for seen in spans if seen.span.kind == SERVER}
+        has_root = any(not seen.span.parent_span_id for seen in spans)
+        return services >= set(SERVICES) and has_root
+
+    await until(is_whole)
+    return spans
+
+
+def root_of(trace: Sequence[Seen]) -> Seen:
+    """The only span without a parent; the parents of all others have arrived."""
+    ids = {seen.span.span_id for seen in trace}
+    (root,) = (seen for seen in trace if not seen.span.parent_span_id)
+    orphans = [s.name for s in trace if s is not root and s.span.parent_span_id not in ids]
+    assert not orphans, f"the parents of {orphans} are missing"
+    return root
+
+
+def below(trace: Iterable[Seen], parent: Seen) -> list[Seen]:
+    """The children of a span, in the order of their starts."""
+    children = [seen for seen in trace if seen.span.parent_span_id == parent.span.span_id]
+    return sorted(children, key=lambda seen: seen.span.start_time_unix_nano)
+
+
+@contextmanager
+def client_spans(collector: Collector) -> Iterator[None]:
+    """Send this process's spans to the collector too, as an application's are."""
+    provider = TracerProvider(resource=Resource.create({"service.name": "client"}))
+    exporter = OTLPSpanExporter(endpoint=collector.endpoint, insecure=True)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=50))
+    # As set_tracer_provider would, but it works only once per process.
+    before, traces._tracer = traces._tracer, provider.get_tracer("application")
+    try:
+        yield
+    finally:
+        traces._tracer = before
 
 
 async def coded(service: Observed, method: str, code: str) -> Seen:
