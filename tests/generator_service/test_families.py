@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
-from tests.generator_service import families, tiny
+from generator_service.engine.text import Text
+from generator_service.loading import load_generator
+from generator_service.settings import GeneratorSettings
+from reward_service.reward import score
+from specrej.contracts import Prompt, Sampling, SessionSpec
+from specrej_models import hub
+from tests import hub as hubs
+from tests.generator_service import tiny
 from tests.generator_service.stepping import (
     ENDLESS,
     PROMPT,
@@ -23,14 +33,111 @@ from tests.generator_service.stepping import (
     result,
     steps,
 )
+from tests.reward_service.tiny import load, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+END, END_OF_TURN = 2, 5  # of a text, and of a turn: generation_config.json has both
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<a>"
 
-@pytest.mark.parametrize("name", families.SUPPORTED)
+_LARGER: dict[str, Any] = tiny._SIZES | {"vocab_size": 259}
+_BY_HEADS = {key: value for key, value in _LARGER.items() if key != "head_dim"}
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_SCALED_QUERIES = {  # from token 16 on
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+_SCALED = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA_3 = _LARGER | {"sliding_window": 12, "sliding_window_pattern": 2}
+_VISION = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+_COMPRESSED = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4},
+}
+
+# The family, as docs/configuration.md names it: the name of its config's class, and its options.
+SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("LlamaConfig", _LARGER | {"num_key_value_heads": 4}),
+    "Llama 3": ("LlamaConfig", _LARGER | {"rope_parameters": _LLAMA_3_ROPE}),
+    "Mistral": ("MistralConfig", _LARGER | {"sliding_window": 12}),
+    "Ministral 3 (checkpoints of text alone)": (
+        "Ministral3Config",
+        _LARGER | {"rope_parameters": _SCALED_QUERIES},
+    ),
+    "Qwen2, Qwen2.5": ("Qwen2Config", _LARGER),
+    "Qwen3": ("Qwen3Config", _LARGER),
+    "Gemma 2": ("Gemma2Config", _LARGER | {"sliding_window": 12}),
+    "Gemma 3": ("Gemma3TextConfig", _GEMMA_3),
+    "Gemma 3 with images (text alone)": (
+        "Gemma3Config",
+        {"text_config": {"num_hidden_layers": 3, **_GEMMA_3}, "vision_config": _VISION}
+        | {"image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252},
+    ),
+    "Phi-3": ("Phi3Config", _BY_HEADS | {"sliding_window": 12}),
+    "Phi-4": ("Phi3Config", _BY_HEADS | {"partial_rotary_factor": 0.75}),
+    "OLMo 2": ("Olmo2Config", _LARGER),
+    "SmolLM2": ("LlamaConfig", _LARGER | {"tie_word_embeddings": True}),
+    "SmolLM3": ("SmolLM3Config", _LARGER | {"no_rope_layers": [1, 1, 0]}),
+    "Granite": ("GraniteConfig", _LARGER | _SCALED),
+}
+# And a part of the reason.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "GPT-OSS": ("GptOssConfig", _LARGER | _EXPERTS, "attention sinks are not supported"),
+    "DeepSeek-V3": ("DeepseekV3Config", _BY_HEADS | _COMPRESSED, "different sizes"),
+    "Bloom": ("BloomConfig", {"vocab_size": 259, "hidden_size": 32, "n_head": 4}, "is its own"),
+    "Falcon": (
+        "FalconConfig",
+        {"vocab_size": 259, "hidden_size": 32, "num_attention_heads": 4},
+        "is its own",
+    ),
+    "Mamba": ("MambaConfig", {"vocab_size": 259, "hidden_size": 32}, "layers of kind linear"),
+    "Qwen3-Next": ("Qwen3NextConfig", _LARGER | _EXPERTS, "layers of kind linear_attention"),
+    "Llama 4": ("Llama4TextConfig", _LARGER | {"num_local_experts": 2}, "chunked_attention"),
+    "T5": ("T5Config", {"vocab_size": 259, "d_model": 32}, "not a causal language model"),
+}
+
+
+def save(name: str, directory: Path) -> Path:
+    """A directory with a model of the family, a tokenizer, a chat template and two end tokens."""
+    options: dict[str, Any]
+    kind, options = (SUPPORTED.get(name) or REFUSED[name])[:2]
+    config = getattr(transformers, kind)(**{"num_hidden_layers": 3, **options})
+    if name == "T5":
+        config.save_pretrained(directory)
+        return directory
+    model = tiny.of_config(config)
+    model.generation_config = GenerationConfig(eos_token_id=[END, END_OF_TURN], bos_token_id=1)
+    model.save_pretrained(directory)
+    tokenizer = make_tokenizer(None)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_logits_equal_plain_transformers(name: str, tmp_path: Path) -> None:
     """Three rounds and two cuts on a model that was loaded from its files."""
-    directory = families.save(name, tmp_path)
+    directory = save(name, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model = Recorder(CausalLM.load(directory, "cpu"))
     engine = Engine(model, 2000, prefill_chunk=7)
@@ -40,12 +147,12 @@ def test_logits_equal_plain_transformers(name: str, tmp_path: Path) -> None:
         engine.prune(session_id, keep)
     for row, prefix in enumerate(grown(engine, session_id).prefixes):
         tiny.check_candidate(reference, PROMPT, prefix, model.passes[-1].logits[row], 1e-3)
-    assert model.eos_ids == {families.END, families.END_OF_TURN}
+    assert model.eos_ids == {END, END_OF_TURN}
 
 
 def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
     """Guards against factors of a short text that a long one of the same pass chooses."""
-    directory = families.save("Phi-3", tmp_path)
+    directory = save("Phi-3", tmp_path)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -57,7 +164,7 @@ def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
 
 def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
     """Guards against random numbers in their place, with a warning in the log."""
-    directory = families.save("Llama 3", tmp_path)
+    directory = save("Llama 3", tmp_path)
     path = directory / "model.safetensors"
     weights = load_file(path)
     del weights["model.norm.weight"]
@@ -66,13 +173,13 @@ def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
         CausalLM.load(directory, "cpu")
 
 
-@pytest.mark.parametrize("name", families.REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
     """Guards against wrong tokens, and errors at the first request: Bloom's and Falcon's attention
     stayed their own, and candidates saw each other."""
-    directory = families.save(name, tmp_path)
+    directory = save(name, tmp_path)
     kind = json.loads((directory / "config.json").read_text())["model_type"]
-    with pytest.raises(ValueError, match=f"^model_type {kind}: .*{families.REFUSED[name][2]}"):
+    with pytest.raises(ValueError, match=f"^model_type {kind}: .*{REFUSED[name][2]}"):
         CausalLM.load(directory, "cpu")
 
 
@@ -131,3 +238,187 @@ def test_logits_over_shared_nodes_equal_plain_transformers(
     for session_id, prompt in zip(sessions, prompts, strict=True):
         (prefix,) = grown(engine, session_id, 10).prefixes
         tiny.check_candidate(reference, prompt, prefix, model.passes[-1].logits[0], tolerance)
+
+
+# The embedded model: real weights, a real vocabulary
+
+
+DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="module")
+def embedded() -> CausalLM:
+    return CausalLM.load(DIRECTORY, "cpu")
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(embedded: CausalLM) -> list[int]:
+    prompt = Prompt.from_user("Name three uses of a brick.")
+    return Text.load(DIRECTORY, embedded.eos_ids).encode(prompt)
+
+
+def test_logits_of_the_embedded_model_equal_plain_transformers(
+    embedded: CausalLM, prompt_ids: list[int]
+) -> None:
+    """Within 1e-3, and the summed log-probabilities too, after two rounds and a cut."""
+    recorder = Recorder(embedded)
+    engine = Engine(recorder, 20_000)
+    sampling = Sampling(max_tokens=12, seed=5, ignore_eos=True)
+    session_id = admitted(engine, prompt_ids, 16, sampling)
+    grown(engine, session_id, 6)
+    engine.prune(session_id, {0, 9})
+    batch = grown(engine, session_id, 12)
+    plain = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32).eval()
+    for row, prefix in enumerate(batch.prefixes):
+        tiny.check_candidate(plain, prompt_ids, prefix, recorder.passes[-1].logits[row], 1e-3)
+
+
+# Models of a hub and of a GGUF file, from a name to answers
+
+
+SPEC = SessionSpec(Prompt(text="hello"), 1, Sampling(max_tokens=8, temperature=0.0), 8)
+
+
+async def tokens_of(model: str, name: str, prompt: str = "hello") -> tuple[int, ...]:
+    """The greedy tokens of a generator's answer, once it has described itself by `name`."""
+    generator = load_generator(GeneratorSettings(model=model, device="cpu", kv_slots=500))
+    try:
+        assert (await generator.describe()).model == name
+        async with generator.open(replace(SPEC, prompt=Prompt(text=prompt))) as session:
+            (candidate,) = (await session.extend(8)).candidates
+        return candidate.new_token_ids
+    finally:
+        generator.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("Llama 3", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a model that `specrej pull` fetched."""
+    with hubs.running() as server:
+        server.add("tiny/llama", directory, "v1")
+        hubs.use(monkeypatch, server.endpoint, tmp_path)
+        hub.main(["tiny/llama@v1"])
+    return "tiny/llama@v1"
+
+
+async def test_a_generator_and_a_reward_by_name(directory: Path, fetched: str) -> None:
+    """Guards against other weights than the directory's, and a name that only one service takes."""
+    assert await tokens_of(fetched, "tiny/llama") == await tokens_of(str(directory), directory.name)
+    rewards = [load("likelihood", source) for source in (Path(fetched), directory)]
+    named, local = (score(reward, SPEC.prompt, ["some text"]).values for reward in rewards)
+    assert named == local
+    assert rewards[0].fingerprint == rewards[1].fingerprint
+
+
+def small_llama(**rope: Any) -> Any:
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, **rope}
+    sizes = {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": rope}
+    config = LlamaConfig(**_LARGER | sizes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    """A Llama with two layers as llama.cpp's converter writes it."""
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", torch.ones(config.head_dim // 2).numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    first, second, *others = (chr(256 + n) for n in range(config.vocab_size - 4))
+    tokens = ["<pad>", "<s>", "</s>", first, second, *others, first + second]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges([f"{first} {second}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for key, tensor in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        for part, count in heads.items():
+            if part in key:  # rotated in pairs of neighbours
+                halves = tensor.reshape(count, 2, -1, tensor.shape[1])
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(key, (".weight",)) or key, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_has_the_models_logits(tmp_path: Path) -> None:
+    """Guards against weights that are permuted or dequantised in another way, and layers that
+    compiled products do not replace."""
+    model = small_llama()
+    write_gguf(model, tmp_path / "small.f32.gguf")
+    files = hub.find(str(tmp_path / "small.f32.gguf"))
+    assert files == hub.ModelFiles("small.f32", tmp_path, "small.f32.gguf")
+    recorder = Recorder(CausalLM.load(files.directory, "cpu", files.gguf_file))
+    engine = Engine(recorder, 500)
+    batch = grown(engine, admitted(engine, n=2), 4)
+    for row, prefix in enumerate(batch.prefixes):
+        tiny.check_candidate(model, PROMPT, prefix, recorder.passes[-1].logits[row], 1e-3)
+
+
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("rope", [_LLAMA_3, {"rope_type": "linear"}, {"rope_type": "yarn"}])
+def test_rotary_scaling_of_a_gguf_file_is_refused(rope: Any, tmp_path: Path) -> None:
+    """Guards against wrong logits: transformers drops the scaling of Llama 3.1 and others."""
+    write_gguf(small_llama(**rope, factor=4.0), tmp_path / "scaled.gguf")
+    reason = f'unsupported rope scaling "{rope["rope_type"]}" in scaled.gguf; use the safetensors'
+    with pytest.raises(ValueError, match=reason):
+        CausalLM.load(tmp_path, "cpu", "scaled.gguf")
+
+
+async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a download of all of the repository's quantisations, and a start that does it
+    again: from the file's name to an answer."""
+    write_gguf(small_llama(), tmp_path / "small.gguf")
+    files = {"sub/small.gguf": (tmp_path / "small.gguf").read_bytes(), "other.gguf": b"GGUF"}
+    model = "tiny/packed/sub/small.gguf@v1"
+    with hubs.running() as server:
+        server.add("tiny/packed", files, "v1")
+        hubs.use(monkeypatch, server.endpoint, tmp_path)
+        pulled = hub.pull(model)
+        assert set(server.downloads) == {"sub/small.gguf"}
+    assert hub.find(model) == pulled
+    spaces = " \t \n"  # of the tokenizer's few bytes
+    tokens = await tokens_of(model, "tiny/packed", spaces)
+    assert tokens == await tokens_of(str(tmp_path / "small.gguf"), "small", spaces)
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    """Guards against weights that the file lacks, which were random numbers."""
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing else")
+    model = small_llama()
+    del model.model.norm
+    write_gguf(model, tmp_path / "lacking.gguf")
+    for name, reason in (("broken", "not a readable GGUF"), ("lacking", "lacks model.norm.weight")):
+        with pytest.raises(ValueError, match=reason):
+            CausalLM.load(tmp_path, "cpu", f"{name}.gguf")

@@ -14,27 +14,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from generator_service.engine.text import Text, eos_ids
-from specrej.contracts import (
-    Message,
-    Prompt,
-)
+from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
-from tests.generator_service import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
 END = 2  # <|im_end|>
 VOCABULARY = 49152
-PROMPT = Prompt(text="Once upon a time")
 
 
 @cache
@@ -48,9 +38,7 @@ def cached_text() -> Text:
 
 
 @pytest.fixture
-def text(monkeypatch: pytest.MonkeyPatch) -> Text:
-    # Its own grammars, which no test here uses, take half a second per generator.
-    monkeypatch.setattr(Text, "grammars", lambda text, vocabulary: tiny.grammars())
+def text() -> Text:
     return cached_text()
 
 

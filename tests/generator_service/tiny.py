@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,18 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from generator_service.engine.commands import GrowingCandidate
 from generator_service.engine.grammar import Grammars, TokenizerSpec
@@ -42,24 +30,24 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_SIZES),
-    "llama-mha": LlamaConfig(**(_SIZES | {"num_key_value_heads": 4})),
-    "mistral": MistralConfig(**_SIZES, sliding_window=None),
-    "mistral-window": MistralConfig(**_SIZES, sliding_window=12),
-    "qwen2": Qwen2Config(**_SIZES),
-    "qwen3": Qwen3Config(**_SIZES),
-    "gemma": GemmaConfig(**(_SIZES | {"num_key_value_heads": 1})),
-    "gemma2": Gemma2Config(**_SIZES, sliding_window=12),
-    "gemma3": Gemma3TextConfig(**_SIZES, sliding_window=12, sliding_window_pattern=2),
+# By name: the type of the model, and what differs from `_SIZES`.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 12}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {"num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {"sliding_window": 12}),
+    "gemma3": ("gemma3_text", {"sliding_window": 12, "sliding_window_pattern": 2}),
 }
 
 
 def build(name: str = "llama", **sizes: Any) -> Any:
     """A random model of the configuration of that name, with other `sizes`."""
-    config = copy.deepcopy(CONFIGS[name])  # a model writes its attention into its config
-    config.update(sizes)
-    return of_config(config)
+    kind, options = CONFIGS[name]
+    return of_config(AutoConfig.for_model(kind, **_SIZES | options | sizes))
 
 
 def of_config(config: Any) -> Any:
