@@ -201,3 +201,17 @@ def test_rows_without_tokens_are_forked() -> None:
     suffix.keep([0, 0], 0)
     suffix.reserve(1)
     assert (suffix.live, suffix.length, len(suffix.keys(0))) == (2, 0, 2)
+
+
+@pytest.mark.parametrize(("row", "left"), [(0, [3, 1, 2]), (1, [0, 3, 2]), (3, [0, 1, 2])])
+def test_the_last_row_takes_the_place_of_a_dropped_one(row: int, left: list[int]) -> None:
+    suffix = grown(shape_of(), 4, 10)
+    suffix.length = 6
+    stored = [
+        view.normal_().clone() for n in range(8) for view in (suffix.keys(n), suffix.values(n))
+    ]
+    suffix.drop(row)
+    views = [view for n in range(8) for view in (suffix.keys(n), suffix.values(n))]
+    assert suffix.live == 3
+    for view, before in zip(views, stored, strict=True):
+        assert torch.equal(view[:3, :, :6], before[left, :, :6])
