@@ -4,7 +4,8 @@ Each mutant of `mutants.toml` is applied to a copy of the tree. Test files that 
 run first, then those that do so through a helper, then all tests of its package. A test that fails
 kills the mutant; a module that cannot be imported, a fixture that fails and a test that hangs do
 not, and are reported as `ERROR`. The exit code is 1 if a mutant survives, or is stale: its old text
-is not in its file exactly once. The last line on stdout is one JSON object.
+is not in its file exactly once, or its tests do not exist. The last line on stdout is one JSON
+object.
 """
 
 import argparse
@@ -42,8 +43,10 @@ class Mutant:
 
     @property
     def is_stale(self) -> bool:
-        path = ROOT / self.file
-        return not path.is_file() or path.read_text("utf-8").count(self.old) != 1
+        path, *named = (ROOT / name.partition("::")[0] for name in (self.file, *self.tests))
+        if not path.is_file() or not all(test.exists() for test in named):
+            return True
+        return path.read_text("utf-8").count(self.old) != 1
 
 
 def _imported(path: Path) -> set[str]:
