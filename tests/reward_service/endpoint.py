@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,53 +44,36 @@ class Endpoint:
     running: int = 0  # requests without a reply
     most_running: int = 0
     num_gone: int = 0  # requests whose client left before the reply
-    writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def cut(self) -> None:
-        """End all connections."""
-        for writer in self.writers:
-            writer.transport.abort()
-
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Reply to the requests of a connection."""
-        self.writers.add(writer)
-        try:
-            while request := await _read(reader):
-                self.requests.append(request)
-                reply = self.reply(request.body, len(self.requests) - 1)
-                self.running += 1
-                self.most_running = max(self.most_running, self.running)
-                try:
-                    if not await self._is_due(reply, reader):
-                        self.num_gone += 1
-                        return
-                finally:
-                    self.running -= 1
+        """Reply to a connection's one request."""
+        with suppress(ConnectionError, asyncio.IncompleteReadError), closing(writer):
+            request = await _read(reader)
+            self.requests.append(request)
+            reply = self.reply(request.body, len(self.requests) - 1)
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            is_due = not reply.is_held or await self._is_released(reader)
+            self.running -= 1
+            if is_due:
                 writer.write(_encoded(reply))
                 await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.transport.abort()
+            else:
+                self.num_gone += 1
 
-    async def _is_due(self, reply: Reply, reader: asyncio.StreamReader) -> bool:
-        """Whether to reply now; False if the client has left."""
-        if not reply.is_held:
-            return True
-        waiting = asyncio.ensure_future(self.release.wait())
+    async def _is_released(self, reader: asyncio.StreamReader) -> bool:
+        """Wait for `release`; False if the client leaves before it."""
+        released = asyncio.ensure_future(self.release.wait())
         # A client sends nothing while it waits: the read ends when the connection does.
-        leaving = asyncio.ensure_future(reader.read(1))
-        try:
-            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.done()
-        finally:
-            waiting.cancel()
-            leaving.cancel()
-            await asyncio.wait({leaving})  # only one read at a time
+        left = asyncio.ensure_future(reader.read(1))
+        done, waiting = await asyncio.wait({released, left}, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        return released in done
 
 
 def lengths(body: Any, _: int) -> Reply:
@@ -110,24 +93,20 @@ async def served(reply: Replies = lengths, port: int = 0) -> AsyncIterator[Endpo
         yield endpoint
     finally:
         server.close()
-        endpoint.cut()
+        endpoint.release.set()
         await server.wait_closed()
 
 
 def _encoded(reply: Reply) -> bytes:
     content = reply.content
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    headers = {**reply.headers, "Content-Length": str(len(data))}
+    headers = {**reply.headers, "Content-Length": str(len(data)), "Connection": "close"}
     lines = (f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {reply.status} x\r\n{''.join(lines)}\r\n".encode() + data
 
 
-async def _read(reader: asyncio.StreamReader) -> Request | None:
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except asyncio.IncompleteReadError:
-        return None
-    first, *lines = head.split("\r\n")
+async def _read(reader: asyncio.StreamReader) -> Request:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (line.partition(": ") for line in lines if line)
     headers = {name.lower(): value for name, _, value in pairs}
     body = json.loads(await reader.readexactly(int(headers["content-length"])))
