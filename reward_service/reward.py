@@ -155,7 +155,7 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
         reward.free(session)
 
 
-def as_candidates(texts: Sequence[str], finish: FinishReason | None) -> list[Candidate]:
+def as_candidates(texts: Sequence[str], finish: FinishReason | None = None) -> list[Candidate]:
     """Texts as candidates, with their indices as ids."""
     return [Candidate(i, text, 0, 0.0, finish) for i, text in enumerate(texts)]
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from reward_service.kinds.toy import ToyReward
+from reward_service.reward import Reward
 from specrej.backend.v1 import reward_pb2 as pb
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.v1 import common_pb2
 from tests.reward_service.conftest import Serve
-from tests.reward_service.fakes import FinishedReward, FixedReward
 from tests.serving import failure_of, reason_of, retry_info_s, violations_of
 
 PROMPT = common_pb2.Prompt(text="Write it.")
 Code = grpc.StatusCode
+
+
+class FinishedReward(Reward):
+    """1 for texts that ended by themselves, 0 for others."""
+
+    name, fingerprint, description = "finished", "f", "Whether it ended."
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        return Scores(tuple(float(c.finish is FinishReason.STOP) for c in candidates))
 
 
 def score_request(*responses: str, reward: str = "") -> pb.ScoreRequest:
@@ -59,16 +70,19 @@ async def bad_fields(call: Any) -> list[str]:
 
 
 async def test_rewards_have_names_and_the_first_is_the_default(serve: Serve) -> None:
-    stub = await serve(ToyReward(), FixedReward([7.0]))
+    stub = await serve(ToyReward(), FinishedReward())
     described = (await stub.Describe(pb.RewardServiceDescribeRequest())).rewards
-    assert [(reward.name, reward.max_batch) for reward in described] == [("toy", 8), ("fixed", 8)]
+    assert [(reward.name, reward.max_batch) for reward in described] == [
+        ("toy", 8),
+        ("finished", 8),
+    ]
     assert described[0].fingerprint == ToyReward().fingerprint
     assert described[0].description == ToyReward().description
     answer = await stub.Score(score_request("aab", "", "b", "aab"))
     assert list(answer.scores) == [2 / 3, 0, 0, 2 / 3]
     assert answer.computed_tokens == 2
-    assert list((await stub.Score(score_request("a", reward="toy"))).scores) == [1]
-    assert list((await stub.Score(score_request("a", reward="fixed"))).scores) == [7]
+    assert list((await stub.Score(score_request("b", reward="toy"))).scores) == [0]
+    assert list((await stub.Score(score_request("b", reward="finished"))).scores) == [1]
 
 
 async def test_unknown_reward_is_not_found(serve: Serve) -> None:

@@ -14,16 +14,61 @@ from unittest import mock
 import pytest
 
 from reward_service.kinds.toy import ToyReward
-from reward_service.reward import Reward, RewardLost, Task
+from reward_service.reward import Reward, RewardLost, Task, as_candidates
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
-from tests.reward_service.fakes import FixedReward, PiecewiseReward
 from tests.serving import until
 
 PROMPT = Prompt.from_user("Write it.")
 NAN, INF = float("nan"), float("inf")
+
+
+class PiecewiseReward(Reward):
+    """Computes letters, `token_budget` of them per pass; a pass with a "!" in it fails.
+    The text "?" is refused.
+
+    Records its passes after the warm-up; each waits for `gate`.
+    """
+
+    name, fingerprint, description = "piecewise", "f", "Letter by letter."
+
+    def __init__(self, token_budget: int = 4) -> None:
+        self.token_budget = token_budget
+        self.passes: list[str] = []
+        self.gate = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.num_freed = 0
+
+    def begin(self, session: Prompt, candidates: Sequence[Candidate]) -> Task:
+        texts = [candidate.text for candidate in candidates]
+        if "?" in texts:
+            raise InvalidRequest([])
+        computed: list[str] = []
+
+        def finish(num_tokens: int) -> Scores:
+            return self.finish((float(len(computed)),) * len(texts), num_tokens)
+
+        is_warm_up = texts == ["Hello."]
+        letters = "" if is_warm_up else "".join(texts)
+        return Task([(1, (computed, letter)) for letter in letters], finish)
+
+    def finish(self, values: tuple[float, ...], num_tokens: int) -> Scores:
+        return Scores(values, num_tokens)
+
+    def free(self, session: Prompt) -> None:
+        self.num_freed += 1
+
+    def compute(self, pieces: Sequence[tuple[list[str], str]]) -> None:
+        letters = "".join(letter for _, letter in pieces)
+        self.entered.release()
+        assert self.gate.acquire(timeout=30)
+        self.passes.append(letters)
+        if "!" in letters:
+            raise ValueError("a bad letter")
+        for computed, letter in pieces:
+            computed.append(letter)
 
 
 @asynccontextmanager
@@ -47,10 +92,6 @@ async def sent(call: Awaitable[Scores]) -> asyncio.Future[Scores]:
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=0)
     return task
-
-
-def texts(*batch: str) -> list[Candidate]:
-    return [Candidate(number, text, 1, -1.0) for number, text in enumerate(batch)]
 
 
 class RecordingReward(ToyReward):
@@ -98,12 +139,15 @@ async def test_failed_load_or_warm_up_is_raised_and_leaves_no_thread(is_loaded: 
 
 
 @pytest.mark.parametrize("values", [(NAN, 0.0), (0.0, INF), (-INF, 0.0), (0.0,), (0.0, 0.0, 0.0)])
-async def test_invalid_scores_are_refused(values: tuple[float, ...]) -> None:
+async def test_invalid_scores_are_refused(
+    values: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the ranking: NaN compares as false, and a missing score shifts the rest."""
-    async with started(FixedReward(values)) as worker:
+    async with started(ToyReward()) as worker:
+        monkeypatch.setattr(ToyReward, "score", lambda *_: Scores(values))
         with pytest.raises(RewardInvalid) as failure:
             await worker.score(PROMPT, ["a", "b"])
-        assert failure.value.metadata == {"reward": "fixed"}
+        assert failure.value.metadata == {"reward": "toy"}
 
 
 async def test_time_size_and_tokens_are_measured_per_batch(
@@ -212,7 +256,7 @@ async def test_a_session_is_freed_when_a_batch_is_refused_and_when_it_ends() -> 
         async with worker.open(PROMPT) as session:
             assert reward.num_freed == 1  # that of the warm-up
             with pytest.raises(InvalidRequest):
-                await session.score(texts("?"))
+                await session.score(as_candidates(["?"]))
             assert reward.num_freed == 2
         await until(lambda: reward.num_freed == 3)
 
@@ -243,7 +287,7 @@ async def two_sessions(reward: PiecewiseReward) -> AsyncIterator[tuple[Worker, A
 
 async def begun(reward: PiecewiseReward, session: Any) -> asyncio.Future[Scores]:
     """A batch of three passes of four, whose first pass the thread has entered."""
-    large = await sent(session.score(texts("a" * 12)))
+    large = await sent(session.score(as_candidates(["a" * 12])))
     await entered(reward)
     return large
 
@@ -253,7 +297,7 @@ async def test_sessions_share_passes_and_a_small_batch_does_not_wait() -> None:
     reward = PiecewiseReward(token_budget=4)
     async with two_sessions(reward) as (_, one, two):
         large = await begun(reward, one)
-        small = await sent(two.score(texts("b", "b")))
+        small = await sent(two.score(as_candidates(["b", "b"])))
         for _ in range(2):  # the large one's first, and the first shared one
             reward.gate.release()
             await entered(reward)
@@ -273,7 +317,7 @@ async def test_cancelled_batch_under_way_gets_no_more_passes() -> None:
         with pytest.raises(asyncio.CancelledError):
             await large
         num_freed = reward.num_freed
-        other = await sent(two.score(texts("b")))
+        other = await sent(two.score(as_candidates(["b"])))
         reward.gate.release(50)
         assert (await asyncio.wait_for(other, 10)).values == (1.0,)
         assert reward.passes == ["aaaa", "b"]
@@ -286,8 +330,8 @@ async def test_batches_of_a_failed_pass_begin_again_alone_and_in_turn() -> None:
     reward = PiecewiseReward(token_budget=4)
     async with two_sessions(reward) as (worker, one, two), worker.open(PROMPT) as three:
         large = await begun(reward, one)
-        bad = await sent(two.score(texts("!")))
-        small = await sent(three.score(texts("bb")))
+        bad = await sent(two.score(as_candidates(["!"])))
+        small = await sent(three.score(as_candidates(["bb"])))
         reward.gate.release(50)
         assert (await asyncio.wait_for(small, 20)).values == (2.0,)
         assert (await asyncio.wait_for(large, 20)).values == (12.0,)
@@ -303,7 +347,8 @@ async def test_a_batch_waits_for_other_sessions_to_share_its_pass() -> None:
         worker._merge_s = 10
         reward.gate.release(50)
         await asyncio.wait_for(
-            asyncio.gather(one.score(texts("aa")), two.score(texts("bb"))), timeout=9
+            asyncio.gather(one.score(as_candidates(["aa"])), two.score(as_candidates(["bb"]))),
+            timeout=9,
         )
         assert reward.passes == ["abab"]
 
@@ -358,7 +403,7 @@ async def test_when_the_thread_ends_all_calls_are_unavailable(
     reward = PiecewiseReward()
     async with started(reward) as worker, worker.open(PROMPT) as session:
         monkeypatch.setattr(reward, "free", mock.Mock(side_effect=SystemExit))
-        failing = await sent(session.score(texts("!")))
+        failing = await sent(session.score(as_candidates(["!"])))
         await entered(reward)
         waiting = await sent(worker.score(PROMPT, ["a"]))
         reward.gate.release()
