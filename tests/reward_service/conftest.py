@@ -19,8 +19,6 @@ from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from tests.reward_service.tiny import save, save_language_model
 from tests.serving import serving
 
-MAX_BATCH = 8
-
 # Starts a service with rewards (none: still loading) and options; returns a stub of it.
 Serve = Callable[..., Awaitable[Any]]
 
@@ -38,7 +36,7 @@ async def serve() -> AsyncIterator[Serve]:
             workers = [await Worker.start(partial(lambda one: one, reward)) for reward in rewards]
             for worker in workers:
                 stack.callback(worker.close)
-            servicer = RewardServicer(MAX_BATCH, lease_s)
+            servicer = RewardServicer(8, lease_s)
             servicer.serve(workers)
             channel = await stack.enter_async_context(serving(servicer.service()))
             return RewardServiceStub(channel)

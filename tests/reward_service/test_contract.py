@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 
 from reward_service.reward import Reward, score, score_batch, take_fairly
 from reward_service.specs import ClassifierSpec, Resources, Transform
@@ -20,7 +20,16 @@ from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service.endpoint import served
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_gated import GATE_AT, save_gated
-from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, batch, load, make_config, save
+from tests.reward_service.tiny import (
+    CONTEXT,
+    PROMPT,
+    TEXTS,
+    batch,
+    load,
+    make_config,
+    save,
+    save_language_model,
+)
 
 OTHER_PROMPT = Prompt.from_user("Count.")
 
@@ -29,7 +38,6 @@ def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
     return [-len(response) for response in responses]
 
 
-save_words = partial(save, auto_class=AutoModelForCausalLM)
 TWO_LABELS = make_config("llama", None, num_labels=2)
 save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
 save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
@@ -40,11 +48,11 @@ WORDS = {"good": "+", "bad": "-"}
 CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
     "gated": ("gated", save_gated, {"gate_at": GATE_AT}),
-    "likelihood": ("likelihood", save_words, {}),
-    "contrast": ("likelihood", save_words, {"reference": True, "beta": 0.1}),
+    "likelihood": ("likelihood", save_language_model, {}),
+    "contrast": ("likelihood", save_language_model, {"reference": True, "beta": 0.1}),
     "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
-    "process by words": ("process", save_words, {"step_token": "@", **WORDS}),
-    "pairwise": ("pairwise", save_words, {"opponents": 1}),
+    "process by words": ("process", save_language_model, {"step_token": "@", **WORDS}),
+    "pairwise": ("pairwise", save_language_model, {"opponents": 1}),
 }
 KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     **CAUSAL,
@@ -69,7 +77,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
         elif "directory" in spec:
             spec["directory"] = minilm
         if "reference" in spec:
-            spec["reference"] = save_words(tmp_path_factory.mktemp("reference"), seed=7)
+            spec["reference"] = save_language_model(tmp_path_factory.mktemp("reference"), seed=7)
         return load(**spec)
 
     return make

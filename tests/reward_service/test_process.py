@@ -111,7 +111,7 @@ def test_open_text_is_scored_by_the_steps_that_have_ended(labels: Path) -> None:
     }
     computed_tokens = []
     for text, seen in seen_by_model.items():
-        scores = score_batch(session, reward, batch({0: text}))
+        scores = score_batch(session, reward, batch({0: text}, FinishReason.LENGTH))
         assert scores.values == pytest.approx((min(by_labels(labels, seen)),), abs=1e-4)
         reward.check_integrity()
         computed_tokens.append(scores.computed_tokens)

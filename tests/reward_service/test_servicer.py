@@ -72,10 +72,8 @@ async def bad_fields(call: Any) -> list[str]:
 async def test_rewards_have_names_and_the_first_is_the_default(serve: Serve) -> None:
     stub = await serve(ToyReward(), FinishedReward())
     described = (await stub.Describe(pb.RewardServiceDescribeRequest())).rewards
-    assert [(reward.name, reward.max_batch) for reward in described] == [
-        ("toy", 8),
-        ("finished", 8),
-    ]
+    names = [(reward.name, reward.max_batch) for reward in described]
+    assert names == [("toy", 8), ("finished", 8)]
     assert described[0].fingerprint == ToyReward().fingerprint
     assert described[0].description == ToyReward().description
     answer = await stub.Score(score_request("aab", "", "b", "aab"))

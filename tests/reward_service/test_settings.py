@@ -33,13 +33,6 @@ def test_defaults_are_the_embedded_models() -> None:
     assert settings.resources == Resources()
 
 
-def test_rewards_are_json_in_environment_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECREJ_REWARD_REWARDS", '[{"name": "t", "kind": "toy"}]')
-    assert [reward.name for reward in load(RewardSettings, []).rewards] == ["t"]
-    flags = ["--rewards", '[{"name": "a", "kind": "toy"}, {"name": "b", "kind": "toy"}]']
-    assert [reward.name for reward in load(RewardSettings, flags).rewards] == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
