@@ -314,11 +314,9 @@ class Worker:
         return False
 
     def _fail_task(self, request: _Request, error: BaseException) -> None:
-        try:
-            if request.session is not None:
-                self._reward.free(request.session)  # it counts on what was not computed
-        finally:
-            _fail(request, error)
+        _fail(request, error)
+        if request.session is not None:
+            self._reward.free(request.session)  # it counts on what was not computed
 
     def _is_dropped(self, batch: _Request) -> bool:
         if abandoned := batch.is_abandoned:  # read once: another thread sets it

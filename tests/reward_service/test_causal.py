@@ -17,16 +17,8 @@ from reward_service.kinds.causal import CausalReward
 from reward_service.reward import score_batch, take_fairly
 from specrej.contracts import Prompt, Scores
 from specrej_models.token_prefix import common_length
-from tests.reward_service.tiny import (
-    CONFIGS,
-    PROMPT,
-    batch,
-    computed,
-    load,
-    make_config,
-    references,
-    save,
-)
+from tests.reward_service import tiny
+from tests.reward_service.tiny import PROMPT, batch, load, save
 
 CLOSING = 1  # tokens that the template writes after a response
 
@@ -35,17 +27,12 @@ CLOSING = 1  # tokens that the template writes after a response
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A classifier of each family."""
     return {
-        family: save(tmp_path_factory.mktemp(family), make_config(family, None))
-        for family in CONFIGS
+        family: save(tmp_path_factory.mktemp(family), tiny.make_config(family, None))
+        for family in tiny.CONFIGS
     }
 
 
-@cache
-def limited(directory: Path, token_budget: int, kept_tokens: int) -> CausalReward:
-    reward: CausalReward = load(
-        "classifier", directory, token_budget=token_budget, kept_tokens=kept_tokens
-    )
-    return reward
+limited = cache(load)
 
 
 def scored(reward: CausalReward, session: Any, texts: dict[int, str]) -> Scores:
@@ -63,7 +50,7 @@ def grow(text: str, rng: random.Random) -> str:
 
 
 @given(
-    family=st.sampled_from(sorted(CONFIGS)),
+    family=st.sampled_from(sorted(tiny.CONFIGS)),
     seed=st.integers(0, 2**32),
     limits=st.sampled_from([(8192, 65_536), (40, 400), (1, 1)]),
 )
@@ -73,7 +60,10 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
     """Two sessions share every pass. Guards what is kept: positions, changed ends, cuts, equal
     texts, capacity that runs out."""
     rng = random.Random(seed)
-    reward = limited(models[family], *limits)
+    token_budget, kept_tokens = limits
+    reward = limited(
+        "classifier", models[family], token_budget=token_budget, kept_tokens=kept_tokens
+    )
     sessions = [reward.open(PROMPT) for _ in range(2)]
     texts: list[dict[int, str]] = [dict.fromkeys(range(rng.randrange(1, 5)), "") for _ in sessions]
     for _ in range(4):
@@ -89,7 +79,7 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
         while pieces := take_fairly(tasks, reward.token_budget):
             reward.compute(pieces)
         for task, own in zip(tasks, texts, strict=True):
-            expected = references(models[family], list(own.values()))
+            expected = tiny.references(models[family], list(own.values()))
             assert task.scores().values == pytest.approx(expected, abs=1e-4)
         reward.check_integrity()
     for session in sessions:
@@ -101,7 +91,7 @@ def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
     """The prompt is computed once, each text once, the closing tokens every time."""
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
-    prompt = len(computed(models["llama"], "")[0]) - CLOSING
+    prompt = len(tiny.computed(models["llama"], "")[0]) - CLOSING
     first = scored(reward, session, {0: "abc", 1: "de"})
     assert first.computed_tokens == prompt + 3 + 2 + 2 * CLOSING
     assert scored(reward, session, {0: "abcdef", 1: "de"}).computed_tokens == 3 + 2 * CLOSING
@@ -112,7 +102,7 @@ def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
 
 def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
     """Guards against scores that depend on the longest text of a pass."""
-    config = make_config("llama", None)
+    config = tiny.make_config("llama", None)
     half = config.hidden_size // config.num_attention_heads // 2
     config.rope_parameters = {
         **{"rope_type": "longrope", "rope_theta": 10000.0, "factor": 8.0},
@@ -163,7 +153,7 @@ def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -
     assert forked.computed_tokens == 3 + 2 + 1 + 1 + 4 * CLOSING
     assert session.texts.keys() == texts.keys(), "of the rejected parent nothing is kept"
     assert forked.values == pytest.approx(
-        references(models["llama"], list(texts.values())), abs=1e-4
+        tiny.references(models["llama"], list(texts.values())), abs=1e-4
     )
     reward.free(session)
     assert reward.kept_tokens == 0

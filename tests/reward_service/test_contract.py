@@ -17,19 +17,11 @@ from reward_service.worker import Worker
 from specrej.contracts import FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
+from tests.reward_service import tiny
 from tests.reward_service.endpoint import served
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_gated import GATE_AT, save_gated
-from tests.reward_service.tiny import (
-    CONTEXT,
-    PROMPT,
-    TEXTS,
-    batch,
-    load,
-    make_config,
-    save,
-    save_language_model,
-)
+from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save
 
 OTHER_PROMPT = Prompt.from_user("Count.")
 
@@ -38,7 +30,7 @@ def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
     return [-len(response) for response in responses]
 
 
-TWO_LABELS = make_config("llama", None, num_labels=2)
+TWO_LABELS = tiny.make_config("llama", None, num_labels=2)
 save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
 save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
 WORDS = {"good": "+", "bad": "-"}
@@ -48,11 +40,11 @@ WORDS = {"good": "+", "bad": "-"}
 CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
     "gated": ("gated", save_gated, {"gate_at": GATE_AT}),
-    "likelihood": ("likelihood", save_language_model, {}),
-    "contrast": ("likelihood", save_language_model, {"reference": True, "beta": 0.1}),
+    "likelihood": ("likelihood", tiny.save_language_model, {}),
+    "contrast": ("likelihood", tiny.save_language_model, {"reference": True, "beta": 0.1}),
     "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
-    "process by words": ("process", save_language_model, {"step_token": "@", **WORDS}),
-    "pairwise": ("pairwise", save_language_model, {"opponents": 1}),
+    "process by words": ("process", tiny.save_language_model, {"step_token": "@", **WORDS}),
+    "pairwise": ("pairwise", tiny.save_language_model, {"opponents": 1}),
 }
 KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     **CAUSAL,
@@ -77,7 +69,8 @@ def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
         elif "directory" in spec:
             spec["directory"] = minilm
         if "reference" in spec:
-            spec["reference"] = save_language_model(tmp_path_factory.mktemp("reference"), seed=7)
+            directory = tmp_path_factory.mktemp("reference")
+            spec["reference"] = tiny.save_language_model(directory, seed=7)
         return load(**spec)
 
     return make
@@ -134,7 +127,7 @@ def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) ->
     """Guards against candidates with equal scores: what is new is at the end. Encoders, which read
     short texts, read the beginning. More than the model takes is cut before it is tokenized."""
     reward = make(name)
-    for length in (CONTEXT * 8, CONTEXT * MAX_TOKEN_CHARACTERS + 50):
+    for length in (tiny.CONTEXT * 8, tiny.CONTEXT * MAX_TOKEN_CHARACTERS + 50):
         body = "so it goes on, " * (length // 15 + 1)
         other_end = score(reward, PROMPT, [f"{body} left", f"{body} right"]).values
         other_beginning = score(reward, PROMPT, [f"left {body}", f"right {body}"]).values

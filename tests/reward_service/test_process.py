@@ -14,16 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTokenClass
 from reward_service.conversation import Turns
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
-from tests.reward_service.tiny import (
-    PROMPT,
-    batch,
-    computed,
-    load,
-    make_config,
-    plain,
-    save,
-    save_language_model,
-)
+from tests.reward_service import tiny
+from tests.reward_service.tiny import PROMPT, batch, load, save
 
 STEP = "@"  # a byte of its own
 ANSWERS = ["Two plus two.\n\nIs four.", "No.", "", "One.\n\nTwo.\n\nThree.\n\n", "\n\n\n\nA."]
@@ -32,7 +24,7 @@ STEPPED = ["Two plus two.@Is four.@", "No.@", "", "One.@Two.@Three.@", "A.@"]
 
 def at_steps(directory: Path, ids: list[int], values: torch.Tensor) -> list[float]:
     """Values at every step token, or at the last token if there is none."""
-    tokenizer, _ = plain(directory, AutoModel)
+    tokenizer, _ = tiny.plain(directory, AutoModel)
     step = tokenizer.encode(STEP, add_special_tokens=False)[0]
     places = [i for i, token in enumerate(ids) if token == step] or [len(ids) - 1]
     return [float(values[place]) for place in places]
@@ -41,14 +33,14 @@ def at_steps(directory: Path, ids: list[int], values: torch.Tensor) -> list[floa
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token classifier of two labels."""
-    config = make_config("qwen2", None, num_labels=2)
+    config = tiny.make_config("qwen2", None, num_labels=2)
     directory = tmp_path_factory.mktemp("labels")
     return save(directory, config, auto_class=AutoModelForTokenClassification)
 
 
 def by_labels(directory: Path, stepped: str) -> list[float]:
     """The probabilities of label 1 at the steps, by transformers."""
-    ids, output = computed(directory, stepped, AutoModelForTokenClassification)
+    ids, output = tiny.computed(directory, stepped, AutoModelForTokenClassification)
     return at_steps(directory, ids, output.logits[0].softmax(dim=-1)[:, 1])
 
 
@@ -73,7 +65,7 @@ def test_steps_are_scored_by_two_layers(tmp_path: Path) -> None:
     layers.requires_grad_(False)
     expected = []
     for text in STEPPED:
-        ids, output = computed(tmp_path, text, AutoModel)
+        ids, output = tiny.computed(tmp_path, text, AutoModel)
         good = layers(output.last_hidden_state[0]).softmax(dim=-1)[:, 1]
         expected.append(min(at_steps(tmp_path, ids, good)))
     weights |= {f"score.{name}": weight for name, weight in layers.state_dict().items()}
@@ -82,20 +74,18 @@ def test_steps_are_scored_by_two_layers(tmp_path: Path) -> None:
     assert score(reward, PROMPT, ANSWERS).values == pytest.approx(expected, abs=1e-4)
 
 
-def test_steps_are_scored_by_good_and_bad_words(tmp_path: Path) -> None:
+def test_steps_are_scored_by_good_and_bad_words(language_model: Path) -> None:
     """Guards the Math-Shepherd kind: question and answer in plain text, + against -."""
-    save_language_model(tmp_path)
-    reward = load(
-        "process", tmp_path, step_token=STEP, good="+", bad="-", format="{prompt} {response}"
-    )
-    tokenizer, model = plain(tmp_path, AutoModelForCausalLM)
+    options = {"good": "+", "bad": "-", "format": "{prompt} {response}"}
+    reward = load("process", language_model, step_token=STEP, **options)
+    tokenizer, model = tiny.plain(language_model, AutoModelForCausalLM)
     words = [tokenizer.encode(word, add_special_tokens=False)[0] for word in "+-"]
     expected = []
     for text in STEPPED:
         ids = tokenizer(f"{PROMPT.messages[0].content} {text}", return_tensors="pt")["input_ids"]
         with torch.inference_mode():
             good = model(input_ids=ids).logits[0][:, words].softmax(dim=-1)[:, 0]
-        expected.append(min(at_steps(tmp_path, ids[0].tolist(), good)))
+        expected.append(min(at_steps(language_model, ids[0].tolist(), good)))
     assert score(reward, PROMPT, ANSWERS).values == pytest.approx(expected, abs=1e-4)
 
 
@@ -146,12 +136,11 @@ def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_pat
     )
 
 
-def test_options_that_the_model_cannot_have_are_refused(labels: Path, tmp_path: Path) -> None:
+def test_options_that_the_model_cannot_have_are_refused(labels: Path, language_model: Path) -> None:
     """Guards against steps that are never found, labels that do not exist, and missing words."""
     with pytest.raises(ValueError, match="the step token '@@' must be one token, is 2"):
         load("process", labels, step_token="@@")
     with pytest.raises(ValueError, match="has 2 labels, none is 2"):
         load("process", labels, step_token=STEP, good_label=2)
-    save_language_model(tmp_path)
     with pytest.raises(ValueError, match=r"lacks the weights score\."):
-        load("process", tmp_path, step_token=STEP)
+        load("process", language_model, step_token=STEP)

@@ -257,7 +257,7 @@ async def test_a_session_is_freed_when_a_batch_is_refused_and_when_it_ends() -> 
             assert reward.num_freed == 1  # that of the warm-up
             with pytest.raises(InvalidRequest):
                 await session.score(as_candidates(["?"]))
-            assert reward.num_freed == 2
+            await until(lambda: reward.num_freed == 2)
         await until(lambda: reward.num_freed == 3)
 
 
