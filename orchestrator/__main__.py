@@ -80,14 +80,13 @@ def _orchestrator(
     generators: Fleet[RemoteGenerator],
     rewards: Fleet[RemoteRewards],
 ) -> Orchestrator:
-    cache = Cache(redis, ttl_s=settings.cache_ttl_s, secret=settings.cache_secret)
     limits = Limits(settings.max_running, settings.max_queued, settings.tenant_tokens)
     admission = Admission(limits)
     instruments.observe_admission(admission)
     return Orchestrator(
         FleetGenerator(generators),
         FleetRewards(rewards),
-        cache,
+        Cache(redis, ttl_s=settings.cache_ttl_s, secret=settings.cache_secret),
         admission,
         default_schedule=settings.default_schedule,
         composites=settings.composites,
@@ -133,10 +132,8 @@ def _backend_states(
     def of_rewards(known: Sequence[RewardDescription]) -> dict[str, Any]:
         return {"serves": ", ".join(reward.name for reward in known)}
 
-    return [
-        *generators.states(BackendKind.GENERATOR, of_generator),
-        *rewards.states(BackendKind.REWARD, of_rewards),
-    ]
+    states = rewards.states(BackendKind.REWARD, of_rewards)
+    return [*generators.states(BackendKind.GENERATOR, of_generator), *states]
 
 
 def _versions_of(served: Sequence[RewardDescription]) -> Hashable:

@@ -8,7 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from specrej.contracts import Generation, RankedCandidate, RequestRecord, RoundCompleted, RoundTrace
+from specrej.contracts import (
+    Finished,
+    Generation,
+    RankedCandidate,
+    RequestRecord,
+    RoundCompleted,
+    RoundTrace,
+)
 from specrej.security import current_caller
 
 T = TypeVar("T")
@@ -52,7 +59,9 @@ async def in_thread(work: Callable[[T], R], value: T) -> R:
 def num_values(value: object) -> int:
     """Tokens, traced candidates and parts of texts of an event, an answer or a record."""
     match value:
-        case object(generation=Generation(candidates, rounds)):
+        case Finished(generation):
+            return num_values(generation)
+        case Generation(candidates, rounds):
             return sum(map(num_values, (*rounds, *candidates)))
         case RankedCandidate():
             tokens = len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)

@@ -39,7 +39,6 @@ from tests.simulation.nodes import GeneratorNode, RewardNode
 from tests.simulation.wire import Channel
 
 _SECRET = Secret()
-_MAX_BYTES = 1 << 16
 _CONTEXT, _CANDIDATES, _VOCABULARY = 4096, 1024, 50_000
 # Statuses of valid calls and of errors of the caller.
 _CALLERS = ("OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND", "RESOURCE_EXHAUSTED")
@@ -80,11 +79,11 @@ def stored_value(data: bytes) -> bool:
     is_accepted = False
     for stream in (data, zlib.compress(data, level=0)):
         with suppress(ValueError):
-            unpack("k", stream, _SECRET, _MAX_BYTES)
+            unpack("k", stream, _SECRET)
         with suppress(ValueError):
-            entry = unpack("k", mac("k", stream, _SECRET) + stream, _SECRET, _MAX_BYTES)
-            stored = pack(entry, "k", _SECRET, 2 * _MAX_BYTES)
-            assert unpack("k", stored, _SECRET, 2 * _MAX_BYTES) == entry
+            entry = unpack("k", mac("k", stream, _SECRET) + stream, _SECRET)
+            stored = pack(entry, "k", _SECRET)
+            assert unpack("k", stored, _SECRET) == entry
             is_accepted = True
     return is_accepted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.placement import prefix_of
@@ -62,20 +62,15 @@ class FleetGenerator:
             SpecrejError: no generator serves.
         """
         descriptions: list[GeneratorDescription] = self._fleet.descriptions()
-        gauges = [one.slots for one in descriptions]
+        gauges = [astuple(one.slots) for one in descriptions]
         return replace(
             descriptions[0],
             context_tokens=min(one.context_tokens for one in descriptions),
             max_candidates=max(one.max_candidates for one in descriptions),
             can_fork=all(one.can_fork for one in descriptions),
             auto_candidates=max(one.auto_candidates for one in descriptions),
-            session_slots=max(gauge.capacity for gauge in gauges),
-            slots=SlotGauge(
-                sum(gauge.capacity for gauge in gauges),
-                sum(gauge.owned for gauge in gauges),
-                sum(gauge.session for gauge in gauges),
-                sum(gauge.cached for gauge in gauges),
-            ),
+            session_slots=max(one.slots.capacity for one in descriptions),
+            slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
             sessions=sum(one.sessions for one in descriptions),
             waiting=sum(one.waiting for one in descriptions),
         )

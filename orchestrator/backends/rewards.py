@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.placement import prefix_of
@@ -77,8 +77,8 @@ class FailoverScoringSession:
         self._version = self._backend.version
         return self
 
-    async def __aexit__(self, *error: object) -> bool | None:
-        return await self._stack.__aexit__(*error)  # type: ignore[arg-type]
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         while True:

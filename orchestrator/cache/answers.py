@@ -20,6 +20,7 @@ from specrej import telemetry
 from specrej.contracts import Generation
 from specrej.telemetry import names
 
+MAX_BYTES = 1 << 20  # of a value, compressed and not
 _MAC_BYTES = 32
 _JITTER = 0.1  # of times to live, so that answers do not expire together
 # A list of one: pydantic takes no configuration for a dataclass itself. Numbers that are not finite
@@ -36,39 +37,37 @@ _STORED = TypeAdapter(
 )
 
 
-def pack(generation: Generation, key: str, secret: Secret, max_bytes: int) -> bytes:
+def pack(generation: Generation, key: str, secret: Secret) -> bytes:
     """The value to store under `key`: a MAC of key and stream, then the JSON in that zlib stream.
-
-    The sizes of the JSON and of the value are limited to `max_bytes`.
 
     Raises:
         ValueError: the answer is too large.
     """
     text = _STORED.dump_json((generation,))
-    # Level 1 is the fastest that compresses: this may run on the event loop.
+    # Level 1 is the fastest that compresses: small answers are packed on the event loop.
     stream = zlib.compress(text, level=1)
-    if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
-        raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
+    if max(len(text), _MAC_BYTES + len(stream)) > MAX_BYTES:
+        raise ValueError(f"{len(text)} bytes, {MAX_BYTES} allowed")
     return mac(key, stream, secret) + stream
 
 
-def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> Generation:
-    """The answer in a stored value; decompresses at most `max_bytes`.
+def unpack(key: str, stored: object, secret: Secret) -> Generation:
+    """The answer in a stored value; decompresses at most `MAX_BYTES`.
 
     Raises:
         ValueError: not a whole value of this format, stored under this key with this secret.
     """
-    if not isinstance(stored, bytes) or len(stored) > max_bytes:
+    if not isinstance(stored, bytes) or len(stored) > MAX_BYTES:
         raise ValueError("not a string of an allowed size")
     stream = stored[_MAC_BYTES:]
     if not hmac.compare_digest(stored[:_MAC_BYTES], mac(key, stream, secret)):
         raise ValueError("corrupt, stored under another key or with another secret")
     inflater = zlib.decompressobj()
     try:
-        text = inflater.decompress(stream, max_bytes + 1)
+        text = inflater.decompress(stream, MAX_BYTES + 1)
     except zlib.error as error:
         raise ValueError("corrupt") from error
-    if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
+    if not inflater.eof or inflater.unused_data or len(text) > MAX_BYTES:
         raise ValueError("truncated, too large or followed by other bytes")
     (generation,) = _STORED.validate_json(text)
     if not generation.candidates:
@@ -89,14 +88,11 @@ class Cache:
         redis: RedisClient,
         *,
         ttl_s: float = 3600,
-        max_bytes: int = 1 << 20,
         secret: Secret | None = None,
     ) -> None:
-        """Answers stay for `ttl_s` seconds, plus or minus 10 %. `max_bytes` bounds a value,
-        compressed and not."""
+        """Answers stay for `ttl_s` seconds, plus or minus 10 %."""
         self.redis = redis
         self.secret = secret or Secret()
-        self.max_bytes = max_bytes
         self._ttl_s = ttl_s
 
     async def get(self, key: str) -> Generation | None:
@@ -106,14 +102,14 @@ class Cache:
         """
         # GETRANGE returns an empty string for a missing key. One byte more than allowed detects a
         # value that is too large without fetching all of it.
-        stored = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
+        stored = await self.redis.call("read", "GETRANGE", key, 0, MAX_BYTES)
         found = None
         if stored is None:
             result = "error" if self.redis.is_on else "off"
         elif stored == b"":
             result = "miss"
         else:
-            unpacking = partial(unpack, key, secret=self.secret, max_bytes=self.max_bytes)
+            unpacking = partial(unpack, key, secret=self.secret)
             try:
                 found = replace(await unpacked(unpacking, stored), cached=True)
                 result = "hit"
@@ -127,9 +123,8 @@ class Cache:
         is_weak = generation.reduced or generation.degraded or generation.hurried
         if not self.redis.is_on or generation.cached or is_weak:
             return False
-        sealing = partial(pack, key=key, secret=self.secret, max_bytes=self.max_bytes)
         try:
-            stored = await packed(sealing, generation)
+            stored = await packed(partial(pack, key=key, secret=self.secret), generation)
         except ValueError:
             return False
         life_ms = max(1, round(self._ttl_s * random.uniform(1 - _JITTER, 1 + _JITTER) * 1000))

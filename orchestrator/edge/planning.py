@@ -162,7 +162,7 @@ class Planner:
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),
-            scorers=tuple(map(self._scorer, ordered)),
+            scorers=tuple(self._scorer(reward.name) for reward in ordered),
             candidate_tokens=_candidate_tokens(request, most, generator),
             tenant=tenant,
             share=share,
@@ -181,9 +181,8 @@ class Planner:
             model=adapter or generator.model,
         )
 
-    def _scorer(self, reward: WeightedReward) -> Scorer:
-        is_own = reward.name == LIKELIHOOD
-        return LikelihoodScorer() if is_own else partial(self._rewards.open, reward.name)
+    def _scorer(self, name: str) -> Scorer:
+        return LikelihoodScorer() if name == LIKELIHOOD else partial(self._rewards.open, name)
 
     async def reward_names(self) -> tuple[str, ...]:
         """Names that a request may use, the default first."""

@@ -79,13 +79,11 @@ def check_expansion(
     for index, reward in enumerate(rewards):
         if reward.name not in composites:
             continue
-        for field, is_set in (
-            ("normalization", reward.normalization != Normalization()),
-            ("veto_below", reward.veto_below is not None),
-        ):
-            if is_set:
-                description = f"must be absent: the rewards of composite {reward.name} have theirs"
-                yield Violation(f"{path}[{index}].{field}", description)
+        description = f"must be absent: the rewards of composite {reward.name} have theirs"
+        if reward.normalization != Normalization():
+            yield Violation(f"{path}[{index}].normalization", description)
+        if reward.veto_below is not None:
+            yield Violation(f"{path}[{index}].veto_below", description)
     names = [part.name for _, part in expanded(rewards, composites)]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         description = f"must have each once, also in composites: {', '.join(repeated)}"

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
@@ -91,14 +90,9 @@ class RequestScorer:
             self._fall_back(error)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         # The error is passed on: after one, sessions end without a final exchange.
-        await self._exit.__aexit__(kind, error, traceback)
+        await self._exit.__aexit__(*error)
 
     async def score(
         self, candidates: Sequence[Candidate], patience_s: float = math.inf

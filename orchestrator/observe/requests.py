@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from operator import attrgetter
@@ -39,7 +39,6 @@ from specrej.contracts.errors import (
     is_late,
 )
 from specrej.telemetry import metrics, names
-from specrej.telemetry.traces import Attribute
 
 OK = "OK"
 
@@ -264,14 +263,38 @@ class RequestRecords:
 
 def _note_answer(generation: Generation, source: AnswerSource, *, with_texts: bool) -> None:
     """Note the answer that the caller receives in the request's span and log line."""
+    usage, best = generation.usage, generation.best
     metrics.add(names.ANSWERS, source=source.value)
-    telemetry.annotate({names.SOURCE: source.value, **_attributes_of(generation)})
-    telemetry.note(source=source.value, **_fields_of(generation))
+    telemetry.annotate(
+        {
+            names.SOURCE: source.value,
+            names.CHOICES: generation.n,
+            names.INPUT_TOKENS: usage.prompt_tokens,
+            names.OUTPUT_TOKENS: usage.generated_tokens,
+            names.FINISH_REASONS: [ranked.finish.value for ranked in generation.candidates],
+            names.NUM_ROUNDS: len(generation.rounds),
+            names.SCORE: best.score,
+            names.DEGRADATIONS: [degradation.value for degradation in generation.degradations],
+            names.WAS_HURRIED: generation.hurried,
+        }
+    )
+    telemetry.note(
+        source=source.value,
+        n=generation.n,
+        rounds=len(generation.rounds),
+        generated_tokens=usage.generated_tokens,
+        answer_tokens=usage.answer_tokens,
+        score=best.score,
+        cached=generation.cached,
+        degraded=generation.degraded,
+        hurried=generation.hurried,
+        reduced=generation.reduced,
+    )
     if source is AnswerSource.RUN:
         timings = generation.timings
         telemetry.note(**{name: round(getattr(timings, name), 3) for name in _PHASES})
     if with_texts:
-        telemetry.note(answer=generation.best.text)
+        telemetry.note(answer=best.text)
 
 
 def _count_run(generation: Generation, algorithm: Algorithm) -> None:
@@ -294,35 +317,6 @@ def _count_run(generation: Generation, algorithm: Algorithm) -> None:
         metrics.add(names.DEGRADED, degradation=degradation.value)
     if generation.hurried:
         metrics.add(names.HURRIED)
-
-
-def _attributes_of(generation: Generation) -> Mapping[str, Attribute]:
-    usage, best = generation.usage, generation.best
-    return {
-        names.CHOICES: generation.n,
-        names.INPUT_TOKENS: usage.prompt_tokens,
-        names.OUTPUT_TOKENS: usage.generated_tokens,
-        names.FINISH_REASONS: [ranked.finish.value for ranked in generation.candidates],
-        names.NUM_ROUNDS: len(generation.rounds),
-        names.SCORE: best.score,
-        names.DEGRADATIONS: [degradation.value for degradation in generation.degradations],
-        names.WAS_HURRIED: generation.hurried,
-    }
-
-
-def _fields_of(generation: Generation) -> dict[str, int | float | bool]:
-    """An answer's fields in the request's log line."""
-    return {
-        "n": generation.n,
-        "rounds": len(generation.rounds),
-        "generated_tokens": generation.usage.generated_tokens,
-        "answer_tokens": generation.usage.answer_tokens,
-        "score": generation.best.score,
-        "cached": generation.cached,
-        "degraded": generation.degraded,
-        "hurried": generation.hurried,
-        "reduced": generation.reduced,
-    }
 
 
 def _reason(error: BaseException, *, late: bool) -> str:

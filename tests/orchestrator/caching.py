@@ -25,7 +25,6 @@ from tests.specrej import fakes
 
 TIMEOUT_S = 0.1
 BOUND_S = 5.0
-MAX_BYTES = 1 << 20
 SECRET = Secret()  # of caches without a file
 PREFIX = f"specrej:v{FORMAT_VERSION}:t:g:w:a1:"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"

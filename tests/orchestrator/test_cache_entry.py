@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import Secret
-from orchestrator.cache.answers import mac, pack, unpack
+from orchestrator.cache.answers import MAX_BYTES, mac, pack, unpack
 from specrej.contracts import Generation, TokenLogprob, TopLogprobs
-from tests.orchestrator.caching import MAX_BYTES, SECRET, generation
+from tests.orchestrator.caching import SECRET, generation
 
 LARGE = generation("x" * 5000)
 SMALL = replace(
@@ -25,12 +25,12 @@ SMALL = replace(
 )
 
 
-def packed(generation: Generation, max_bytes: int = MAX_BYTES) -> bytes:
-    return pack(generation, "k", SECRET, max_bytes)
+def packed(generation: Generation) -> bytes:
+    return pack(generation, "k", SECRET)
 
 
-def unpacked(value: object, max_bytes: int = MAX_BYTES) -> Generation:
-    return unpack("k", value, SECRET, max_bytes)
+def unpacked(value: object) -> Generation:
+    return unpack("k", value, SECRET)
 
 
 def sealed(stream: bytes) -> bytes:
@@ -83,14 +83,14 @@ def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
         secrets.append(Secret(file))
     entry = generation()
     for writer in secrets:
-        value = pack(entry, "k", writer, MAX_BYTES)
+        value = pack(entry, "k", writer)
         for reader in secrets:
             for key in ("k", "other"):
                 if (reader, key) == (writer, "k"):
-                    assert unpack(key, value, reader, MAX_BYTES) == entry
+                    assert unpack(key, value, reader) == entry
                 else:
                     with pytest.raises(ValueError, match="another"):
-                        unpack(key, value, reader, MAX_BYTES)
+                        unpack(key, value, reader)
 
 
 def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -136,8 +136,8 @@ def test_decompression_is_bounded() -> None:
 
 def test_the_size_limit_is_the_same_for_reading_and_writing() -> None:
     """Guards against a value of the permitted size that can be written but never read."""
-    answer = generation("x" * 3000)
-    size = len(text_in(packed(answer)))
-    assert unpacked(packed(answer, size), size) == answer
+    num_others = len(text_in(packed(generation(""))))
+    answer = generation("x" * (MAX_BYTES - num_others))
+    assert unpacked(packed(answer)) == answer
     with pytest.raises(ValueError):
-        packed(answer, size - 1)
+        packed(generation(answer.best.text + "x"))
