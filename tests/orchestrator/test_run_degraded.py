@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
@@ -211,19 +211,6 @@ async def test_a_failing_reward_cancels_the_others() -> None:
         assert hanging.num_cancelled == 1
 
 
-async def test_the_best_complete_answer_replaces_a_lost_generator() -> None:
-    complete = await answer(lenient(alpha=0.0), FaultyGenerator(), FixedScorer())
-    lengths = sorted(c.num_tokens for c in complete.candidates)
-    half = lengths[len(lengths) // 2]
-    generation = await answer(lenient(alpha=0.0), FaultyGenerator(breaks_at=half), FixedScorer())
-    assert generation.degradations == (Degradation.GENERATOR,) and not generation.hurried
-    assert generation.best in [c for c in complete.candidates if c.finish is FinishReason.STOP]
-    with pytest.raises(Unavailable):
-        await answer(request(alpha=0.0), FaultyGenerator(breaks_at=half), FixedScorer())
-    with pytest.raises(Unavailable):  # no candidate is complete
-        await answer(lenient(alpha=0.0), FaultyGenerator(breaks_at=1), FixedScorer())
-
-
 async def test_an_answer_has_the_fingerprints_of_all_versions_of_a_reward() -> None:
     """Guards against the fingerprint of one version on an answer made by two."""
 
@@ -258,8 +245,13 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, Any]) -> 
     async with asyncio.timeout(30):
         left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
     assert left.hurried == ("hangs_at" in fault)
+    assert left.degradations == (() if left.hurried else (Degradation.GENERATOR,))
     assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
     assert left.usage.generated_tokens > 17 * len(complete)
+    # No candidate is complete, or the request allows no degradation.
+    for sent, breaks_at in ((whole, 1), (replace(whole, allow_degraded=False), 17)):
+        with pytest.raises(Unavailable):
+            await answer(sent, FaultyGenerator(breaks_at=breaks_at), FixedScorer())
 
 
 async def test_forks_that_have_not_grown_are_no_answers() -> None:
@@ -403,19 +395,13 @@ async def test_text_that_was_sent_is_not_taken_back(shows_text: bool) -> None:
     assert generator.ledger.owned == 0
 
 
-class _Refusing:
+@asynccontextmanager
+async def refusing(error: Exception | None) -> AsyncIterator[None]:
     """An opening that raises an error, or without one waits for ever."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    async def __aenter__(self) -> None:
-        if self._error:
-            raise self._error
-        await asyncio.Event().wait()
-
-    async def __aexit__(self, *_: object) -> None:
-        raise AssertionError("it was not entered")
+    if error:
+        raise error
+    await asyncio.Event().wait()
+    yield
 
 
 @pytest.mark.parametrize(
@@ -434,7 +420,7 @@ async def test_the_complete_answers_remain_if_no_other_generator_answers(
     """Within the deadline. Guards against INVALID_ARGUMENT because a generator was lost."""
     for allow_degraded in (True, False):
         generator = LostOnce(32, end_every=20)
-        generator.again = lambda _: _Refusing(error)
+        generator.again = lambda _: refusing(error)
         planned = request(alpha=0.0, allow_degraded=allow_degraded)
         answering = answer(
             planned, generator, FixedScorer(), time_left_s=math.inf if error else 1.0

@@ -10,7 +10,6 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from specrej.contracts import (
-    Algorithm,
     Branching,
     Candidate,
     Fate,
@@ -89,16 +88,6 @@ async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
     assert first.freed_slots == 10 * first.num_vetoed
     low = {candidate.id for candidate in first.candidates if candidate.score < 0.06}
     assert {c.id for c in first.candidates if c.fate is Fate.VETOED} == low
-
-
-async def test_best_of_n_ranks_vetoed_candidates_last() -> None:
-    reward = WeightedReward("a", veto_below=0.06)
-    vetoing = request(algorithm=Algorithm.BEST_OF_N, alpha=0.0, rewards=(reward,))
-    generation = await answer(vetoing, ToyGenerator(), LetterScorer("a"))
-    vetoed = [candidate.vetoed for candidate in generation.candidates]
-    assert set(vetoed) == {False, True}, "the case did not occur"
-    assert vetoed == sorted(vetoed)
-    assert all(c.vetoed == (c.score < 0.06) for c in generation.candidates)
 
 
 async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:

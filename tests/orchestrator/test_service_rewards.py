@@ -21,7 +21,7 @@ from specrej.contracts import (
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.world import ALL, BATCH, Code, World, generation, rewards, small_request, world
+from tests.world import ALL, Code, World, generation, rewards, small_request, world
 
 
 async def test_a_score_is_the_weighted_sum_of_rewards(service: World) -> None:
@@ -97,7 +97,6 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
     assert (await unknown.plan(*arguments)).has_no_rewards
 
 
-FIXED = pb.Normalization(kind=pb.NORMALIZATION_KIND_FIXED, mean=0.25, deviation=0.125)
 MIXED = Composite(
     "mixed",
     (
@@ -106,20 +105,6 @@ MIXED = Composite(
         WeightedReward("other", 1.0, veto_below=0.0),
     ),
 )
-
-
-async def test_a_composite_equals_its_rewards() -> None:
-    """Guards against weights, normalisations or vetoes of composites that are dropped."""
-    expanded = [
-        pb.WeightedReward(name="toy", weight=6, normalization=FIXED),
-        pb.WeightedReward(name="likelihood", weight=-1, normalization=BATCH),
-        pb.WeightedReward(name="other", weight=2, veto_below=0.0),
-    ]
-    async with world(composites=[MIXED]) as service:
-        reply = await service.answer(small_request(selection=ALL | rewards(("mixed", 2))))
-        same = await service.answer(small_request(selection=ALL | {"rewards": expanded}))
-    assert generation(reply) == generation(same)
-    assert {len(ranked.rewards) for ranked in reply.candidates} == {3}
 
 
 @pytest.mark.parametrize(

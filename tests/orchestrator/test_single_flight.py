@@ -71,19 +71,6 @@ async def start(callers: Callers, count: int) -> list[asyncio.Task[str]]:
     return tasks
 
 
-async def test_500_equal_requests_are_one_generation(callers: Callers) -> None:
-    """Guards against a generation per caller."""
-    tasks = await start(callers, 500)
-    assert (len(callers.steps), len(callers.flights.flying)) == (1, 1)
-    callers.end("answer")
-    async with asyncio.timeout(BOUND_S):
-        assert await asyncio.gather(*tasks) == ["answer"] * 500
-    assert (len(callers.steps), len(callers.flights.flying)) == (1, 0)
-    (later,) = await start(callers, 1)
-    callers.end("another")
-    assert await later == "another", "flights are no cache"
-
-
 @pytest.mark.parametrize(
     "error",
     [

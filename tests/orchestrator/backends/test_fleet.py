@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import grpc.aio
 import pytest
 
-from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.resolving import Target
 from specrej.contracts import Sampling, SessionSpec
@@ -90,26 +89,6 @@ async def test_sessions_use_the_most_frequent_version() -> None:
         assert (await running.client.describe()).fingerprint == "toy-40"
         async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)):
             assert sum(toy.toy.ledger.num_sessions for toy in new) == 1
-
-
-@pytest.mark.parametrize("returns", [False, True], ids=["gone", "back with another version"])
-async def test_no_session_continues_with_another_version(returns: bool) -> None:
-    """Guards against an answer of two versions, even if its generator returns with the other one
-    before the loss is noticed."""
-    one, two = HeldGenerator(end_every=30), HeldGenerator(end_every=40)
-    async with generators(one, two, num_listed=1) as running:
-        first, second = running.servers
-        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)) as session:
-            running.resolver.targets |= {target_of(second)}
-            await until(lambda: running.counts == (1, 1, 0))
-            await first.kill()
-            if returns:
-                one.toy = ToyGenerator(end_every=40)
-                await first.start()
-            await until(lambda: running.counts == ((2, 0, 0) if returns else (1, 0, 1)))
-            with pytest.raises(Unavailable):
-                await session.extend(4)
-        assert two.num_opened == 0
 
 
 async def test_surveyed_does_not_wait_for_removed_backends() -> None:

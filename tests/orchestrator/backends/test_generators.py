@@ -207,21 +207,16 @@ async def test_an_idle_generator_precedes_a_busy_one_with_the_same_prompt() -> N
 
 
 async def test_the_description_adds_the_capacities() -> None:
-    first, second = HeldGenerator(200), HeldGenerator(300)
-    async with generators(first, second) as running:
-        description, single = await running.client.describe(), await first.describe()
-    assert description.slots.capacity == 500
-    assert description.max_candidates == single.max_candidates
-    assert description.session_slots == 300
-    assert description.context_tokens == single.context_tokens
-
-
-async def test_the_smallest_context_counts() -> None:
-    """Guards against a request that the smaller generator refuses."""
-    toy = await ToyGenerator().describe()
-    described = [replace(toy, context_tokens=tokens) for tokens in (4000, 8000)]
+    """Guards against a request that the generator of the smaller context refuses."""
+    described = [
+        replace(await ToyGenerator(slots).describe(), context_tokens=tokens)
+        for slots, tokens in ((200, 8000), (300, 4000))
+    ]
     fleet: Any = SimpleNamespace(descriptions=lambda: described)
-    assert (await FleetGenerator(fleet).describe()).context_tokens == 4000
+    description = await FleetGenerator(fleet).describe()
+    assert (description.slots.capacity, description.session_slots) == (500, 300)
+    assert description.max_candidates == described[0].max_candidates
+    assert description.context_tokens == 4000
 
 
 async def test_a_request_is_charged_for_one_generator() -> None:

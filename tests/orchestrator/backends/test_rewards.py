@@ -13,7 +13,7 @@ from generator_service.toy import ToyGenerator
 from reward_service.kinds.toy import ToyReward
 from specrej.contracts import Candidate, Prompt, Schedule, Scores
 from specrej.contracts.errors import NotFound, Overloaded, SpecrejError, Unavailable
-from tests.orchestrator.backends.fleets import ONCE, request, reward_services, target_of
+from tests.orchestrator.backends.fleets import request, reward_services, target_of
 from tests.orchestrator.runs import PROMPT, answer
 from tests.serving import until
 from tests.world import HeldReward
@@ -68,14 +68,6 @@ async def test_an_answer_does_not_change_if_its_reward_service_is_lost(batch: in
     assert moved.candidates == undisturbed.candidates
     assert not moved.degraded
     assert rewards[other].num_batches == len(moved.rounds) - batch + 1
-
-
-async def test_a_service_that_ended_is_unavailable() -> None:
-    async with reward_services(ToyReward(), settings=ONCE) as running:
-        await running.servers[0].kill()
-        with pytest.raises(Unavailable):
-            async with running.client.open("toy", PROMPT):
-                pass
 
 
 async def test_the_description_has_the_rewards_that_all_services_serve() -> None:
