@@ -19,11 +19,6 @@ from orchestrator.cache.answers import MAX_BYTES, mac, pack, unpack
 from specrej.contracts import Generation, TokenLogprob, TopLogprobs
 from tests.orchestrator.caching import SECRET, generation
 
-LARGE = generation("x" * 5000)
-SMALL = replace(
-    LARGE, rounds=(), candidates=(replace(LARGE.best, text="short", tokens=(), top_logprobs=()),)
-)
-
 
 def packed(generation: Generation) -> bytes:
     return pack(generation, "k", SECRET)
@@ -65,10 +60,9 @@ def test_any_finite_answer_survives_packing(
     assert unpacked(packed(answer)) == answer
 
 
-@pytest.mark.parametrize("answer", [SMALL, LARGE], ids=["small", "large"])
-def test_a_value_of_another_length_is_rejected(answer: Generation) -> None:
+def test_a_value_of_another_length_is_rejected() -> None:
     """Guards against half an answer, and bytes after it: every other length is rejected."""
-    value = packed(answer)
+    value = packed(generation())
     for wrong in (value + b"\0", *(value[:length] for length in range(len(value)))):
         with pytest.raises(ValueError):
             unpacked(wrong)

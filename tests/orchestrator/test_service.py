@@ -6,19 +6,13 @@ Every test that uses `world()` waits at its end until nothing runs, waits or own
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
-from orchestrator.edge.servicer import OrchestratorServicer
-from specrej.contracts import Admitted, Event, Finished, RoundCompleted, Schedule, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
-from tests.specrej import fakes
 from tests.world import BOUND_S, PROMPT, World, generation, small_request
 
 
@@ -114,27 +108,3 @@ async def test_a_run_knows_the_deadline_of_its_caller(
     for stream in (False, True):
         await service.answer(small_request(), stream=stream)
     assert all(0 < time_s <= BOUND_S + 1 for time_s in left_s) and len(left_s) == 2
-
-
-async def test_events_of_a_stream_keep_their_order() -> None:
-    """Guards against a reversed queue: here all events are there before the first is written."""
-    events: tuple[Event, ...] = (
-        Admitted(2, 1),
-        *(RoundCompleted(trace, (), "") for trace in fakes.GENERATION.rounds),
-        Finished(fakes.GENERATION),
-    )
-
-    async def generate(_: object, emit: Callable[[Event], None], **__: object) -> None:
-        for event in events:
-            emit(event)
-
-    written: list[Any] = []
-
-    async def write(message: object) -> None:
-        written.append(message)
-
-    orchestrator: Any = SimpleNamespace(generate=generate, default_schedule=Schedule())
-    context: Any = SimpleNamespace(write=write, send_initial_metadata=AsyncMock())
-    request = pb.GenerateStreamRequest(request=small_request())
-    await OrchestratorServicer(orchestrator).GenerateStream(request, context)
-    assert len(events) > 3 and written == [wire.event_to_message(event) for event in events]

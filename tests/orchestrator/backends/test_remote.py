@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator.loop.scoring import fingerprint_of
 from reward_service.kinds.toy import ToyReward
 from reward_service.worker import Worker
+from specrej.backend.v1 import reward_pb2 as pb
 from specrej.contracts import (
     Algorithm,
     Candidate,
@@ -42,9 +43,10 @@ from specrej.contracts.errors import (
     Violation,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
-from tests.orchestrator.backends.rogue import Rogue
+from specrej.server.serving import Context
 from tests.orchestrator.runs import PROMPT, events_of, request
 from tests.serving import serving
+from tests.specrej.fakes import FakeReward
 from tests.world import (
     BOUND_S,
     HeldGenerator,
@@ -200,7 +202,33 @@ async def test_another_number_of_candidates_is_an_internal_error(
             await AsyncExitStack().enter_async_context(opening)
 
 
-@pytest.mark.parametrize("fault", ["wrong_ids", "no_scores", "stale"])
+# By fault: how the answer's number differs from that of its batch, and the answer's fields.
+FAULTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "wrong_ids": (-1, {"scores": pb.BatchScores(scores=[0.0] * 2)}),
+    "no_scores": (0, {}),
+    "stale": (0, {"stale": pb.StaleScoring()}),
+}
+
+
+class Rogue(FakeReward):
+    """A foreign service: its answers to batches of two have the fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._offset, self._fields = FAULTS[fault]
+
+    async def ScoreSession(  # type: ignore[override]  # noqa: N802
+        self, requests: Any, context: Context
+    ) -> None:
+        number = (await anext(requests)).sequence
+        opened = pb.ScoringOpened(fingerprint="f")
+        await context.write(pb.ScoreSessionResponse(sequence=number, opened=opened))
+        number = (await anext(requests)).sequence + self._offset
+        await context.write(pb.ScoreSessionResponse(sequence=number, **self._fields))
+        await anext(requests, None)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_the_answer_to_another_command_is_an_internal_error(fault: str) -> None:
     """Guards against candidates ranked by the scores of another batch."""
     batch = [Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0)]
