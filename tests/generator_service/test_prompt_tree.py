@@ -91,17 +91,6 @@ def test_the_least_recently_used_prompt_is_evicted_first() -> None:
     tree.check_integrity()
 
 
-def test_cached_prompts_make_room_for_shares() -> None:
-    """Guards against sessions that are admitted into slots in which prompts stay cached."""
-    tree, ledger = tree_of(capacity=350, budget=300)
-    for number in (1, 2, 3):
-        cache(tree, run(number, 100))
-    ledger.admit(1, 150, 150, 0)
-    tree.make_room(60)
-    assert ledger.cached == 100
-    assert cached_tokens(tree, ledger, run(3, 100)) == 100
-
-
 @dataclass(eq=False, slots=True)
 class Session:
     """A session, and how much of its prompt was computed so far."""

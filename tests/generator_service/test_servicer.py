@@ -112,16 +112,6 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("n", [0, 2])
-async def test_greedy_draws_need_one_candidate(stub: Any, n: int) -> None:
-    """Guards against many equal answers, also where the generator chooses N."""
-    greedy = common_pb2.Sampling(max_tokens=20, temperature=0)
-    command = pb.OpenSession(prompt=PROMPT, n=n, sampling=greedy, first_round_tokens=8)
-    error = await failure_of(answer_of(stub.Session(), 1, open=command))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert [*violations_of(error)] == ["open.sampling.temperature"]
-
-
 @pytest.mark.parametrize(
     ("sequence", "command", "field"),
     [

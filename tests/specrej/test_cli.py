@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import signal
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import product
@@ -23,6 +25,7 @@ from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from tests.certificates import Authority
+from tests.programs import Outcome
 from tests.specrej.conftest import Command
 from tests.specrej.fakes import (
     EVENTS,
@@ -33,7 +36,6 @@ from tests.specrej.fakes import (
     FakeOrchestrator,
     FakeReward,
 )
-from tests.specrej.processes import finish, run, start, start_writing_to
 
 HEALTH_NAME = "specrej.v1.SomeService"
 VETO = c.WeightedReward("likelihood", 0.5, c.Normalization("batch"), -1.0)
@@ -44,6 +46,30 @@ FLAGS: Options = {
     "logit_bias": [c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)],
     "structured_output": c.JsonSchema('{"a": 1}'),
 }
+
+
+async def start(*arguments: str, **environment: str) -> Process:
+    return await start_writing_to(PIPE, *arguments, **environment)
+
+
+async def start_writing_to(stdout: int, *arguments: str, **environment: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "specrej.client.cli", *arguments),
+        env={**os.environ, **environment},
+        stdin=PIPE,
+        stdout=stdout,
+        stderr=PIPE,
+    )
+
+
+async def finish(process: Process) -> Outcome:
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return Outcome(process.returncode, out.decode(), err.decode())
+
+
+async def run(*arguments: str, **environment: str) -> Outcome:
+    return await finish(await start(*arguments, **environment))
 
 
 async def test_only_the_answer_goes_to_stdout(address: str, orchestrator: FakeOrchestrator) -> None:

@@ -17,10 +17,9 @@ from specrej.contracts import errors
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
 
+# What programs begin with.
+_BEGIN = "import os, sys, threading; from specrej import SyncClient"
 _FORK = """
-import os, sys
-from specrej import SyncClient
-
 client = SyncClient(sys.argv[1], timeout_s=10)
 if not os.fork():
     try:
@@ -35,17 +34,11 @@ client.close()
 """
 
 _STREAM = """
-import sys
-from specrej import SyncClient
-
 client = SyncClient(sys.argv[1], timeout_s=10)
 events = client.stream("why?")
 print(type(next(events)).__name__, flush=True)
 """
 _WORKER = """
-import sys, threading
-from specrej import SyncClient
-
 def work():
     threading.main_thread().join()
     with SyncClient(sys.argv[1], timeout_s=10) as client:
@@ -55,9 +48,6 @@ def work():
 threading.Thread(target=work).start()
 """
 _INTERRUPTED = """
-import sys
-from specrej import SyncClient
-
 with SyncClient(sys.argv[1], timeout_s=30) as client:
     try:
         next(client.stream("why?"))
@@ -120,12 +110,14 @@ async def test_closing_ends_calls_of_other_threads(
 
 async def test_a_forked_process_gets_an_error(address: str) -> None:
     """Guards against calls that wait for ever for a thread that the fork has not."""
-    command = (sys.executable, "-W", "ignore", "-c", _FORK, address)
-    assert await lines_of(*command) == ["create it after the fork", "True"]
+    assert await lines_of(_FORK, address) == ["create it after the fork", "True"]
 
 
-async def lines_of(*command: str, interrupt_at: asyncio.Event | None = None) -> list[str]:
-    """The stdout of a process that must end by itself, or once it is interrupted."""
+async def lines_of(
+    program: str, address: str, interrupt_at: asyncio.Event | None = None
+) -> list[str]:
+    """The stdout of a program that must end by itself, or once it is interrupted."""
+    command = (sys.executable, "-W", "ignore", "-c", _BEGIN + program, address)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(60):
@@ -145,13 +137,13 @@ async def test_a_stream_that_is_left_open_ends_with_its_script(
 ) -> None:
     """Guards against a process that waits for ever for the client's thread."""
     orchestrator.hangs = True
-    assert await lines_of(sys.executable, "-c", _STREAM + last, address) == ["Admitted"]
+    assert await lines_of(_STREAM + last, address) == ["Admitted"]
 
 
 async def test_a_thread_gets_its_answers_after_the_main_thread_has_ended(address: str) -> None:
     """Guards against answers that are lost: executors accept no work by then."""
     kinds = " ".join(type(event).__name__ for event in EVENTS)
-    assert await lines_of(sys.executable, "-c", _WORKER, address) == [GENERATION.best.text, kinds]
+    assert await lines_of(_WORKER, address) == [GENERATION.best.text, kinds]
 
 
 async def test_an_interrupted_stream_raises_the_interrupt(
@@ -159,8 +151,7 @@ async def test_an_interrupted_stream_raises_the_interrupt(
 ) -> None:
     """Guards against a RuntimeError in its place, which no caller expects."""
     orchestrator.holds = True
-    command = (sys.executable, "-c", _INTERRUPTED, address)
-    assert await lines_of(*command, interrupt_at=orchestrator.received) == ["interrupted"]
+    assert await lines_of(_INTERRUPTED, address, orchestrator.received) == ["interrupted"]
 
 
 def test_bad_credentials_leave_no_thread() -> None:

@@ -114,6 +114,7 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
         yield with_sampling(**changes), f"sampling.{field}"
     for changes, field in BAD_SELECTION:
         yield with_selection(**changes), f"selection.{field}"
+    yield replace(with_sampling(temperature=0.0), selection=c.Selection()), "sampling.temperature"
     greedy = c.Selection(n=1, branching=c.Branching())
     yield replace(with_sampling(temperature=0.0), selection=greedy), "selection.branching"
     for prompt, field in BAD_PROMPTS:
