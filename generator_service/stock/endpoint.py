@@ -46,7 +46,6 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.contracts.requests import MAX_INT32
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
 from specrej.server.serving import time_left_s
@@ -229,7 +228,7 @@ class EndpointGenerator:
         try:
             content = json.loads(answer)
             choice, usage = content["choices"][0], content["usage"]
-            made, prompt = _count(usage["completion_tokens"]), _count(usage["prompt_tokens"])
+            made, prompt = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
             text = choice["text"] if "text" in choice else choice["message"]["content"]
             if not isinstance(text, str | None):
                 raise TypeError("the text must be a string")
@@ -293,13 +292,6 @@ def _logprobs(given: dict[str, Any]) -> list[float]:
     if content := given.get("content"):
         return [float(token["logprob"]) for token in content]
     return [float(value) for value in given.get("token_logprobs") or () if value is not None]
-
-
-def _count(given: Any) -> int:
-    """Raises ValueError, TypeError, OverflowError: it is no number of tokens."""
-    if not 0 <= (number := int(given)) <= MAX_INT32:
-        raise ValueError("counts of tokens must be from 0 to 2**31 - 1")
-    return number
 
 
 def _encodable(text: str) -> str:

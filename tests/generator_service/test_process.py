@@ -86,27 +86,23 @@ def test_the_device_chooses_the_engine(
     assert engine_of(GeneratorSettings(device=device)) == expected
 
 
-def test_cuda_without_vllm_is_one_line_that_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("has_cuda", "flags", "message"),
+    [
+        (True, (), "the engine on CUDA is vLLM, .*pip install 'specrej-server\\[models,vllm\\]'"),
+        (False, ("--model", "tests"), "no model in tests"),
+    ],
+)
+def test_what_prevents_a_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, flags: tuple[str, ...], message: str
 ) -> None:
-    """Guards against a production service on an engine that is not made for GPUs."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    """Guards against a production service on an engine that is not made for GPUs, and a traceback
+    of the event loop that hides the reason."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["generator", "--port", "0"])
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(sys, "argv", ["generator", "--port", "0", *flags])
+    with pytest.raises(SystemExit, match=f"^generator: {message}[^\n]*$"):
         main()
-    message = str(ended.value.code)
-    assert message.startswith("generator: the engine on CUDA is vLLM")
-    assert "pip install 'specrej-server[models,vllm]'" in message
-    assert "\n" not in message
-
-
-def test_a_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards against a traceback of the event loop that hides the reason."""
-    monkeypatch.setattr(sys, "argv", ["generator", "--port", "0", "--model", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert str(ended.value.code).startswith(f"generator: no model in {tmp_path}")
 
 
 def test_vllm_options_are_in_the_fingerprint(tmp_path: Path) -> None:

@@ -48,11 +48,7 @@ FLAGS: Options = {
 }
 
 
-async def start(*arguments: str, **environment: str) -> Process:
-    return await start_writing_to(PIPE, *arguments, **environment)
-
-
-async def start_writing_to(stdout: int, *arguments: str, **environment: str) -> Process:
+async def start(*arguments: str, stdout: int = PIPE, **environment: str) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "specrej.client.cli", *arguments),
         env={**os.environ, **environment},
@@ -308,7 +304,7 @@ async def test_a_reader_that_leaves_is_no_traceback(
     reading, writing = os.pipe()
     os.close(reading)
     words = command.replace("ADDRESS", address).split()
-    process = await start_writing_to(writing, *words, PYTHONUNBUFFERED=unbuffered)
+    process = await start(*words, stdout=writing, PYTHONUNBUFFERED=unbuffered)
     os.close(writing)
     _, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1

@@ -133,14 +133,6 @@ def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
     assert paths(request_) == [path]
 
 
-def test_too_many_min_tokens_name_the_range() -> None:
-    """Guards against a refusal without the max_tokens of the comparison."""
-    (violation,) = check_request(
-        with_sampling(max_tokens=20, min_tokens=21), CONTEXT, CAP, VOCABULARY
-    )
-    assert violation.description == "must be 0 .. max_tokens (20), is 21"
-
-
 @pytest.mark.parametrize(
     "request_",
     [

@@ -24,7 +24,6 @@ GENERATE_STREAM = "specrej.v1.OrchestratorService/GenerateStream"
 SESSION = "specrej.backend.v1.GeneratorService/Session"
 SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 SERVICES = ("orchestrator", "generator", "reward")
-MAX_RUNNING, MAX_QUEUED = 4, 4
 _REWARDS = [
     {"name": "toy", "kind": "toy"},
     {"name": "raising", "kind": "function", "function": "tests.faults.rewards:raising"},
@@ -74,8 +73,8 @@ async def observed(
             "SPECREJ_ORCHESTRATOR_LOG_FORMAT": "json",
             # The default of a quarter of a second is short on a busy machine.
             "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
-            "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
-            "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
+            "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "4",
+            "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "4",
             **{
                 f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": collector.endpoint
                 for name in (*SERVICES, "gateway")
