@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
@@ -21,8 +24,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.client.channel import open_channel
-from specrej.client.retries import LONGEST_S, Attempts
-from specrej.client.retries import Retries as Retries
 from specrej.contracts import (
     Event,
     Finished,
@@ -46,8 +47,11 @@ from specrej.contracts import Options as Options
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
+    Overloaded,
+    RetryableError,
     SpecrejError,
     Unauthenticated,
+    Unavailable,
     Violation,
 )
 from specrej.contracts.status import from_rpc_error
@@ -64,7 +68,58 @@ T = TypeVar("T")
 Metadata = Sequence[tuple[str, str]]
 # Converting so many bytes of an event takes some milliseconds.
 _LARGE_BYTES = 8192
+_LONGEST_S = 1e8  # three years: grpc counts nanoseconds in 64 bits
 _NAME, _TEXT = re.compile("[0-9a-z_.-]+(?<!-bin)"), re.compile("[ -~]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Repeats a call that ends with an error of `on` before its first event.
+
+    The wait is what the server's RetryInfo demands (1 s if it sends none), and up to a fifth more
+    at random. If that is above `max_wait_s`, or ends after the call's deadline, the error is
+    raised. The server identifies a request by its content: a repeated one joins an equal one that
+    still runs, or receives its stored answer, unless its `cache` is bypass or refresh.
+    """
+
+    attempts: int = 4  # in all
+    max_wait_s: float = 10.0
+    on: tuple[type[RetryableError], ...] = (Unavailable, Overloaded)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a value out of range."""
+        if self.attempts < 1 or not self.max_wait_s >= 0:
+            raise ValueError("attempts must be 1 or more, max_wait_s 0 or more")
+
+
+# Of clients that were given none.
+_DEFAULT = Retries(on=(Unavailable,))
+
+
+class _Attempts:
+    """The attempts of one call, all before its deadline in `timeout_s` seconds."""
+
+    def __init__(self, retries: Retries | None, timeout_s: float) -> None:
+        self._retries = retries or _DEFAULT
+        self._num_failed = 0
+        self._deadline = time.monotonic() + min(timeout_s, _LONGEST_S)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline."""
+        return self._deadline - time.monotonic()
+
+    async def after(self, error: SpecrejError) -> None:
+        """Wait for the next attempt; raises the error if there is none."""
+        self._num_failed += 1
+        retries, wait_s = self._retries, error.retry_after_s
+        if wait_s is None or not isinstance(error, retries.on):
+            raise error
+        least_s, wait_s = wait_s, wait_s * random.uniform(1, 1.2)
+        is_last = self._num_failed >= retries.attempts
+        if is_last or least_s > retries.max_wait_s or wait_s >= self.left_s:
+            raise error
+        await asyncio.sleep(wait_s)
 
 
 def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.GenerateRequest:
@@ -153,8 +208,8 @@ class _Connection:
         """Cancel running calls and disconnect."""
         await self._channel.close()
 
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
+    def _attempts(self, timeout_s: float | None) -> _Attempts:
+        return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 
     async def _call(
         self,
@@ -309,7 +364,7 @@ class Client(_Connection):
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         request = health_pb2.HealthCheckRequest(service=self._service)
         try:
-            answer = await stub.Check(request, timeout=min(timeout_s, LONGEST_S))
+            answer = await stub.Check(request, timeout=min(timeout_s, _LONGEST_S))
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

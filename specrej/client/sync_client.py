@@ -12,8 +12,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
-from specrej.client.client import Client
-from specrej.client.retries import Retries
+from specrej.client.client import Client, Retries
 from specrej.contracts import Event
 from specrej.security import Credentials
 
