@@ -65,11 +65,6 @@ def note(**facts: Fact) -> None:
         noted.update(facts)
 
 
-def log_facts(log: logging.Logger, message: str, facts: dict[str, Fact]) -> None:
-    """Log a line of facts; in JSON each is a field."""
-    log.info(message, extra={"facts": facts})
-
-
 class _Formatter(logging.Formatter):
     """Formats exceptions by type and place, without their text, which may quote a prompt."""
 
@@ -133,6 +128,7 @@ class _Json(_Formatter):
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Fact]:
+    """The `extra` of a line; in JSON each fact is a field."""
     facts: dict[str, Fact] = getattr(record, "facts", {})
     return facts
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specrej.telemetry import logs, names, traces
 
@@ -34,16 +34,12 @@ _CANCELLED_S = 0.5
 SILENT_S = 5.0
 
 
-class _Exporter(Protocol):
-    def shutdown(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Outlets:
     """Exporters, and `ends`: functions that send pending data and wait."""
 
     ends: list[Callable[[], object]] = field(default_factory=list)
-    exporters: list[_Exporter] = field(default_factory=list)
+    exporters: list[Any] = field(default_factory=list)  # each with a `shutdown`
     exposition: Callable[[], bytes] = bytes
 
     def close(self) -> None:
@@ -152,17 +148,16 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
         return reader
     host = (settings.metrics_host or settings.host).strip("[]")
     try:
-        server = serve_metrics(settings.metrics_port, host, registry)
+        serve_metrics(settings.metrics_port, host, registry)
     except OSError as error:
         address = f"{host}:{settings.metrics_port}"
         raise OSError(f"cannot listen on {address} (metrics_port)") from error
-    # Shutting down takes half a second; it is not awaited.
-    outlets.ends.append(Thread(target=server.shutdown, daemon=True).start)
     return reader
 
 
 def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServer:
-    """Serve the metrics of a registry over HTTP; a thread per connection, silent ones are closed.
+    """Serve the metrics of a registry over HTTP until the process ends; a thread per connection,
+    silent ones are closed.
 
     Raises:
         OSError: the address cannot be bound.

@@ -181,4 +181,4 @@ def _served(
             metrics.add(in_flight, -1, **labels)
             if noted:
                 ending = {"code" if is_rpc else "status": code, "total_ms": round(seconds * 1e3, 3)}
-                logs.log_facts(log, "request", {**noted, **facts, **ending})
+                log.info("request", extra={"facts": {**noted, **facts, **ending}})

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from orchestrator.cache import tenant_digest
 from specrej import telemetry
-from specrej.telemetry import logs, traces
+from specrej.telemetry import traces
 from tests.serving import failure_of
 from tests.telemetry.observed import request
 from tests.world import world
@@ -60,9 +60,8 @@ def test_lines_have_the_ids_of_their_span(
 def test_facts_are_fields_of_their_own(log: logging.Logger) -> None:
     """Guards against numbers that have to be cut out of a sentence."""
     text, lines = lines_of(log), lines_of(log, as_json=True)
-    logs.log_facts(
-        log, "request", {"n": 8, "score": 0.123456789, "cached": False, "text": 'a "b"\n='}
-    )
+    facts = {"n": 8, "score": 0.123456789, "cached": False, "text": 'a "b"\n='}
+    log.info("request", extra={"facts": facts})
     (line,) = lines.getvalue().splitlines()
     fields = json.loads(line)
     assert (fields["n"], fields["cached"], fields["text"]) == (8, False, 'a "b"\n=')
@@ -75,7 +74,7 @@ def test_facts_are_fields_of_their_own(log: logging.Logger) -> None:
 def test_no_text_ends_a_line_or_controls_a_terminal(log: logging.Logger, as_json: bool) -> None:
     """Guards against lines that a prompt forges."""
     lines = lines_of(log, as_json=as_json)
-    logs.log_facts(log, "request", {"text": "hi\u2028forged\x85\x9b2J"})
+    log.info("request", extra={"facts": {"text": "hi\u2028forged\x85\x9b2J"}})
     log.info("a peer: %s", "hi\u2028forged\x85\x9b2J")
     written = lines.getvalue().splitlines()
     assert len(written) == 2
