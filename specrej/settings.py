@@ -152,16 +152,6 @@ class ServiceSettings(ProcessSettings):
         """None: no tokens."""
         return Path(self.tokens_file) if self.tokens_file else None
 
-    @property
-    def accepts_any_certificate(self) -> bool:
-        """Whether every program with a certificate of the authority is served."""
-        return bool(self.tls_client_ca) and not (self.allowed_clients or self.tokens_file)
-
-    @property
-    def shows_tokens(self) -> bool:
-        """Whether tokens arrive unencrypted over a network."""
-        return bool(self.tokens_file) and not self.tls_cert and not is_loopback(self.host)
-
     @field_validator("tokens_file")
     @classmethod
     def _tokens_can_be_read(cls, path: str) -> str:

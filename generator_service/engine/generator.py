@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from generator_service.engine.commands import (
     GrowingCandidate,
     Load,
     OpenCommand,
+    Opened,
     PrefixBatch,
     named_tokens,
 )
@@ -120,18 +121,23 @@ class Frontend:
             )
 
 
-@dataclass(frozen=True, slots=True)
 class LocalSession:
     """A `Session` on an engine of this process."""
 
-    _engine: EngineThread
-    _frontend: Frontend
-    _id: int
-    _sampling: Sampling
-    n: int
-    prompt_tokens: int
-    reduced: bool
-    fingerprint: str = ""  # the servicer has the generator's
+    fingerprint = ""  # the servicer has the generator's
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        frontend: Frontend,
+        session_id: int,
+        command: OpenCommand,
+        opened: Opened,
+    ) -> None:
+        self._engine, self._frontend, self._id = engine, frontend, session_id
+        self._sampling = command.sampling
+        self.n, self.reduced = opened.n, opened.reduced
+        self.prompt_tokens = len(command.prompt_ids)
 
     async def extend(self, until_tokens: int) -> Round:
         batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))
@@ -154,15 +160,7 @@ class LocalGenerator:
         session_id, opened = self._engine.open(command)
         try:
             admitted = await asyncio.wrap_future(opened)
-            yield LocalSession(
-                self._engine,
-                self._frontend,
-                session_id,
-                spec.sampling,
-                admitted.n,
-                len(command.prompt_ids),
-                admitted.reduced,
-            )
+            yield LocalSession(self._engine, self._frontend, session_id, command, admitted)
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))
 

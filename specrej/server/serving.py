@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
 from specrej.reloading_file import ReloadingFile
-from specrej.security import PEM, Access, TLSFiles
+from specrej.security import PEM, Access, TLSFiles, is_loopback
 from specrej.server.call_bounds import Context as Context
 from specrej.server.health import Health
 from specrej.server.interceptor import StatusInterceptor
@@ -224,10 +224,11 @@ class Server:
         signals = Signals()
         asyncio.get_running_loop().set_exception_handler(_log_lost_error)
         await self.start()
-        log.info("listening on %s:%d", self._settings.host, self.port)
-        if self._settings.shows_tokens:
+        given = self._settings
+        log.info("listening on %s:%d", given.host, self.port)
+        if given.tokens_file and not (given.tls_cert or is_loopback(given.host)):
             log.warning("tokens arrive in plaintext: set tls_cert, unless a proxy terminates TLS")
-        if self._settings.accepts_any_certificate:
+        if given.tls_client_ca and not (given.allowed_clients or given.tokens_file):
             log.warning("every certificate of tls_client_ca is accepted: set allowed_clients")
         telemetry.metrics.observe(telemetry.names.HEARTBEAT_AGE, self._heartbeat_age)
         self._gauges.observe()

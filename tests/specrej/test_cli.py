@@ -65,7 +65,7 @@ async def finish(process: Process) -> Outcome:
 
 
 async def run(*arguments: str, **environment: str) -> Outcome:
-    return await finish(await start(*arguments, **environment))
+    return await finish(await start(*arguments, stdout=PIPE, **environment))
 
 
 async def test_only_the_answer_goes_to_stdout(address: str, orchestrator: FakeOrchestrator) -> None:
