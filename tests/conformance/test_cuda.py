@@ -15,7 +15,7 @@ from transformers import BertConfig
 
 from reward_service.reward import score_batch
 from tests.reward_service.tiny import (
-    CONFIGS,
+    FAMILIES,
     PAD,
     PROMPT,
     SIZES,
@@ -33,7 +33,7 @@ _WORDS = ["Mix", "flour", "and", "yeast,", "then", "wait:", "né", "面包", "�
 
 
 @pytest.mark.parametrize("kind", ["classifier", "likelihood"])
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_causal_rewards_score_as_on_the_processor(tmp_path: Path, kind: str, family: str) -> None:
     store = save if kind == "classifier" else save_language_model
     store(tmp_path, make_config(family, None))

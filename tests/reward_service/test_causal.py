@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A classifier of each family."""
     return {
         family: save(tmp_path_factory.mktemp(family), tiny.make_config(family, None))
-        for family in tiny.CONFIGS
+        for family in tiny.FAMILIES
     }
 
 
@@ -50,7 +50,7 @@ def grow(text: str, rng: random.Random) -> str:
 
 
 @given(
-    family=st.sampled_from(sorted(tiny.CONFIGS)),
+    family=st.sampled_from(tiny.FAMILIES),
     seed=st.integers(0, 2**32),
     limits=st.sampled_from([(8192, 65_536), (40, 400), (1, 1)]),
 )
@@ -88,11 +88,12 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
 
 
 def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
-    """The prompt is computed once, each text once, the closing tokens every time."""
+    """The prompt is computed once, each text once, the closing tokens every time; equal texts are
+    computed once."""
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     prompt = len(tiny.computed(models["llama"], "")[0]) - CLOSING
-    first = scored(reward, session, {0: "abc", 1: "de"})
+    first = scored(reward, session, {0: "abc", 1: "de", 2: "abc"})
     assert first.computed_tokens == prompt + 3 + 2 + 2 * CLOSING
     assert scored(reward, session, {0: "abcdef", 1: "de"}).computed_tokens == 3 + 2 * CLOSING
     assert scored(reward, session, {0: "abcdeX"}).computed_tokens == 1 + CLOSING

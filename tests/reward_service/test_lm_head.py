@@ -31,7 +31,7 @@ def logprobs(directory: Path, text: str, *, closed: bool = True) -> torch.Tensor
     return chosen
 
 
-@pytest.mark.parametrize("family", sorted(tiny.CONFIGS))
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("closed", [True, False])
 def test_scores_are_mean_and_sum_of_the_tokens(tmp_path: Path, family: str, closed: bool) -> None:
     """Guards the shift by one, and the prompt's tokens against being counted."""

@@ -77,21 +77,6 @@ def test_passes_take_every_piece_once_in_order_within_budget(
         assert task.scores().computed_tokens == sum(task.sizes)
 
 
-@given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 64))
-def test_small_task_behind_large_ones_is_done_soon(num_large: int, size: int, budget: int) -> None:
-    """Guards a small batch against any number of large ones that came before it."""
-    tasks = [Pieces([size] * 100) for _ in range(num_large)]
-    take_fairly(tasks, budget)
-    small = Pieces([1])
-    small.given = min(task.given for task in tasks)
-    passes = 0
-    while small.next_tokens:
-        assert take_fairly([*tasks, small], budget)
-        passes += 1
-    # At worst every large one is given a piece first.
-    assert passes <= num_large + 1
-
-
 def test_toy_is_deterministic_and_computes_equal_texts_once() -> None:
     reward, prompt = ToyReward(), Prompt.from_user("Write it.")
     scores = score(reward, prompt, ["AEi x", "", "b", "AEi x"])

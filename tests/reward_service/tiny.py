@@ -10,25 +10,17 @@ import torch
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
 )
 
 from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 
-CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "gemma": GemmaConfig,
-}
+FAMILIES = ("gemma", "llama", "mistral", "qwen2")
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -100,7 +92,7 @@ def make_config(family: str, pad_id: int | None, **changes: Any) -> Any:
     }
     if family == "gemma":
         options["head_dim"] = 8
-    return CONFIGS[family](**(options | changes))
+    return AutoConfig.for_model(family, **(options | changes))
 
 
 def save(
@@ -128,7 +120,9 @@ def plain(directory: Path, auto_class: Any = AutoModelForSequenceClassification)
     return tokenizer, model
 
 
-def conversation(directory: Path, text: str, auto_class: Any) -> str:
+def conversation(
+    directory: Path, text: str, auto_class: Any = AutoModelForSequenceClassification
+) -> str:
     """PROMPT and the response by the model's own template."""
     turns = [*PROMPT.messages, Message("assistant", text)]
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
