@@ -23,8 +23,6 @@ from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_gated import GATE_AT, save_gated
 from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save
 
-OTHER_PROMPT = Prompt.from_user("Count.")
-
 
 def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
     return [-len(response) for response in responses]
@@ -88,7 +86,7 @@ def alone(reward: Reward, prompt: Prompt, texts: dict[int, str]) -> list[float]:
 def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: str) -> None:
     """Guards what is kept between rounds, forks, and passes with nothing to compute."""
     reward = make(name)
-    prompts = (PROMPT, OTHER_PROMPT)
+    prompts = (PROMPT, Prompt.from_user("Count."))
     sessions = [reward.open(prompt) for prompt in prompts]
     texts = {0: "", 1: "a", 2: "On"}
     for number, part in enumerate(("e.\n\nMix", " flour é.\n\n", "", "\n")):

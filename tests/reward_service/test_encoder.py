@@ -38,8 +38,6 @@ TEXTS = [
     "You need flour. " * 400,
     "the [MASK] " * 40 + "Mix flour, water, salt and yeast, then bake the bread.",
 ]
-LENGTHS = st.lists(st.integers(1, 600), max_size=80)
-BUDGETS = st.integers(1, 4096)
 BERT: dict[str, Any] = tiny.SIZES | {"max_position_embeddings": 260, "pad_token_id": 0}
 CONFIGS: dict[str, Any] = {
     "bert": BertConfig(**BERT),
@@ -51,7 +49,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-@given(LENGTHS, BUDGETS)
+@given(st.lists(st.integers(1, 600), max_size=80), st.integers(1, 4096))
 def test_micro_batches_hold_every_sequence_once_within_budget(
     lengths: list[int], budget: int
 ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -44,17 +44,14 @@ def by_labels(directory: Path, stepped: str) -> list[float]:
     return at_steps(directory, ids, output.logits[0].softmax(dim=-1)[:, 1])
 
 
-@pytest.mark.parametrize(
-    ("how", "aggregate"),
-    [("last", lambda v: v[-1]), ("min", min), ("mean", lambda v: sum(v) / len(v))],
-)
-def test_steps_are_scored_by_a_token_classifier(
-    labels: Path, how: str, aggregate: Callable[[list[float]], float]
-) -> None:
+def test_steps_are_scored_by_a_token_classifier(labels: Path) -> None:
     """Guards the label's index, the tokens that are read, and how several steps are aggregated."""
-    reward = load("process", labels, step_token=STEP, aggregate=how)
-    expected = [aggregate(by_labels(labels, text)) for text in STEPPED]
-    assert score(reward, PROMPT, ANSWERS).values == pytest.approx(expected, abs=1e-4)
+    steps = [by_labels(labels, text) for text in STEPPED]
+    aggregates = {"last": [v[-1] for v in steps], "min": map(min, steps), "mean": map(fmean, steps)}
+    for how, expected in aggregates.items():
+        reward = load("process", labels, step_token=STEP, aggregate=how)
+        scores = score(reward, PROMPT, ANSWERS).values
+        assert scores == pytest.approx([*expected], abs=1e-4), how
 
 
 def test_steps_are_scored_by_two_layers(tmp_path: Path) -> None:

@@ -54,10 +54,7 @@ class Pieces(Task):
         )
 
 
-TASKS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=6)
-
-
-@given(TASKS, st.integers(1, 200))
+@given(st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=6), st.integers(1, 200))
 def test_passes_take_every_piece_once_in_order_within_budget(
     sizes: list[list[int]], budget: int
 ) -> None:

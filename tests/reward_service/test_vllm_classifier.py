@@ -58,14 +58,12 @@ class FakeEngine:
     """In vLLM's place: the logits of a text are its number of tokens and its last token."""
 
     requests: ClassVar[list[list[int]]] = []
-    devices: ClassVar[object] = None  # of the engine made last
+    arguments: ClassVar[dict[str, Any]]  # of the engine made last
     errored = False
 
     @classmethod
     def from_engine_args(cls, arguments: dict[str, Any]) -> FakeEngine:
-        cls.devices = arguments.get("device_ids")
-        assert arguments["quantization"] == "fp8"
-        assert arguments["max_model_len"] == CONTEXT
+        cls.arguments = arguments
         return cls()
 
     async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
@@ -102,6 +100,8 @@ def test_scores_are_weighted_logits_of_each_different_text(
     ends = (None, FinishReason.STOP, None)
     candidates = [Candidate(i, "ab", 0, 0.0, finish) for i, finish in enumerate(ends)]
     scores = score_batch(reward.open(PROMPT), reward, candidates)
+    made = FakeEngine.arguments
+    assert (made["quantization"], made["max_model_len"]) == ("fp8", CONTEXT)
     unclosed, closed = fake
     assert closed == [*unclosed, closed[-1]]
     expected = [len(ids) - 0.5 * ids[-1] for ids in (unclosed, closed, unclosed)]
@@ -147,7 +147,7 @@ def test_the_device_is_the_settings(
 ) -> None:
     """Guards against a reward beside the generator on the first GPU, with the second one idle."""
     on_fake(directory, device=device).close()
-    assert FakeEngine.devices == numbers
+    assert FakeEngine.arguments.get("device_ids") == numbers
 
 
 @needs_vllm
@@ -169,15 +169,12 @@ async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> N
     try:
         async with worker.open(PROMPT) as session:
             for end in (40, 80, 150):
-                batch = [
-                    Candidate(0, text[:end], end, 0.0),
-                    Candidate(1, text[:end] + "!", end, 0.0, FinishReason.STOP),
-                    Candidate(2, text[:end], end, 0.0),
-                ]
+                batch = tiny.batch({0: text[:end], 1: text[:end]})
+                batch += tiny.batch({2: text[:end] + "!"}, FinishReason.STOP)
                 scores = await session.score(batch)
                 expected = score(own, PROMPT, [candidate.text for candidate in batch]).values
                 assert scores.values == pytest.approx(expected, abs=1e-3)
-                assert scores.values[0] == scores.values[2]
+                assert scores.values[0] == scores.values[1]
         assert 0 < scores.computed_tokens < 150
     finally:
         worker.close()

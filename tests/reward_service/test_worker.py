@@ -154,24 +154,20 @@ async def test_time_size_and_tokens_are_measured_per_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards against a time per candidate: estimates for a deadline divide it by the size."""
-    measured: dict[names.Metric, list[float]] = {}
-
-    def record(name: names.Metric, value: float, **labels: str) -> None:
-        assert labels == {"reward": "piecewise"}
-        measured.setdefault(name, []).append(value)
-
-    reward = PiecewiseReward()
+    recorded, reward = mock.Mock(), PiecewiseReward()
     async with started(reward) as worker:
-        monkeypatch.setattr(metrics, "record", record)
-        monkeypatch.setattr(metrics, "add", record)
+        monkeypatch.setattr(metrics, "record", recorded)
+        monkeypatch.setattr(metrics, "add", recorded)
         call = await sent(worker.score(PROMPT, ["ab"] * 20))
         await asyncio.sleep(0.1)
         reward.gate.release(50)
         await call
-    (seconds,), (size,) = measured[names.REWARD_DURATION], measured[names.REWARD_BATCH]
+    calls = recorded.call_args_list
+    assert all(call.kwargs == {"reward": "piecewise"} for call in calls)
+    assert [call.args[1] for call in calls if call.args[0] is names.REWARD_BATCH] == [20]
+    assert [call.args[1] for call in calls if call.args[0] is names.REWARD_TOKENS] == [40]
+    (seconds,) = [call.args[1] for call in calls if call.args[0] is names.REWARD_DURATION]
     assert seconds >= 0.1
-    assert size == 20
-    assert measured[names.REWARD_TOKENS] == [40]
 
 
 async def test_queue_limit_refuses_exactly_the_rest() -> None:
@@ -198,8 +194,9 @@ async def busy(
         yield worker, running
 
 
-async def test_call_cancelled_while_it_waits_is_never_computed() -> None:
-    """Guards against a queue full of cancelled work, and against lost room."""
+async def test_of_cancelled_calls_only_the_running_one_keeps_its_room() -> None:
+    """Guards against a queue full of cancelled work, and against lost room; and against more calls
+    than the limit, as the thread is still busy."""
     reward = PiecewiseReward()
     async with busy(reward, queue_limit=2) as (worker, running):
         for _ in range(3):  # more often than there is room
@@ -207,20 +204,15 @@ async def test_call_cancelled_while_it_waits_is_never_computed() -> None:
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        last = await sent(worker.score(PROMPT, ["l"]))
-        reward.gate.release(50)
-        await asyncio.gather(running, last)
-    assert reward.passes == ["r", "l"]
-
-
-async def test_cancelled_running_call_keeps_its_room() -> None:
-    """Guards against more calls than the limit: the thread is still busy."""
-    async with busy(PiecewiseReward(), queue_limit=1) as (worker, running):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
+        last = await sent(worker.score(PROMPT, ["l"]))
         with pytest.raises(Overloaded):
             await worker.score(PROMPT, ["n"])
+        reward.gate.release(50)
+        await last
+    assert reward.passes == ["r", "l"]
 
 
 @pytest.mark.parametrize(
