@@ -166,7 +166,7 @@ class _Request:
         partial = self._prompt.partial(self._setting.reward, self._position)[self._ids[grown]]
         scores = self._ranked | dict(zip(live, partial.tolist(), strict=True))
         release = num_released(len(live), self._position) if is_full else 0
-        kept = cut(scores, set(live), self._setting.alpha, release=release).kept
+        kept = cut(scores, set(live), self._setting.alpha, release=release)
         survives = np.fromiter((row in kept for row in live), np.bool_, len(live))
         self._ranked = {row: score for row, score in self._ranked.items() if row in kept}
         return grown[survives]

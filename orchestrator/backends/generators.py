@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import astuple, replace
 
 from orchestrator.backends.fleet import Backend, Fleet
@@ -88,24 +88,23 @@ class PlacedSession:
         self.fingerprint = session.fingerprint
 
     async def extend(self, until_tokens: int) -> Round:
-        with self._losing():
-            async with self._backend.answering():
-                return await self._session.extend(until_tokens)
+        async with self._answering():
+            return await self._session.extend(until_tokens)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
-        with self._losing():
-            async with self._backend.answering():
-                return await self._session.prune(keep, forks)
+        async with self._answering():
+            return await self._session.prune(keep, forks)
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
         """Raise GeneratorLost for Unavailable, and place no session there until the next poll.
 
         Not where a generator of whole answers reports that its endpoint failed: it has retried
         already, and another generator would pay for all answers again.
         """
         try:
-            yield
+            async with self._backend.answering():
+                yield
         except Unavailable as error:
             described = self._backend.description
             if described and described.whole_answers and is_answer(error):

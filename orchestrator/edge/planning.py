@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from orchestrator.cache import Secret, answer_key
 from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
-from orchestrator.loop.schedule import first_round_tokens, most_rounds
+from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
     Algorithm,
@@ -238,8 +238,7 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     value that may be returned."""
     selection, sampling = request.selection, request.sampling
     grown = min(n * sampling.max_tokens, _capacity(generator))
-    is_cut = selection.algorithm is not Algorithm.BEST_OF_N
-    scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
+    scored = n * most_rounds(schedule_of(selection), sampling.max_tokens)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
     characters = sum(len(turn.content) for turn in request.prompt.turns)
     read = characters // _TOKEN_CHARACTERS
@@ -272,9 +271,7 @@ def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str
 def _most_candidates(request: GenerationRequest, generator: GeneratorDescription) -> int:
     """Most candidates of a request; n = 0: as many as one generator holds at their first cut."""
     selection = request.selection
-    first = request.sampling.max_tokens
-    if selection.algorithm is not Algorithm.BEST_OF_N:
-        first = first_round_tokens(selection.schedule, first)
+    first = first_round_tokens(schedule_of(selection), request.sampling.max_tokens)
     # The newest token of a candidate has no slot yet.
     room = _capacity(generator) // max(1, first - 1)
     most = min(max(1, room), generator.auto_candidates or generator.max_candidates)

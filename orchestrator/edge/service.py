@@ -33,16 +33,13 @@ from specrej.contracts import (
     GenerationRequest,
     Generator,
     RankedCandidate,
-    RequestRecord,
     RoundCompleted,
     Schedule,
     ServiceDescription,
 )
-from specrej.contracts.errors import InvalidRequest, NotFound, Overloaded, Violation
+from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
 from specrej.security import Share
 from specrej.telemetry import names
-
-_MAX_LISTED = 64  # records of one reply
 
 
 class Orchestrator:
@@ -74,7 +71,7 @@ class Orchestrator:
         self._cache = cache
         self._admission = admission
         self._answers = Answers(cache)
-        self._records = records or RequestRecords()
+        self.records = records or RequestRecords()
         self._backends = backends
         self._process_id = uuid.uuid4().hex
         self._log_texts = log_texts
@@ -96,21 +93,6 @@ class Orchestrator:
             backends=tuple(self._backends()) if with_backends else (),
             **self._totals,
         )
-
-    def record(self, request_id: str, *, tenant: str) -> RequestRecord:
-        """The record of one of the tenant's latest requests at this process.
-
-        Raises:
-            NotFound: there is none, or it is another tenant's; the error does not differ.
-        """
-        record = self._records.find(request_id, tenant)
-        if record is None:
-            raise NotFound("this process has no record of such a request of this tenant")
-        return record
-
-    def records(self, *, tenant: str) -> list[RequestRecord]:
-        """The tenant's latest requests at this process, without rounds."""
-        return self._records.latest(tenant, _MAX_LISTED)
 
     async def generate(
         self,
@@ -136,7 +118,7 @@ class Orchestrator:
         note_request(request, request_id, tenant, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
-        with self._records.observing(
+        with self.records.observing(
             request_id,
             tenant,
             plan.request,

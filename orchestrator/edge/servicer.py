@@ -20,6 +20,7 @@ from specrej.v1 import orchestrator_pb2_grpc
 
 # Events that may wait for a reader before progress and candidates' texts are left out.
 _FEW_EVENTS = 16
+_MAX_LISTED = 64  # records of one reply
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -93,7 +94,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def GetRecord(  # noqa: N802
         self, request: pb.GetRecordRequest, context: Context
     ) -> pb.GetRecordResponse:
-        record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
+        record = self._orchestrator.records.find(request.request_id, current_caller().tenant)
         return await packed(
             lambda r: pb.GetRecordResponse(record=wire.to_message(r, pb.RequestRecord)), record
         )
@@ -101,7 +102,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def ListRecords(  # noqa: N802
         self, request: pb.ListRecordsRequest, context: Context
     ) -> pb.ListRecordsResponse:
-        records = self._orchestrator.records(tenant=current_caller().tenant)
+        records = self._orchestrator.records.latest(current_caller().tenant, _MAX_LISTED)
         messages = await in_thread(
             lambda rs: [wire.to_message(r, pb.RequestRecord) for r in rs], records
         )

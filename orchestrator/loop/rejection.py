@@ -6,16 +6,7 @@ Pure functions of numbers: no model, no wire, no clock. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The outcome of one round: the ids of all ranked candidates, kept or rejected."""
-
-    kept: frozenset[int]
-    rejected: frozenset[int]
 
 
 def num_kept(num_ranked: int, alpha: float, least: int = 1) -> int:
@@ -56,8 +47,9 @@ def cut(
     release: int = 0,
     vetoed: Collection[int] = (),
     has_answer: bool = False,
-) -> Cut:
-    """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
+) -> set[int]:
+    """The candidates that stay when the lowest fraction alpha of the ranked ones is rejected,
+    finished and live together.
 
     Keeps at least `least` candidates, or all. With `release`, rejects at least so many *live* ones
     as long as `least` live ones remain; of `least` or fewer live ones, it rejects one unless it is
@@ -76,4 +68,4 @@ def cut(
     live_kept = [candidate for candidate in kept if candidate in live]
     for candidate in live_kept[max(1, min(least, len(live) - 1), len(live) - release) :]:
         kept.remove(candidate)
-    return Cut(frozenset(kept), frozenset(ranking) - frozenset(kept))
+    return set(kept)

@@ -25,11 +25,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TypeVar
 
-from orchestrator.loop import rejection, run_state, schedule
+from orchestrator.loop import rejection, run_state
 from orchestrator.loop.branching import forks_of, width_at
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import RunState
+from orchestrator.loop.schedule import first_round_tokens, next_decision_token, schedule_of
 from orchestrator.loop.scoring import RequestScorer
 from specrej import telemetry
 from specrej.contracts import (
@@ -49,7 +50,6 @@ from specrej.contracts import (
     RoundEnd,
     RoundTrace,
     Scorer,
-    Selection,
     Session,
     SessionSpec,
     WeightedReward,
@@ -168,14 +168,16 @@ class _Run:
     _failure: OutOfTime | SpecrejError | None = None  # of the next round
 
     def __post_init__(self) -> None:
+        selection, max_tokens = self.request.selection, self.request.sampling.max_tokens
+        schedule = schedule_of(selection)
         self.deadline = DeadlineController(
             # Cached: the controller extrapolates over all decision tokens, often in a round.
-            cache(partial(_decision_token, self.request)),
-            self.request.sampling.max_tokens,
+            cache(partial(next_decision_token, schedule, max_tokens=max_tokens)),
+            max_tokens,
             self.time_left_s,
             self.clock,
-            self.request.selection.min_answers,
-            can_reject=not is_best_of_n(self.request.selection),
+            selection.min_answers,
+            can_reject=selection.algorithm is not Algorithm.BEST_OF_N,
         )
 
     async def events(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
@@ -233,7 +235,7 @@ class _Run:
             request.prompt,
             request.selection.n,
             request.sampling,
-            first_round_tokens(request),
+            first_round_tokens(schedule_of(request.selection), request.sampling.max_tokens),
             self.cache_salt,
             request.model,
         )
@@ -313,7 +315,7 @@ class _Run:
         if self._failure:
             raise self._failure
         position, rows = self.state.num_tokens, len(self.state.live)
-        until, whole = _decision_token(self.request, position), None
+        until, whole = self.deadline.next_token(position), None
         # Forks of the last candidate, too, could win.
         is_certain = rows == 1 and not self.state.ended and not self.request.selection.branching
         while True:
@@ -400,14 +402,14 @@ class _Run:
     async def _reject(self, ended: Round) -> tuple[float, Forks, int]:
         """Cut the ranking, then fork; returns the fraction rejected, the forks and freed slots."""
         state, selection, live = self.state, self.request.selection, self.state.live
-        alpha = 0.0 if selection.branching or is_best_of_n(selection) else selection.alpha
+        alpha = selection.alpha if self.deadline.can_reject and not selection.branching else 0.0
         if not live or self.deadline.is_over or self._failure:
             return alpha, {}, 0  # a cut elsewhere than planned could give another answer
         if not selection.branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), len(live), alpha)
-        cut = self._cut(ended, alpha, live)
-        state.keep(cut.kept)
-        rejected = live & cut.rejected
+        kept = self._cut(ended, alpha, live)
+        state.keep(kept)
+        rejected = live - kept
         forks: Forks = {}
         if selection.branching:
             alpha = len(rejected) / len(live)
@@ -425,7 +427,7 @@ class _Run:
         state.fork(forks)
         return alpha, forks, pruned.freed_slots
 
-    def _cut(self, ended: Round, alpha: float, live: set[int]) -> rejection.Cut:
+    def _cut(self, ended: Round, alpha: float, live: set[int]) -> set[int]:
         state, selection = self.state, self.request.selection
         branching, release = selection.branching, 0
         if ended.ended_by is RoundEnd.SLOTS_FULL:
@@ -450,36 +452,14 @@ class _Run:
         if not branching or not survivors or ended.ended_by is RoundEnd.SLOTS_FULL:
             return {}
         position, most = state.num_tokens, len(survivors) + state.n + run_state.MAX_FORKS
-        growth = _decision_token(self.request, position) - position
-        width = width_at(branching, _decision_token(self.request, 0), growth)
+        growth = self.deadline.next_token(position) - position
+        width = width_at(branching, self.deadline.next_token(0), growth)
         width = min(width, most - state.next_id)
         width = self.deadline.width(position, width, len(survivors))
         forks = forks_of(survivors, width, state.next_id)
         state.next_id += len(forks)
         metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
         return forks
-
-
-def is_best_of_n(selection: Selection) -> bool:
-    """Whether nothing is rejected."""
-    return selection.algorithm is Algorithm.BEST_OF_N
-
-
-def first_round_tokens(request: GenerationRequest) -> int:
-    """Tokens that every candidate must be able to reach before the first cut.
-
-    Best-of-N never cuts: all candidates must reach their end.
-    """
-    if is_best_of_n(request.selection):
-        return request.sampling.max_tokens
-    return schedule.first_round_tokens(request.selection.schedule, request.sampling.max_tokens)
-
-
-def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
-    planned, max_tokens = request.selection.schedule, request.sampling.max_tokens
-    if is_best_of_n(request.selection):
-        return max_tokens
-    return schedule.next_decision_token(planned, num_tokens, max_tokens)
 
 
 async def _in_time(answer: Awaitable[T], patience_s: float) -> T:

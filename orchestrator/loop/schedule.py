@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from specrej.contracts import Schedule
+from specrej.contracts import Algorithm, Schedule, Selection
+
+
+def schedule_of(selection: Selection) -> Schedule:
+    """Its schedule; without decision tokens for Best-of-N: all candidates must reach their end."""
+    is_best_of_n = selection.algorithm is Algorithm.BEST_OF_N
+    return Schedule("tokens") if is_best_of_n else selection.schedule
 
 
 def next_decision_token(schedule: Schedule, num_tokens: int, max_tokens: int) -> int:

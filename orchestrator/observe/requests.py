@@ -34,6 +34,7 @@ from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    NotFound,
     Overloaded,
     SpecrejError,
     is_late,
@@ -198,10 +199,15 @@ class RequestRecords:
         # By tenant and id, in the order of arrival; ended ones move to the back when they end.
         self._kept: dict[tuple[str, str], ObservedRequest] = {}
 
-    def find(self, request_id: str, tenant: str) -> RequestRecord | None:
-        """The record of one of the tenant's requests."""
-        record = self._kept.get((tenant, request_id))
-        return record.read() if record else None
+    def find(self, request_id: str, tenant: str) -> RequestRecord:
+        """The record of one of the tenant's requests.
+
+        Raises:
+            NotFound: there is none, or it is another tenant's; the error does not differ.
+        """
+        if record := self._kept.get((tenant, request_id)):
+            return record.read()
+        raise NotFound("this process has no record of such a request of this tenant")
 
     def latest(self, tenant: str, num_records: int) -> list[RequestRecord]:
         """The tenant's latest records, without their rounds; the latest request first."""

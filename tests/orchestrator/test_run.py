@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import run_state
 from orchestrator.loop.progress import WithinRounds
-from orchestrator.loop.run import first_round_tokens as run_tokens
 from orchestrator.loop.run_state import MAX_TRACED, RunState
-from orchestrator.loop.schedule import first_round_tokens
+from orchestrator.loop.schedule import first_round_tokens, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Admitted,
@@ -146,7 +145,8 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     for trace in speculative.rounds:
         scores = [traced.score for traced in trace.candidates]
         assert scores == sorted(scores, reverse=True)
-    assert run_tokens(request(32, algorithm=Algorithm.BEST_OF_N)) == 60
+    whole = request(algorithm=Algorithm.BEST_OF_N).selection
+    assert first_round_tokens(schedule_of(whole), 60) == 60
 
 
 async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:

@@ -70,12 +70,14 @@ async def test_an_answer_does_not_change_if_its_generator_is_lost(
     undisturbed = await answer(of_twelve, ToyGenerator(), SCORER)
     assert bool(undisturbed.rounds[0].forks) == bool(branching)
     toys = [HeldGenerator(), HeldGenerator()]
+    for toy in toys:
+        toy.gates[verb].shut()
     async with generators(*toys) as running:
         answering = asyncio.ensure_future(events_of(of_twelve, running.client, SCORER))
         await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
         lost = holder(toys)
         gate = toys[lost].gates[verb]
-        gate.shut()
+        toys[1 - lost].gates[verb].open()
         for _ in range(rounds_before):
             await gate.let_one()
         await until(lambda: gate.held == 1)
