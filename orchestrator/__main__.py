@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import grpc.aio
 
-from orchestrator.backends.fleet import Fleet, Peer
+from orchestrator.backends.fleet import Fleet, Peer, PollSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
@@ -54,8 +55,9 @@ async def _serve(settings: OrchestratorSettings) -> None:
     if settings.exposes_cache:
         log.warning("clients of Redis can forge answers: set cache_secret_file")
     at_generators, at_rewards = settings.generator_address, settings.reward_address
+    version_of = attrgetter("fingerprint")
     async with (
-        _fleet(settings, "generator", at_generators, RemoteGenerator, _version_of) as generators,
+        _fleet(settings, "generator", at_generators, RemoteGenerator, version_of) as generators,
         _fleet(settings, "reward service", at_rewards, RemoteRewards, _versions_of) as rewards,
     ):
         orchestrator = _orchestrator(settings, redis, generators, rewards)
@@ -113,13 +115,9 @@ def _fleet(
         )
         return channel, peer(channel)
 
-    return Fleet(
-        kind, Resolver(addresses.split(",")).resolve, connect, version, settings.poll_settings
-    )
-
-
-def _version_of(generator: GeneratorDescription) -> Hashable:
-    return generator.fingerprint
+    resolve = Resolver(addresses.split(",")).resolve
+    polls = settings.backend_poll_s, settings.backend_resolve_s, settings.backend_lost_s
+    return Fleet(kind, resolve, connect, version, PollSettings(*polls))
 
 
 def _backend_states(

@@ -1,4 +1,4 @@
-"""Work beside the event loop: large messages are packed in threads."""
+"""Work beside the event loop: large messages are converted in threads."""
 
 from __future__ import annotations
 
@@ -21,27 +21,20 @@ from specrej.security import current_caller
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Packing so many tokens or traced candidates takes about 3 ms.
+# Converting so many tokens or traced candidates takes about 3 ms.
 _LARGE = 1000
-_CHARACTERS = 64  # of a text, which are packed as fast as one token
-# Reading so many bytes, which are compressed, takes about as long.
-_LARGE_BYTES = 8192
+_CHARACTERS = 64  # of a text, which take as long as one token
+_BYTES = 8  # of a stored answer, which is compressed, likewise
 
 # Not the event loop's own threads, which all rounds need.
 _THREADS = ThreadPoolExecutor(4, "messages")
 _turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 
-async def packed(pack: Callable[[T], R], value: T) -> R:
-    """Return `pack(value)`, computed in a thread if the value is large, so that calls and health
+async def converted(convert: Callable[[T], R], value: T) -> R:
+    """Return `convert(value)`, computed in a thread if the value is large, so that calls and health
     checks do not wait for the event loop."""
-    return pack(value) if num_values(value) < _LARGE else await in_thread(pack, value)
-
-
-async def unpacked(unpack: Callable[[Any], R], stored: object) -> R:
-    """`unpack(stored)`; in a thread if it is large, as for `packed`."""
-    size = len(stored) if isinstance(stored, bytes) else 0
-    return unpack(stored) if size < _LARGE_BYTES else await in_thread(unpack, stored)
+    return convert(value) if num_values(value) < _LARGE else await in_thread(convert, value)
 
 
 async def in_thread(work: Callable[[T], R], value: T) -> R:
@@ -59,6 +52,8 @@ async def in_thread(work: Callable[[T], R], value: T) -> R:
 def num_values(value: object) -> int:
     """Tokens, traced candidates and parts of texts of an event, an answer or a record."""
     match value:
+        case bytes():
+            return len(value) // _BYTES
         case Finished(generation):
             return num_values(generation)
         case Generation(candidates, rounds):

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
-from orchestrator.backends.fleet import PollSettings
 from orchestrator.cache import Secret
 from orchestrator.cache.redis_client import check_access
 from orchestrator.loop.composition import Composite, check_composites
@@ -178,11 +177,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         description="reward or composite of requests that name none; empty: the reward service's "
         "first",
     )
-
-    @property
-    def poll_settings(self) -> PollSettings:
-        """Intervals of the backends' polls."""
-        return PollSettings(self.backend_poll_s, self.backend_resolve_s, self.backend_lost_s)
 
     @property
     def backend_credentials(self) -> Credentials:

@@ -13,7 +13,7 @@ from functools import partial
 
 from pydantic import ConfigDict, TypeAdapter
 
-from orchestrator.background import packed, unpacked
+from orchestrator.background import converted
 from orchestrator.cache.redis_client import RedisClient
 from orchestrator.cache.secret import Secret
 from specrej import telemetry
@@ -111,7 +111,7 @@ class Cache:
         else:
             unpacking = partial(unpack, key, secret=self.secret)
             try:
-                found = replace(await unpacked(unpacking, stored), cached=True)
+                found = replace(await converted(unpacking, stored), cached=True)
                 result = "hit"
             except ValueError:
                 result = "invalid"
@@ -124,7 +124,7 @@ class Cache:
         if not self.redis.is_on or generation.cached or is_weak:
             return False
         try:
-            stored = await packed(partial(pack, key=key, secret=self.secret), generation)
+            stored = await converted(partial(pack, key=key, secret=self.secret), generation)
         except ValueError:
             return False
         life_ms = max(1, round(self._ttl_s * random.uniform(1 - _JITTER, 1 + _JITTER) * 1000))

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from orchestrator.background import ended, in_thread, packed
+from orchestrator.background import converted, ended, in_thread
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
 from specrej.contracts import Event, Finished, Progress, RoundCompleted, wire
@@ -44,7 +44,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> pb.GenerateResponse:
         last: deque[Event] = deque(maxlen=1)
         await self._run(request, last.append)
-        return await packed(_answer_reply, last[0])
+        return await converted(_answer_reply, last[0])
 
     # A coroutine, although the stubs declare an async generator; serving.py has the reason.
     async def GenerateStream(  # type: ignore[override] # noqa: N802
@@ -68,7 +68,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         try:
             is_first = True
             while event := await events.get():
-                message = await packed(wire.event_to_message, event)
+                message = await converted(wire.event_to_message, event)
                 if is_first:
                     is_first = False
                     await context.send_initial_metadata(())
@@ -95,7 +95,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.GetRecordRequest, context: Context
     ) -> pb.GetRecordResponse:
         record = self._orchestrator.records.find(request.request_id, current_caller().tenant)
-        return await packed(
+        return await converted(
             lambda r: pb.GetRecordResponse(record=wire.to_message(r, pb.RequestRecord)), record
         )
 

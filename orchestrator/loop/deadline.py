@@ -62,7 +62,7 @@ class DeadlineController:
 
     def __post_init__(self) -> None:
         left = self.time_left_s
-        self._reserve_s = max(_RESERVE_S, _RESERVE_PART * left) if math.isfinite(left) else 0.0
+        self._reserve_s = 0.0 if math.isinf(left) else max(_RESERVE_S, _RESERVE_PART * left)
         self._deadline = self.clock() + left - self._reserve_s
 
     @property

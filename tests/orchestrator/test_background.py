@@ -1,4 +1,4 @@
-"""Large messages: packed in threads, which no tenant occupies alone."""
+"""Large messages: converted in threads, which no tenant occupies alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.background import in_thread, packed
+from orchestrator.background import converted, in_thread
 from specrej.contracts import (
     CandidateText,
     CandidateTrace,
@@ -69,9 +69,11 @@ _RECORD = RequestRecord("id", 0.0, Selection(), 1, rounds=(RecordedRound(0.0, _L
         (RoundCompleted(_SMALL.rounds[0], (), "", (CandidateText(1, "x" * 100_000),)), True),
         (RoundCompleted(_LARGE.rounds[0], (), ""), True),
         (_RECORD, True),
+        (b"x" * 4096, False),
+        (b"x" * 8192, True),
     ],
 )
-async def test_large_messages_are_packed_off_the_event_loop(value: object, in_thread: bool) -> None:
-    """Guards against a reply whose packing delays health checks and all other calls."""
-    thread = await packed(lambda _: threading.get_ident(), value)
+async def test_large_values_are_converted_in_threads(value: object, in_thread: bool) -> None:
+    """Guards against a reply whose conversion delays health checks and all other calls."""
+    thread = await converted(lambda _: threading.get_ident(), value)
     assert (thread != threading.get_ident()) == in_thread

@@ -183,20 +183,6 @@ async def test_only_full_slots_cost_answers(branching: Branching | None) -> None
     assert len(plenty.candidates) >= 3
 
 
-async def test_equal_rewards_are_decided_by_the_lower_id() -> None:
-    """At every cut and in the answer; texts have different lengths, so no other order fits."""
-    generation = await answer(
-        request(8, 32, schedule=Schedule(first=4)),
-        ToyGenerator(end_every=10**9),
-        FixedScorer(lambda candidate: 0.5),
-    )
-    for trace in generation.rounds:
-        assert [traced.id for traced in trace.candidates] == [*range(trace.num_started)]
-        kept = [traced.id for traced in trace.candidates if traced.fate is Fate.KEPT]
-        assert kept == [*range(trace.num_live)]
-    assert generation.best.id == 0
-
-
 async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     """Live candidates may rank it out, and it can still be the best answer."""
     scorer = FixedScorer(lambda c: -c.id if c.finish else 100.0 - c.id)

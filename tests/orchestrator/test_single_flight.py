@@ -183,7 +183,7 @@ async def test_all_callers_get_the_leaders_error(callers: Callers) -> None:
     tasks = [asyncio.create_task(request()) for _ in range(50)]
     await turns()
     callers.end(InternalError("broken"))
-    await asyncio.gather(*tasks)
+    await asyncio.wait_for(asyncio.gather(*tasks), BOUND_S)
     assert len(num_frames) == 50 and len(set(num_frames[2:])) == 1
     assert (len(callers.steps), len(callers.flights.flying)) == (1, 0)
 

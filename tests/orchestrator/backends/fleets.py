@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequenc
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
-from orchestrator.__main__ import _version_of, _versions_of
+from orchestrator.__main__ import _versions_of
 from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Target
@@ -78,9 +79,9 @@ connect_generator = partial(_connect, RemoteGenerator)
 
 def generators(*toys: Any, **options: Any) -> Opening[FleetGenerator]:
     """Generators as one."""
-    return _running(
-        map(generator_backend, toys), FleetGenerator, connect_generator, _version_of, **options
-    )
+    version = attrgetter("fingerprint")
+    backends = map(generator_backend, toys)
+    return _running(backends, FleetGenerator, connect_generator, version, **options)
 
 
 def reward_services(*rewards: Reward, **options: Any) -> Opening[FleetRewards]:
