@@ -64,7 +64,7 @@ class Requests:
     async def refused(self, **request: Any) -> Overloaded:
         """The error of one more request."""
         with pytest.raises(Overloaded) as raised:
-            async with self.admission.enter(**request):
+            async with asyncio.timeout(BOUND_S), self.admission.enter(**request):
                 pytest.fail("admitted")
         return raised.value
 
