@@ -24,17 +24,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from generator_service.engine import prompt_tree
 from generator_service.engine.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.engine.engine import Engine
+from generator_service.engine.grammar import Grammars, TokenizerSpec
 from generator_service.engine.model import CausalLM
-from specrej.contracts import (
-    FinishReason,
-    Regex,
-    RoundEnd,
-    Sampling,
-    TokenBias,
-)
+from specrej.contracts import FinishReason, Regex, RoundEnd, Sampling, TokenBias
 from specrej.contracts.errors import InternalError, SlotsExceeded
 from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, grown, opened
+from tests.reward_service.tiny import make_tokenizer
 
 MODEL = CausalLM(tiny.build(num_hidden_layers=2).double())
 MAX_N, MAX_TOKENS = 12, 20
@@ -52,7 +48,9 @@ BAD_WORDS = ((31,), (30, 32), (30, 30))
 # Lines of words that end at any of them; tokens 3 .. 96 are the characters of ASCII.
 PATTERN = "([a-h]{1,3}[0-9])+"
 STRUCTURED = replace(PLAIN, structured_output=Regex(PATTERN))
-GRAMMAR = tiny.grammars().compile(Regex(PATTERN))
+GRAMMAR = Grammars(TokenizerSpec.of(make_tokenizer(None), tiny.VOCABULARY), [2]).compile(
+    Regex(PATTERN)
+)
 
 # Between two commands.
 STEPS = st.sampled_from([0, 0, 0, 1, 2, 4])

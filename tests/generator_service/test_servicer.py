@@ -1,9 +1,11 @@
-"""The generator's port over real gRPC, with the toy behind it, beyond tests/conformance."""
+"""The generator's port over real gRPC with the toy behind it, beyond tests/conformance."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,9 +13,10 @@ import grpc.aio
 import pytest
 
 from generator_service.servicer import GeneratorServicer
-from generator_service.toy import ToyGenerator
+from generator_service.toy import ToyGenerator, is_toy, load_toy
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
+from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.v1 import common_pb2
 from tests.serving import failure_of, reason_of, serving, until, violations_of
 
@@ -152,3 +155,32 @@ async def test_calls_are_unavailable_while_the_model_is_loading() -> None:
         error = await failure_of(stub.Describe(pb.GeneratorServiceDescribeRequest()))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert dict(error.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "2000"
+
+
+# The toy
+
+
+async def test_options_of_a_toy_are_in_its_name() -> None:
+    """Guards against faults that come after the end of the toy's answers."""
+    toy = load_toy("toy:step_ms=20,failing_seed=13", 1000)
+    async with toy.open(
+        SessionSpec(Prompt(text="one two three"), 2, Sampling(max_tokens=20), 8)
+    ) as session:
+        began = time.monotonic()
+        await session.extend(5)
+        assert time.monotonic() - began >= 5 * 0.02
+    with pytest.raises(RuntimeError):
+        async with toy.open(
+            SessionSpec(Prompt(text="one two three"), 2, Sampling(max_tokens=20, seed=13), 8)
+        ) as session:
+            await session.extend(20)
+    assert toy.ledger.owned == 0
+
+
+@pytest.mark.parametrize("name", ["toy:step_ms=x", "toy:speed=9", "toy:failing_seed=1.5"])
+def test_unknown_options_of_a_toy_are_refused(name: str) -> None:
+    """Guards against misspelt options without effect."""
+    assert is_toy(name)
+    assert not is_toy("toys")
+    with pytest.raises(FileNotFoundError, match="no such toy"):
+        load_toy(name, 1000)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from generator_service.engine.commands import GrowingCandidate
-from generator_service.engine.grammar import Grammars, TokenizerSpec
 
 VOCABULARY = 97
 
@@ -58,19 +56,6 @@ def of_config(config: Any) -> Any:
         for parameter in model.parameters():
             parameter.mul_(4.0)
     return model.eval()
-
-
-def grammars() -> Grammars:
-    """Of a tokenizer for these models: 2 is the end, 3 and above are ASCII from "!" on."""
-    tokens = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127))]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-    return Grammars(TokenizerSpec.of(tokenizer, VOCABULARY), [2])
 
 
 @torch.inference_mode()

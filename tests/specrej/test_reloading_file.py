@@ -53,31 +53,12 @@ def test_the_value_is_read_once_per_change(path: Path) -> None:
     assert reads == [1, 2, 7]
 
 
-@pytest.mark.parametrize("broken", ["secret words", None])
-def test_a_broken_change_keeps_the_last_and_is_logged_once(
-    path: Path,
-    broken: str | None,
-    caplog: pytest.LogCaptureFixture,
-    num_rejected: Callable[[], float],
+@pytest.mark.parametrize("broken", ["invalid", "missing", "closed"])
+def test_an_unusable_change_keeps_the_last_and_is_logged_once(
+    path: Path, broken: str, caplog: pytest.LogCaptureFixture, num_rejected: Callable[[], float]
 ) -> None:
-    """Guards against a typing mistake that stops the service, or floods its log."""
-    watched = ReloadingFile((path,), partial(number, path))
-    if broken is None:
-        path.unlink()
-    else:
-        place(path, broken)
-    with caplog.at_level(logging.WARNING):
-        assert [watched.get() for _ in range(5)] == [1] * 5
-    assert len(caplog.records) == num_rejected() == 1
-    place(path, "3")
-    assert watched.get() == 3
-    assert num_rejected() == 0
-
-
-def test_a_file_whose_permissions_are_repaired_is_read(
-    path: Path, caplog: pytest.LogCaptureFixture, num_rejected: Callable[[], float]
-) -> None:
-    """Guards revoked tokens: neither time, size nor inode change with the permissions."""
+    """Guards against a typing mistake that stops the service, or floods its log, and revoked tokens
+    against permissions that are repaired: neither time, size nor inode change with them."""
     is_closed = False
 
     def read() -> int:
@@ -86,12 +67,18 @@ def test_a_file_whose_permissions_are_repaired_is_read(
         return number(path)
 
     watched = ReloadingFile((path,), read)
-    is_closed = True
-    place(path, "2")
-    assert [watched.get(), watched.get()] == [1, 1]
+    is_closed = broken == "closed"
+    place(path, "secret words" if broken == "invalid" else "3")
+    if broken == "missing":
+        path.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert [watched.get() for _ in range(5)] == [1] * 5
     assert len(caplog.records) == num_rejected() == 1
-    is_closed = False
-    assert watched.get() == 2
+    if broken == "closed":
+        is_closed = False
+    else:
+        place(path, "3")
+    assert watched.get() == 3
     assert num_rejected() == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import ssl
 import time
 from contextlib import aclosing
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from deploy.local.stack import Stack
 from specrej import Client, Retries, RewardClient
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
@@ -23,9 +26,11 @@ from specrej.contracts.errors import InvalidRequest
 from specrej.security import Credentials, TLSFiles, credentials_from
 from specrej.server.serving import ServerGauges
 from specrej.telemetry import metrics, names
-from tests.certificates import Authority, Pair, place
+from tests.certificates import Authority, Pair, place, token_line
 from tests.serving import failure_of, listening
+from tests.specrej.conftest import Command
 from tests.specrej.fakes import FakeOrchestrator, FakeReward
+from tests.toys import TOYS
 
 
 def secured(pair: Pair, authority: Authority | None = None) -> dict[str, Any]:
@@ -195,3 +200,62 @@ def test_a_switch_is_true_or_false() -> None:
     assert not credentials_from({})["tls"]
     with pytest.raises(InvalidRequest, match="SPECREJ_TLS: must be one of true, 1"):
         credentials_from({"SPECREJ_TLS": "y"})
+
+
+# All services as processes with TLS and tokens on every port, and every client of ours
+
+
+def everywhere(directory: Path, authority: Authority) -> dict[str, str]:
+    """TLS and tokens everywhere, mutual TLS where the orchestrator calls."""
+    settings = dict(TOYS)
+    for name in ("generator", "reward", "orchestrator"):
+        pair, prefix = authority.issue(name), f"SPECREJ_{name.upper()}_"
+        settings |= {f"{prefix}TLS_CERT": str(pair.cert), f"{prefix}TLS_KEY": str(pair.key)}
+        settings[f"{prefix}TOKENS_FILE"] = str(directory / f"{name}-tokens")
+        inner, mine = token_line("orchestrator", "inner"), token_line("acme", "mine")
+        place(directory / f"{name}-tokens", mine if name == "orchestrator" else f"{inner}\n{mine}")
+    pair, prefix = authority.issue("gateway"), "SPECREJ_GATEWAY_"
+    settings |= {f"{prefix}TLS_CERT": str(pair.cert), f"{prefix}TLS_KEY": str(pair.key)}
+    settings[f"{prefix}ORCHESTRATOR_TLS_CA"] = str(authority.path)
+    place(directory / "inner", "inner")
+    pair, prefix = authority.issue("inside"), "SPECREJ_ORCHESTRATOR_BACKEND_"
+    settings |= {
+        f"{prefix}TLS_CA": str(authority.path),
+        f"{prefix}TLS_CERT": str(pair.cert),
+        f"{prefix}TLS_KEY": str(pair.key),
+        f"{prefix}TOKEN_FILE": str(directory / "inner"),
+        "SPECREJ_GENERATOR_TLS_CLIENT_CA": str(authority.path),
+    }
+    return settings
+
+
+async def test_everything_works_with_tls_and_tokens(
+    authority: Authority,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards the wiring: settings, readiness, backends, client, command line, gateway."""
+    environment = everywhere(tmp_path, authority)
+    pair = authority.issue("me")
+    credentials = Credentials(tls_ca=authority.path, tls_cert=pair.cert, tls_key=pair.key)
+    async with Stack(environment=environment, credentials=credentials, gateway=True) as stack:
+        monkeypatch.setenv("SPECREJ_TLS_CA", str(authority.path))
+        monkeypatch.setenv("SPECREJ_TOKEN", "mine")
+        generate = ("generate", "why?", "--max-tokens", "16", "-n", "2")
+        at_orchestrator = ("--address", stack.orchestrator_address)
+        assert (await command(*generate, *at_orchestrator))[0]
+        await command("score", "a", "--prompt", "why?", "--address", stack.reward_address)
+        url = f"https://127.0.0.1:{stack.ports.gateway}"
+        trusted = ssl.create_default_context(cafile=authority.path)
+        async with httpx2.AsyncClient(verify=trusted, trust_env=False, timeout=60) as http:
+            for token, status in (("mine", 200), ("wrong", 401)):
+                headers = {"authorization": f"Bearer {token}"}
+                assert (await http.get(f"{url}/v1/models", headers=headers)).status_code == status
+            exposed = (await http.get(f"{url}/metrics")).text
+        for metric in ("certificate_life_seconds", "event_loop_lag_seconds", "files_rejected"):
+            assert re.search(rf"^specrej_{metric}\S* [0-9]", exposed, re.MULTILINE), metric
+        for token, message in (("wrong", "unknown token"), ("", "a token is needed")):
+            monkeypatch.setenv("SPECREJ_TOKEN", token)
+            with pytest.raises(errors.Unauthenticated, match=message):
+                await command(*generate, *at_orchestrator)
