@@ -186,5 +186,4 @@ def credentials_of(arguments: argparse.Namespace) -> Credentials:
     names = Credentials.__annotations__
     flags = {name: value for name, value in vars(arguments).items() if name in names}
     given: Any = {**credentials_from(os.environ), **flags}
-    credentials: Credentials = given
-    return credentials
+    return Credentials(**given)

@@ -114,7 +114,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return None
         if details.method.startswith(OURS):
             wrap = partial(self._guard, details.method, caller=caller, admit=admit)
-            return bounded(handler, self._bounds, _check_lengths, wrap, caller.tenant)
+            return bounded(
+                handler, self._bounds, lambda m: raise_if_any(check_lengths(m)), wrap, caller.tenant
+            )
         bounds = self._probe_bounds.get(details.method)
         if bounds is None:
             bounds = CallBounds(
@@ -287,11 +289,6 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
     request_id = uuid.uuid4().hex
     log.error("bug in %s (error %s)", method, request_id, exc_info=error)
     return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
-
-
-def _check_lengths(message: Any) -> None:
-    """Raises InvalidRequest: fields of a message are too long."""
-    raise_if_any(check_lengths(message))
 
 
 def _check_probe(message: Any) -> None:

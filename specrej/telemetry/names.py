@@ -7,6 +7,7 @@ project's own namespace. Prometheus shows dots as underscores, with the unit and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 NAMESPACE = "specrej"
@@ -33,16 +34,13 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-def _counter(name: str, unit: str, description: str, *labels: str) -> Metric:
-    return Metric(name, "counter", unit, description, labels)
+def _metric(kind: Kind, name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, kind, unit, description, labels)
 
 
-def _up_down(name: str, unit: str, description: str, *labels: str) -> Metric:
-    return Metric(name, "up_down", unit, description, labels)
-
-
-def _gauge(name: str, unit: str, description: str, *labels: str) -> Metric:
-    return Metric(name, "gauge", unit, description, labels)
+_counter = partial(_metric, "counter")
+_up_down = partial(_metric, "up_down")
+_gauge = partial(_metric, "gauge")
 
 
 def _seconds(

@@ -163,16 +163,13 @@ async def test_calls_are_unavailable_while_the_model_is_loading() -> None:
 async def test_options_of_a_toy_are_in_its_name() -> None:
     """Guards against faults that come after the end of the toy's answers."""
     toy = load_toy("toy:step_ms=20,failing_seed=13", 1000)
-    async with toy.open(
-        SessionSpec(Prompt(text="one two three"), 2, Sampling(max_tokens=20), 8)
-    ) as session:
+    spec = SessionSpec(Prompt(text="one"), 2, Sampling(max_tokens=20), 8)
+    async with toy.open(spec) as session:
         began = time.monotonic()
         await session.extend(5)
         assert time.monotonic() - began >= 5 * 0.02
     with pytest.raises(RuntimeError):
-        async with toy.open(
-            SessionSpec(Prompt(text="one two three"), 2, Sampling(max_tokens=20, seed=13), 8)
-        ) as session:
+        async with toy.open(replace(spec, sampling=Sampling(max_tokens=20, seed=13))) as session:
             await session.extend(20)
     assert toy.ledger.owned == 0
 

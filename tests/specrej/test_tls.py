@@ -134,7 +134,7 @@ async def test_only_allowed_names_are_served(authority: Authority) -> None:
                 Client(address, **credentials) as client,
                 open_channel(address, **credentials) as channel,
             ):
-                for call in (client.generate("why?"), client.describe(), _last(client)):
+                for call in (client.generate("why?"), client.describe(), anext(client.stream("?"))):
                     with pytest.raises(errors.PermissionDenied, match="allowed names"):
                         await call
                 reflection: Any = ServerReflectionStub(channel)  # type: ignore[arg-type]
@@ -146,10 +146,6 @@ async def test_only_allowed_names_are_served(authority: Authority) -> None:
         assert not orchestrator.requests
         async with Client(address, **showing(right, authority)) as client:
             assert (await client.generate("why?")).best.text
-
-
-async def _last(client: Client) -> object:
-    return [event async for event in client.stream("why?")][-1]
 
 
 def test_errors_of_unusable_files_are_one_line(authority: Authority, tmp_path: Path) -> None:
