@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from specrej.contracts import (
     Branching,
@@ -185,5 +185,4 @@ def credentials_of(arguments: argparse.Namespace) -> Credentials:
     """
     names = Credentials.__annotations__
     flags = {name: value for name, value in vars(arguments).items() if name in names}
-    given: Any = {**credentials_from(os.environ), **flags}
-    return Credentials(**given)
+    return cast(Credentials, {**credentials_from(os.environ), **flags})
