@@ -33,7 +33,7 @@ from specrej.settings import load
 
 log = logging.getLogger(__name__)
 
-P = TypeVar("P", bound=Peer[Any])
+P = TypeVar("P", bound=Peer)
 
 _BACKEND_POLL_S = 0.5
 

@@ -54,9 +54,7 @@ def num_values(value: object) -> int:
     match value:
         case bytes():
             return len(value) // _BYTES
-        case Finished(generation):
-            return num_values(generation)
-        case Generation(candidates, rounds):
+        case Finished(Generation(candidates, rounds)) | Generation(candidates, rounds):
             return sum(map(num_values, (*rounds, *candidates)))
         case RankedCandidate():
             tokens = len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)

@@ -34,26 +34,25 @@ from specrej.contracts.status import from_backend_error, is_answer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-D_co = TypeVar("D_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PollSettings:
     """Seconds between polls, between lookups of names, and of silence until a backend is lost."""
 
-    poll_s: float = 1.0
-    resolve_s: float = 5.0
-    lost_s: float = 10.0
+    poll_s: float
+    resolve_s: float
+    lost_s: float
 
 
-class Peer(Protocol[D_co]):
+class Peer(Protocol):
     """The client of a backend."""
 
-    async def describe(self) -> D_co:
+    async def describe(self) -> Any:
         """Raises SpecrejError: the backend cannot be reached."""
 
 
-P = TypeVar("P", bound=Peer[Any])
+P = TypeVar("P", bound=Peer)
 
 
 class Backend(Generic[P]):
@@ -229,7 +228,7 @@ class Fleet(Generic[P]):
         resolve: Callable[[], Awaitable[frozenset[Target]]],
         connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
         version: Callable[[Any], Hashable],
-        settings: PollSettings | None = None,
+        settings: PollSettings,
     ) -> None:
         """`kind`: for logs. `resolve` looks up the backends. `version` of a description: what must
         be equal in backends that work together."""
@@ -237,7 +236,7 @@ class Fleet(Generic[P]):
         self._resolve = resolve
         self._connect = connect
         self._version = version
-        self._settings = settings or PollSettings()
+        self._settings = settings
         self._backends: dict[Target, Backend[P]] = {}  # sorted
         self._watchers: dict[Target, asyncio.Task[None]] = {}
         self._last_version: Hashable = None
@@ -277,10 +276,9 @@ class Fleet(Generic[P]):
         Raises:
             SpecrejError: no backend serves.
         """
-        members = self.members()
-        if not members:
-            raise self._failure()
-        return [member.description for member in members]
+        if members := self.members():
+            return [member.description for member in members]
+        raise self._failure()
 
     def ranked(
         self, prefix: str, load: Callable[[Backend[P]], float], draw: Callable[[], float]
@@ -332,11 +330,8 @@ class Fleet(Generic[P]):
     def _healths(self) -> Iterable[tuple[Backend[P], BackendHealth]]:
         members = self.members()
         for backend in self._by_address():
-            health = BackendHealth.SERVING
-            if backend not in members:
-                is_other = backend.is_serving
-                health = BackendHealth.OTHER_VERSION if is_other else BackendHealth.AWAY
-            yield backend, health
+            otherwise = BackendHealth.OTHER_VERSION if backend.is_serving else BackendHealth.AWAY
+            yield backend, BackendHealth.SERVING if backend in members else otherwise
 
     def _failure(self) -> SpecrejError:
         """The reason why no backend serves."""

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from orchestrator.background import converted, ended, in_thread
 from orchestrator.edge.service import Orchestrator
@@ -34,9 +35,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def service(self) -> Service:
         return Service(
             pb.DESCRIPTOR.services_by_name["OrchestratorService"].full_name,
-            lambda server: orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
-                self, server
-            ),
+            partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, self),
         )
 
     async def Generate(  # noqa: N802

@@ -55,10 +55,6 @@ class CacheEvents:
         self._spans = spans
 
     @property
-    def num_failures(self) -> int:
-        return sum(self.failures.values())
-
-    @property
     def failures(self) -> Counter[str]:
         """Failed calls by step."""
         events = [event for span in self._spans.get_finished_spans() for event in span.events]

@@ -144,7 +144,7 @@ async def test_a_hanging_server_costs_one_timeout_per_cool_down(cache_events: Ca
         for _ in range(50):
             assert await cache.get("k") is None
             assert not await cache.put("k", generation())
-        assert (counts["commands"], cache_events.num_failures) == (1, 1)
+        assert (counts["commands"], cache_events.failures.total()) == (1, 1)
 
 
 async def test_failed_calls_are_retried_once() -> None:
@@ -164,7 +164,7 @@ async def test_a_callers_deadline_is_not_a_failure_of_redis(
             async with asyncio.timeout(1.0):
                 await cache.get("k")
         assert counts["commands"] == 1
-    assert cache_events.num_failures == 0 and logged() == []
+    assert cache_events.failures.total() == 0 and logged() == []
 
 
 async def test_logs_hold_no_keys_and_no_answers(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,10 +57,10 @@ async def test_the_documented_rights_are_just_enough(
         client.config_resetstat()
         async with open_cache(url) as cache:
             await use_everything(cache, monkeypatch)
-            assert cache_events.num_failures == 0
+            assert cache_events.failures.total() == 0
             assert not await cache.put("foreign:key", generation())
             assert await cache.get("foreign:key") is None
-            assert cache_events.num_failures == 2
+            assert cache_events.failures.total() == 2
         used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
     for prefix in ("specrej", "specrej:flight"):
         assert f"`{prefix}:v{FORMAT_VERSION}:" in DOCUMENT.read_text()
@@ -85,7 +85,7 @@ async def test_a_password_file_is_read_for_every_connection(
                 place(file, content)
             assert await cache.get(KEY) is None
             assert not await cache.put(KEY, generation())
-        assert cache_events.num_failures == 8
+        assert cache_events.failures.total() == 8
         for password in ("one", "two"):
             set_user(own_valkey, "specrej-cache", password)
             place(file, f"{password}\n")
@@ -126,7 +126,7 @@ async def test_an_untrusted_server_is_a_miss(
             async with open_cache(url + ca) as cache:
                 assert not await cache.put(KEY, generation())
                 assert await cache.get(KEY) is None
-                assert cache_events.num_failures == num_failures  # one, then a cool-down
+                assert cache_events.failures.total() == num_failures  # one, then a cool-down
         async with open_cache(url.replace("rediss", "redis"), timeout_s=0.5) as plain:
             assert not await plain.put(KEY, generation())
     with redis.Redis.from_url(own_valkey.connection_url) as client:
@@ -147,6 +147,6 @@ async def test_mutual_tls(
         own = f"&ssl_certfile={pair.cert}&ssl_keyfile={pair.key}"
         async with open_cache(trusted + own) as cache:
             await use_everything(cache, monkeypatch)
-        assert cache_events.num_failures == 0
+        assert cache_events.failures.total() == 0
         async with open_cache(trusted) as cache:
             assert not await cache.put(KEY, generation())
