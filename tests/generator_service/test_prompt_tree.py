@@ -32,11 +32,6 @@ Leaf = RadixNode[Cells]
 Tree = PromptTree[Cells]
 
 
-def tree_of(capacity: int = 10_000, budget: int = 10_000) -> tuple[Tree, SlotLedger]:
-    ledger = SlotLedger(capacity)
-    return PromptTree(ledger, Cells, budget), ledger
-
-
 def run(start: int, count: int) -> list[int]:
     """`count` tokens, other ones for every start."""
     return [1000 * start + at for at in range(count)]
@@ -77,7 +72,8 @@ def cached_tokens(tree: Tree, ledger: SlotLedger, prompt: Sequence[int]) -> int:
 
 def test_the_least_recently_used_prompt_is_evicted_first() -> None:
     """Another use makes a prompt the newest; the budget is exact."""
-    tree, ledger = tree_of(budget=300)
+    ledger = SlotLedger(10_000)
+    tree: Tree = PromptTree(ledger, Cells, 300)
     for number in (1, 2, 3):
         cache(tree, run(number, 100))
     assert ledger.cached == 300
