@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -144,7 +145,7 @@ async def test_a_session_without_commands_ends_with_its_lease(generator: ToyGene
     async with stub_of(generator, lease_s=0.5) as stub:
         call = stub.Session()
         await answer_of(call, 1, open=OPEN)
-        error = await failure_of(call.read())
+        error = await asyncio.wait_for(failure_of(call.read()), 20)
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason_of(error) == "SESSION_EXPIRED"
     assert generator.ledger.owned == 0
