@@ -22,12 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.engine import grammar
-from generator_service.engine.grammar import (
-    Grammars,
-    Matchers,
-    TokenizerSpec,
-    unpacked,
-)
+from generator_service.engine.grammar import Grammars, Matchers, TokenizerSpec, unpacked
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.contracts.errors import InternalError, InvalidRequest
 from tests.reward_service.tiny import make_tokenizer

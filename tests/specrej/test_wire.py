@@ -40,12 +40,9 @@ LONG = {
     *("generated_tokens", "reward_tokens", "best_of_n_tokens_estimate"),
 }
 # Fields that are not sent.
-LOCAL = {
+LOCAL: dict[type, set[str]] = {
     c.Finished: {"source"},
-    c.JsonSchema: {"kind"},
-    c.Regex: {"kind"},
-    c.Grammar: {"kind"},
-    c.JsonObject: {"kind"},
+    **{kind: {"kind"} for kind in (c.JsonSchema, c.Regex, c.Grammar, c.JsonObject)},
 }
 
 
