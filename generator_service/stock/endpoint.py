@@ -46,6 +46,7 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
+from specrej.contracts.requests import MAX_INT32
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
 from specrej.server.serving import time_left_s
@@ -229,6 +230,8 @@ class EndpointGenerator:
             content = json.loads(answer)
             choice, usage = content["choices"][0], content["usage"]
             made, prompt = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
+            if not 0 <= min(made, prompt) <= max(made, prompt) <= MAX_INT32:
+                raise ValueError("counts of tokens must be from 0 to 2**31 - 1")
             text = choice["text"] if "text" in choice else choice["message"]["content"]
             if not isinstance(text, str | None):
                 raise TypeError("the text must be a string")

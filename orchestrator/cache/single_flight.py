@@ -113,28 +113,37 @@ class SingleFlight(Generic[T]):
 async def locked(redis: RedisClient, key: str, flight: Flight[Any]) -> AsyncIterator[bool]:
     """Hold the lock of an answer's key; the value is whether another process held it before.
 
-    A caller that has waited does not hold it: it looks for the stored answer, and without one it
-    runs at once, as those do that cannot use Redis, have waited for half of their time, or whose
-    flight is beside another one of this process.
+    A caller that waits, until the lock is free or half of its time is over, does not hold it: it
+    looks for the stored answer, and without one it runs at once. So do those that cannot use Redis,
+    and those whose flight is beside another one of this process.
     """
     lock = None if flight.is_beside else redis.lock(lock_key(key), LOCK_S)
     if lock is None:
         yield False
         return
-    acquire = partial(redis.attempt, "lock", "SET", partial(lock.acquire, blocking=False))
     release = partial(redis.attempt, "unlock", "EVALSHA", lock.release)
-    left_s, now = flight.left_s(), asyncio.get_running_loop().time
-    until = now() + left_s / 2
-    has_waited = (is_held := await acquire()) is False
-    if has_waited:
+    acquire = partial(redis.attempt, "lock", "SET", partial(lock.acquire, blocking=False))
+    acquiring = asyncio.create_task(acquire())
+
+    async def undo() -> None:
+        if await acquiring:
+            await release()
+
+    try:
+        is_held = await asyncio.shield(acquiring)
+    except asyncio.CancelledError:
+        await asyncio.wait({asyncio.create_task(undo())})
+        raise
+    now = asyncio.get_running_loop().time
+    if is_held is False:
         telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
-    while is_held is False and now() < until:
-        await asyncio.sleep(0.05)
-        is_held = await acquire()
-    if has_waited and is_held:
-        await release()
-    if has_waited or not is_held:
-        yield has_waited
+        until = now() + flight.left_s() / 2
+        while now() < until:
+            if not await redis.attempt("lock", "GET", lock.locked):
+                break
+            await asyncio.sleep(0.05)
+    if not is_held:
+        yield is_held is False
         return
     renewing = asyncio.create_task(_renew(redis, lock.reacquire))
 

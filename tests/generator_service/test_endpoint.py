@@ -178,6 +178,9 @@ async def test_a_busy_endpoint_is_called_again(status: int) -> None:
          "answer cannot be read: ValueError log-probabilities must be finite", 1),
         (with_choice({"logprobs": {"token_logprobs": [9.0, -1.0]}}), InternalError,
          "answer cannot be read: ValueError log-probabilities must be finite and at most 0", 1),
+        *((with_choice({}, prompt_tokens=wrong), InternalError,
+           "answer cannot be read: ValueError counts of tokens must be from 0", 1)
+          for wrong in (-1, 1 << 31)),
         (with_choice({"logprobs": {"token_logprobs": [-9.0]}}, completion_tokens=0), InternalError,
          "answer cannot be read: ValueError log-probabilities of no tokens", 1),
         (Reply({"error": {"message": "cut \ud83d"}}, 400), InvalidRequest, "cut \ufffd", 1),

@@ -6,12 +6,15 @@ import asyncio
 import math
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cache.single_flight import SingleFlight
+from orchestrator.cache.keys import PREFIX
+from orchestrator.cache.single_flight import Flight, SingleFlight, locked
 from specrej.contracts.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
 from tests.serving import turns, until
 
@@ -212,3 +215,45 @@ async def test_one_run_at_a_time_in_any_order_of_events(script: list[tuple[str, 
     assert all(isinstance(outcome, allowed) for outcome in outcomes)
     assert callers.running == 0 and callers.most_running <= 1
     assert (len(callers.flights.flying), callers.flights.num_waiting) == (0, 0)
+
+
+class Locks:
+    """One lock, which is granted late."""
+
+    def __init__(self) -> None:
+        self.granting = asyncio.Event()
+        self.calls: list[str] = []
+
+    def lock(self, key: str, lease_s: float) -> Locks:
+        return self
+
+    async def attempt(self, purpose: str, operation: str, send: Callable[[], Any]) -> Any:
+        return await send()
+
+    async def acquire(self, blocking: bool) -> bool:
+        await self.granting.wait()
+        self.calls.append("acquire")
+        return True
+
+    async def release(self) -> None:
+        self.calls.append("release")
+
+    async def reacquire(self) -> None:
+        self.calls.append("reacquire")
+
+
+async def test_a_caller_that_is_cancelled_while_it_locks_leaves_no_lock() -> None:
+    """Guards equal requests elsewhere against a wait until the lock expires."""
+    locks: Any = Locks()
+
+    async def hold() -> None:
+        async with locked(locks, f"{PREFIX}:key", Flight(lambda: 10.0)):
+            pytest.fail("the caller has left")
+
+    caller = asyncio.create_task(hold())
+    await turns()
+    caller.cancel()
+    await turns()
+    locks.granting.set()
+    await asyncio.wait({caller}, timeout=10)
+    assert caller.cancelled() and locks.calls == ["acquire", "release"]

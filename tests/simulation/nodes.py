@@ -165,6 +165,8 @@ class SimulatedRedis:
                 is_free = "NX" not in options or self._get(key) is None
                 life_ms = options[options.index("PX") + 1]
                 return self._put(key, value, life_ms) if is_free else None
+            case ("GET", key):
+                return self._get(key)
             case ("GETRANGE", key, 0, end):
                 return self._get(key, b"")[: end + 1]
             case ("EVALSHA", _, 1, key, token):  # the release of a lock
