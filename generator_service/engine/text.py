@@ -28,8 +28,9 @@ _INCOMPLETE = "\ufffd"
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 _SPACE = "\u2581"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# Tokens that `StopTexts` decodes at a time. At the first number it drops those before the last
-# border; at the second, incomplete characters count as complete: none takes so many tokens.
+# `StopTexts` keeps its newest tokens and decodes them with each new one. When it has _FEW_TOKENS,
+# it drops those whose text is complete. When it has _MOST_TOKENS, their text counts as complete: no
+# character takes so many.
 _FEW_TOKENS, _MOST_TOKENS = 6, 24
 
 
@@ -98,8 +99,8 @@ class Text:
         return tuple(dict.fromkeys(tuple(word) for word in ids if word))
 
     def token(self, token_id: int) -> bytes:
-        """The bytes of one token in UTF-8, perhaps not of whole characters; of a control token its
-        name; none of an id that the tokenizer has no token for."""
+        """The UTF-8 bytes of one token, which may be a part of a character. A control token is its
+        name; an id without a token is empty."""
         piece: str = self._tokenizer.convert_ids_to_tokens(token_id) or ""
         if token_id in self._added_ids:
             return piece.encode()

@@ -108,7 +108,7 @@ def _check_fates(completed: RoundCompleted, generation: Generation) -> None:
 
 
 def _check_promise(generation: Generation, least: int) -> None:
-    """So many candidates of the start are live or complete after every cut."""
+    """After every cut, at least `least` candidates, forks aside, are live or complete."""
     num_finished = 0
     for trace in generation.rounds:
         num_finished += trace.num_finished
@@ -117,8 +117,8 @@ def _check_promise(generation: Generation, least: int) -> None:
 
 
 def _check_ranking(generation: Generation, selection: Selection) -> None:
-    """Vetoed candidates are last, before them truncated ones if complete ones are preferred; only
-    low values are vetoed."""
+    """The order is complete, truncated (if complete ones are preferred), vetoed. Only a value below
+    its bound vetoes a candidate."""
     last = FinishReason.LENGTH if selection.prefer_complete else None
     ranks = [(c.vetoed, c.finish is last, -c.score) for c in generation.candidates]
     assert ranks == sorted(ranks)

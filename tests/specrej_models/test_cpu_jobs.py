@@ -1,4 +1,4 @@
-"""Where compiled code is kept, and which threads run it."""
+"""Where compiled code is kept."""
 
 from __future__ import annotations
 
