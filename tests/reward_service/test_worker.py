@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
@@ -159,7 +160,10 @@ async def test_time_size_and_tokens_are_measured_per_batch(
         monkeypatch.setattr(metrics, "record", recorded)
         monkeypatch.setattr(metrics, "add", recorded)
         call = await sent(worker.score(PROMPT, ["ab"] * 20))
+        await entered(reward)
+        began = time.perf_counter()
         await asyncio.sleep(0.1)
+        held_s = time.perf_counter() - began
         reward.gate.release(50)
         await call
     calls = recorded.call_args_list
@@ -167,7 +171,7 @@ async def test_time_size_and_tokens_are_measured_per_batch(
     assert [call.args[1] for call in calls if call.args[0] is names.REWARD_BATCH] == [20]
     assert [call.args[1] for call in calls if call.args[0] is names.REWARD_TOKENS] == [40]
     (seconds,) = [call.args[1] for call in calls if call.args[0] is names.REWARD_DURATION]
-    assert seconds >= 0.1
+    assert seconds >= held_s
 
 
 async def test_queue_limit_refuses_exactly_the_rest() -> None:
