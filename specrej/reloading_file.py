@@ -23,9 +23,9 @@ class ReloadingFile(Generic[T]):
     """The value that `read` returns for the files at `paths`, read again when one has changed.
 
     If a changed file cannot be read, the last good value stays in use and one warning is logged
-    (errors of `read` must not quote the files), and it is read again at each `get`: its permissions
-    may have been repaired. There is no background watch: `get` compares file states, which takes
-    microseconds. Thread-safe.
+    (errors of `read` must not quote the files). An invalid file is read again when it changes, one
+    that cannot be opened at each `get`: its permissions may be repaired. There is no background
+    watch: `get` compares file states, which takes microseconds. Thread-safe.
 
     Raises:
         OSError, ValueError: the first read failed.
@@ -37,6 +37,7 @@ class ReloadingFile(Generic[T]):
         self._lock = threading.Lock()
         self._used = _state(self._paths)
         self._rejected: _State | None = None
+        self._is_final = True  # whether what is rejected stays so until it changes
         self._value = read()
         metrics.add(names.FILES_REJECTED, 0)  # the metric is exported from now on
 
@@ -46,7 +47,7 @@ class ReloadingFile(Generic[T]):
             state = _state(self._paths)
             if state == self._used:
                 self._accept()
-            else:
+            elif state != self._rejected or not self._is_final:
                 self._read_again(state)
             return self._value
 
@@ -71,9 +72,10 @@ class ReloadingFile(Generic[T]):
             return
         if self._rejected is None:
             metrics.add(names.FILES_REJECTED, 1)
-        if state != self._rejected:
+        is_final = not isinstance(problem, OSError)
+        if (state, is_final) != (self._rejected, self._is_final):
             log.warning("%s changed and cannot be used, keeping the last: %s", paths, problem)
-        self._rejected = state
+        self._rejected, self._is_final = state, is_final
 
 
 def _state(paths: Sequence[Path]) -> _State:
