@@ -59,9 +59,11 @@ def test_an_unusable_change_keeps_the_last_and_is_logged_once(
 ) -> None:
     """Guards against a typing mistake that stops the service, or floods its log, and revoked tokens
     against permissions that are repaired: neither time, size nor inode change with them."""
-    is_closed = False
+    is_closed, num_reads = False, 0
 
     def read() -> int:
+        nonlocal num_reads
+        num_reads += 1
         if is_closed:
             raise PermissionError(13, "Permission denied")
         return number(path)
@@ -74,6 +76,7 @@ def test_an_unusable_change_keeps_the_last_and_is_logged_once(
     with caplog.at_level(logging.WARNING):
         assert [watched.get() for _ in range(5)] == [1] * 5
     assert len(caplog.records) == num_rejected() == 1
+    assert (num_reads == 2) == (broken == "invalid")  # a large file is not parsed for each call
     if broken == "closed":
         is_closed = False
     else:
