@@ -13,9 +13,11 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
@@ -24,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.client.channel import open_channel
+from specrej.client.options import accepted, value_of
 from specrej.contracts import (
     Event,
     Finished,
@@ -125,19 +128,21 @@ class _Attempts:
 def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.GenerateRequest:
     """The message for a prompt and options by their names, see `declared_options`.
 
-    `rewards` may map names to weights, `logit_bias` token ids to biases; `structured_output` may be
+    Options also take the texts of their flags, such as `algorithm="best-of-n"`,
+    `rewards="relevance"` and `schedule="geometric:64,2"`, and mappings of their fields. `rewards`
+    may map names to weights, `logit_bias` token ids to biases; a mapping for `structured_output` is
     a JSON Schema.
 
     Raises:
         TypeError: an unknown option.
-        InvalidRequest: a value that no message can hold, such as a number beyond 64 bits.
+        InvalidRequest: a value that no message can hold, such as a number beyond 64 bits, or of
+            another type.
     """
     if unknown := options.keys() - declared_options().keys():
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in ("stop", "bad_words"):  # a text is a sequence of texts, its characters
-        if isinstance(text := given.get(name), str):
-            given[name] = [text]
+        known = [get_close_matches(name, declared_options(), 1) for name in sorted(unknown)]
+        hint = "".join(f"; did you mean {near}?" for near in chain.from_iterable(known))
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}{hint}")
+    given = {name: _parsed(name, value) for name, value in options.items() if value is not None}
     if isinstance(rewards := given.get("rewards"), Mapping):
         given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
     if isinstance(biases := given.get("logit_bias"), Mapping):
@@ -155,6 +160,19 @@ def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.Genera
     return request
 
 
+def _parsed(name: str, value: Any) -> Any:
+    """An option's value, from a text if it is one; several values may be one."""
+    option = declared_options()[name]
+    with _valid(option.path):
+        if not isinstance(option.default, tuple):
+            is_schema = name == "structured_output" and isinstance(value, Mapping)
+            return value if is_schema else value_of(name, value)
+        if isinstance(value, Mapping):
+            return value
+        several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+        return [value_of(name, one) for one in (value if several else [value])]
+
+
 def _part(contract: Any, given: Mapping[str, Any], message: type[M], path: str = "") -> M:
     """The message with those options that are fields of the contract.
 
@@ -163,10 +181,13 @@ def _part(contract: Any, given: Mapping[str, Any], message: type[M], path: str =
     """
     try:
         return wire.part_to_message(contract, given, message)
-    except ValueError:
+    except (TypeError, ValueError):
         for name, value in given.items():
             with _valid(path + name):
-                wire.part_to_message(contract, {name: value}, message)
+                try:
+                    wire.part_to_message(contract, {name: value}, message)
+                except TypeError:
+                    raise ValueError(f"must be {accepted(name)}, is {value!r:.100}") from None
         raise
 
 

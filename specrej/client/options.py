@@ -1,4 +1,4 @@
-"""Flags that several commands share: credentials, and the options of a generation request."""
+"""Texts of options, for the client and the command line, and the flags that commands share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 from specrej.contracts import (
     Branching,
@@ -26,7 +26,7 @@ from specrej.contracts import (
 from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
-STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):(TEXT|@FILE)"
+STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):TEXT"
 REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
 
 
@@ -71,13 +71,8 @@ def parse_bias(text: str) -> TokenBias:
 
 
 def parse_structured_output(text: str) -> StructuredOutput:
-    """`json_schema:TEXT`, `regex:TEXT`, `grammar:TEXT` or `json_object`; TEXT may be `@FILE`."""
+    """`json_schema:TEXT`, `regex:TEXT`, `grammar:TEXT` or `json_object`."""
     kind, _, given = text.partition(":")
-    if given.startswith("@"):
-        try:
-            given = Path(given[1:]).read_text().removesuffix("\n")  # an editor's, not the regex's
-        except (OSError, UnicodeError) as error:
-            raise argparse.ArgumentTypeError(f"{given[1:]}: {error}") from None
     match kind:
         case "json_object" if not given:
             return JsonObject()
@@ -103,7 +98,7 @@ def _normalization(parts: Mapping[str, str]) -> Normalization:
 
 
 # Of options that are no number, text or enumeration: parser, metavar, and what to use instead of a
-# text that cannot be parsed.
+# text that cannot be parsed. Where there may be several values, the parser is that of one.
 _SYNTAX: dict[str, tuple[Callable[[str], object], str, str]] = {
     "rewards": (parse_reward, REWARD_SYNTAX, REWARD_SYNTAX),
     "logit_bias": (parse_bias, BIAS_SYNTAX, BIAS_SYNTAX),
@@ -115,18 +110,69 @@ _SYNTAX: dict[str, tuple[Callable[[str], object], str, str]] = {
     "branching": (parse_branching, "WIDTH,KEEP", "16,4 or 32,2,1 (width, keep, taper)"),
     "structured_output": (parse_structured_output, STRUCTURED_SYNTAX, STRUCTURED_SYNTAX),
 }
+# Flags that take more than the option's text.
+_FILES = {"structured_output": STRUCTURED_SYNTAX.replace("TEXT", "(TEXT|@FILE)")}
+_KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
 
 
-def _type(parse: Callable[[str], object], syntax: str) -> Callable[[str], object]:
-    """A parser for argparse, whose error has the syntax to use."""
+def _syntax_of(name: str) -> tuple[Callable[[str], object], str, str] | None:
+    """As in `_SYNTAX`; None: the option's texts are its values, or it has none."""
+    kind = declared_options()[name].type
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        choices = [choice.value for choice in kind]
+        return kind, f"{{{','.join(choices)}}}", f"one of {', '.join(choices)}"
+    return _SYNTAX.get(name)
+
+
+def value_of(name: str, given: Any) -> Any:
+    """The value of an option, or one of its values: from the text that its flag takes, or from a
+    mapping of its fields; anything else as it is.
+
+    Raises:
+        ValueError: with what to use.
+    """
+    convert, _, syntax = _syntax_of(name) or (str, "", "")
+    try:
+        if isinstance(given, Mapping):
+            kind = declared_options()[name].type
+            return _from_mapping((*get_args(kind), kind)[0], given)
+        return convert(given) if isinstance(given, str) else given
+    except (TypeError, ValueError):
+        raise ValueError(f"{given!r:.100}: use {syntax or accepted(name)}") from None
+
+
+def _from_mapping(kind: Any, fields: Any) -> Any:
+    if not isinstance(fields, Mapping):
+        return fields
+    kinds = get_type_hints(kind)
+    return kind(**{name: _from_mapping(kinds.get(name), value) for name, value in fields.items()})
+
+
+def accepted(name: str) -> str:
+    """What an option takes, for an error."""
+    if syntax := _syntax_of(name):
+        return syntax[2]
+    kind = declared_options()[name].type
+    return _KINDS.get(kind) or f"a list of {'texts' if kind == tuple[str, ...] else 'numbers'}"
+
+
+def _flag_type(name: str) -> Callable[[str], object]:
+    """`value_of` for argparse."""
 
     def parsed(text: str) -> object:
         try:
-            return parse(text)
-        except (TypeError, ValueError):
-            raise argparse.ArgumentTypeError(f"{text!r}: use {syntax}") from None
+            return value_of(name, _with_file(text) if name == "structured_output" else text)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
+
+
+def _with_file(text: str) -> str:
+    """A structured output with the text of a file in place of `@FILE`."""
+    kind, at, path = text.partition(":@")
+    # The last line break is an editor's, not the regular expression's.
+    return f"{kind}:{Path(path).read_text().removesuffix(chr(10))}" if at else text
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
@@ -134,15 +180,10 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     for name, option in declared_options().items():
         more: dict[str, Any] = {}
         kind = option.type
-        if name in _SYNTAX:
-            parse, more["metavar"], syntax = _SYNTAX[name]
-            more["type"] = _type(parse, syntax)
+        if syntax := _syntax_of(name):
+            more = {"type": _flag_type(name), "metavar": _FILES.get(name, syntax[1])}
         elif kind is bool:
             more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
-        elif isinstance(kind, type) and issubclass(kind, Enum):
-            choices = [choice.value for choice in kind]
-            more["type"] = _type(kind, f"one of {', '.join(choices)}")
-            more["metavar"] = f"{{{','.join(choices)}}}"
         else:
             more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(kind, kind)
         if isinstance(option.default, tuple):

@@ -19,7 +19,7 @@ import pytest
 from specrej import contracts as c
 from specrej.client import cli
 from specrej.client.client import build_request
-from specrej.client.options import parse_reward, parse_schedule, parse_structured_output
+from specrej.client.options import add_options, parse_reward, parse_schedule
 from specrej.client.view import plain_line, summary_line
 from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
@@ -199,16 +199,22 @@ def test_schedules(text: str, schedule: c.Schedule) -> None:
 
 def test_structured_output(tmp_path: Path) -> None:
     """A text, a file's text, or any object. Guards against a file's name taken for a schema."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser.add_argument_group())
+
+    def parsed(text: str) -> object:
+        return parser.parse_args(["--structured-output", text]).structured_output
+
     file = tmp_path / "grammar.lark"
     file.write_text('start: "a:b"')
-    assert parse_structured_output(f"grammar:@{file}") == c.Grammar('start: "a:b"')
+    assert parsed(f"grammar:@{file}") == c.Grammar('start: "a:b"')
     file.write_text("[0-9]+\n")
-    assert parse_structured_output(f"regex:@{file}") == c.Regex("[0-9]+")
-    assert parse_structured_output("regex:a:b") == c.Regex("a:b")
-    assert parse_structured_output("json_object") == c.JsonObject()
+    assert parsed(f"regex:@{file}") == c.Regex("[0-9]+")
+    assert parsed("regex:a:b") == c.Regex("a:b")
+    assert parsed("json_object") == c.JsonObject()
     for bad in ("", "json", "json_schema", "regex:", "json_object:{}", f"regex:@{tmp_path}/none"):
-        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
-            parse_structured_output(bad)
+        with pytest.raises(argparse.ArgumentError):
+            parsed(bad)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,10 @@ def test_rewards_and_prompts_have_several_forms() -> None:
             "selection.rewards",
         ),
         (Options(model="\ud800"), "model"),
+        (Options(n="16"), "selection.n"),
+        (Options(stop=3), "sampling.stop"),
+        (Options(schedule={"kind": "memory", "last": 3}), "selection.schedule"),
+        (Options(algorithm="best"), "selection.algorithm"),
     ],
 )
 def test_value_beyond_the_message_is_an_invalid_request(bad: Options, field: str) -> None:
@@ -89,9 +93,40 @@ def test_value_beyond_the_message_is_an_invalid_request(bad: Options, field: str
     assert [violation.field for violation in refused.value.violations] == [field]
 
 
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        ({"algorithm": "best-of-n"}, {"algorithm": c.Algorithm.BEST_OF_N}),
+        ({"cache": "bypass"}, {"cache": c.CacheControl.BYPASS}),
+        ({"rewards": "relevance"}, {"rewards": {"relevance": 1.0}}),
+        ({"rewards": ["a=2", {"name": "b", "normalization": {"kind": "batch"}}]},
+         {"rewards": [c.WeightedReward("a", 2.0),
+                      c.WeightedReward("b", normalization=c.Normalization("batch"))]}),
+        ({"schedule": "geometric:64,2"}, {"schedule": c.Schedule(first=64)}),
+        ({"schedule": {"kind": "tokens", "tokens": [3]}}, {"schedule": c.Schedule("tokens",
+                                                                               tokens=(3,))}),
+        ({"branching": "16,4"}, {"branching": c.Branching(16, 4)}),
+        ({"logit_bias": "7=-1"}, {"logit_bias": {7: -1.0}}),
+        ({"structured_output": "regex:a:b"}, {"structured_output": c.Regex("a:b")}),
+        ({"stop_token_ids": 7}, {"stop_token_ids": [7]}),
+    ],
+)  # fmt: skip
+def test_options_take_what_flags_and_the_gateway_take(
+    texts: dict[str, Any], values: dict[str, Any]
+) -> None:
+    assert build_request("why?", **texts) == build_request("why?", **values)
+
+
+def test_a_wrong_text_is_answered_with_the_texts_to_use() -> None:
+    with pytest.raises(errors.InvalidRequest, match="one of use, bypass, refresh"):
+        build_request("why?", cache="on")
+    with pytest.raises(errors.InvalidRequest, match="must be a number, is 'hot'"):
+        build_request("why?", temperature="hot")
+
+
 def test_an_unknown_option_is_a_type_error() -> None:
     """Guards against a misspelt option that is silently ignored."""
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="temprature; did you mean temperature"):
         build_request("why?", temprature=1.0)
 
 
