@@ -1,9 +1,6 @@
 """The command line: generate, score, describe, trace, and run the whole service on this machine.
 
-Only answers go to stdout; progress and errors go to stderr. Exit codes: 0 done, 2 bad usage or
-request, 3 server unavailable, 4 deadline exceeded, 5 overloaded, 6 missing or refused token,
-130 interrupted, 143 terminated, 1 any other error.
-
+Only answers go to stdout; progress and errors go to stderr.
 Tables need the extra `rich`; without it there is a line per round.
 """
 
@@ -15,10 +12,13 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -30,6 +30,7 @@ from specrej.client import Client, RewardClient, view
 from specrej.client.channel import open_channel
 from specrej.client.options import add_credentials, add_options, credentials_of, options_of
 from specrej.contracts import Event, Generation, Message, Prompt, ServiceDescription, errors, wire
+from specrej.contracts.status import has_details
 from specrej.security import Role, append_line, new_token, revoke, time_of
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
@@ -43,6 +44,8 @@ _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.PermissionDenied: 6,
 }
 _INTERRUPTED, _TERMINATED = 130, 143
+_EPILOG = """Exit codes: 0 done, 2 bad usage or request, 3 server unavailable, 4 deadline exceeded,
+5 overloaded, 6 missing or refused token, 130 interrupted, 143 terminated, 1 any other error."""
 
 # Commands of `python -m MODULE ...`: the extra they need, the module's arguments, and a help text.
 _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -105,6 +108,9 @@ def _reported() -> Iterator[None]:
             print(end="", flush=True)  # also where stdout is closed
     except errors.SpecrejError as error:
         text = " ".join(error.message.split()) or error.reason
+        failure, is_away = error.__cause__, isinstance(error, errors.Unavailable)
+        if is_away and isinstance(failure, grpc.aio.AioRpcError) and not has_details(failure):
+            text += "; is a service at this --address? specrej up starts all on this machine"
         _fail(text, _EXIT_CODES.get(type(error), 1))
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
@@ -150,11 +156,35 @@ def _print_json(plain: Mapping[str, object]) -> None:
     print(json.dumps(plain, ensure_ascii=not is_unicode, indent=2))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests what a misspelt command or flag may stand for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As the base class, but no argument may be unknown."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flags = re.findall(r"--[\w-]+", self.format_help())
+            self.error(f"unrecognized arguments: {' '.join(rest)}{_suggestion(rest[0], flags)}")
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """As the base class."""
+        if choice := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
+            message += _suggestion(choice[1], re.findall(r"[\w-]+", choice[2]))
+        super().error(message)
+
+
+def _suggestion(word: str, known: Sequence[str]) -> str:
+    near = get_close_matches(word.partition("=")[0], known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="specrej",
         description="Best-of-N answers at a fraction of their cost: Speculative Rejection as a"
         " service.",
+        epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=version("specrej"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -167,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     command = add("generate", _generate, "Answer PROMPT with the best of many candidates.")
+    command.usage = "specrej generate [OPTIONS] PROMPT"
     command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     command.add_argument("--system", default="", help="a system turn before the prompt")
     add_options(command.add_argument_group("request"))
@@ -192,7 +223,9 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "Check a service's health: exit code 0 if it is SERVING, else 1."
     command = add("health", _health, text)
-    command.add_argument("address", metavar="HOST:PORT", help="any of the services")
+    command.add_argument(
+        "address", type=partial(_address, ""), metavar="HOST:PORT", help="any of the services"
+    )
     command.add_argument(
         "--service", default="", help="a service's name, or liveness; empty: readiness"
     )
@@ -240,8 +273,9 @@ def _add_call(
     """Add the flags of a call to the service whose address is in `variable`, else `default`."""
     parser.add_argument(
         "--address",
+        type=partial(_address, default),
         default=os.environ.get(variable) or default,
-        metavar="HOST:PORT",
+        metavar="HOST[:PORT]",
         help=f"the service [{variable}; {default}]",
     )
     parser.add_argument(
@@ -249,6 +283,15 @@ def _add_call(
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_credentials(parser)
+
+
+def _address(default: str, text: str) -> str:
+    """An address of gRPC, with the port of the default if it has none."""
+    if text.startswith(("http://", "https://")):
+        text = f"{text!r}: use HOST:PORT; HTTP is the gateway's, gRPC has a port of its own"
+        raise argparse.ArgumentTypeError(text)
+    has_no_port = default and re.fullmatch(r"[\w.-]+|\[[\w:]+\]", text)
+    return f"{text}:{default.rpartition(':')[2]}" if has_no_port else text
 
 
 def _seconds(text: str) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from specrej import contracts as c
-from specrej.client import cli
+from specrej.client import Client, cli
 from specrej.client.client import build_request
 from specrej.client.options import add_options, parse_reward, parse_schedule
 from specrej.client.view import plain_line, summary_line
@@ -38,6 +38,7 @@ from tests.specrej.fakes import (
 )
 
 HEALTH_NAME = "specrej.v1.SomeService"
+ABSENT = "127.0.0.1:1"  # nothing listens there
 VETO = c.WeightedReward("likelihood", 0.5, c.Normalization("batch"), -1.0)
 FLAGS: Options = {
     **OPTIONS,
@@ -140,23 +141,39 @@ def test_an_error_is_one_line_and_a_code(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("line", "hint"),
     [
-        ("generate", "why?", "--schedule", "x"),
-        ("generate", "why?", "--cache", "never"),
-        ("generate", "why?", "--timeout", "-1"),
-        ("token", "acme", "--role", "king"),
-        ("token", "acme", "--expires", "tomorrow"),
+        ("generate why? --schedule x", "--schedule"),
+        ("generate why? --cache never", "--cache"),
+        ("generate why? --timeout -1", "--timeout"),
+        ("token acme --role king", "--role"),
+        ("token acme --expires tomorrow", "--expires"),
+        ("genrate why?", "did you mean generate?"),
+        ("generate why? --tempeature 3", "did you mean --temperature?"),
+        ("describe --jsno", "did you mean --json?"),
+        ("describe --address http://localhost:8000", "use HOST:PORT"),
     ],
 )
 async def test_bad_usage_is_a_usage_error(
-    arguments: tuple[str, ...], command: Command, capsys: pytest.CaptureFixture[str]
+    line: str, hint: str, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards against a misspelt value that is ignored."""
     with pytest.raises(SystemExit, match="2"):
-        await command(*arguments)
+        await command(*line.split())
     printed = capsys.readouterr()
-    assert printed.out == "" and arguments[-2] in printed.err
+    assert printed.out == "" and hint in printed.err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_missing_server_is_named_with_its_default_port(
+    host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(cli, "Client", lambda address, **_: used.append(address) or Client(ABSENT))
+    with pytest.raises(SystemExit, match="3"):
+        cli.main(["describe", "--address", host, "--timeout", "0.5"])
+    assert used == [f"{host}:50050"]
+    assert "is a service at this --address? specrej up starts" in capsys.readouterr().err
 
 
 async def test_describe(address: str, command: Command) -> None:
