@@ -14,13 +14,7 @@ from typing import Any
 from specrej import telemetry
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.contracts import (
-    Generator,
-    GeneratorDescription,
-    Session,
-    SessionSpec,
-    wire,
-)
+from specrej.contracts import Generator, GeneratorDescription, Session, SessionSpec, wire
 from specrej.contracts.errors import (
     InvalidRequest,
     OutOfOrder,

@@ -22,14 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from reward_service.reward import (
-    RemoteReward,
-    Reward,
-    RewardLost,
-    Task,
-    as_candidates,
-    take_fairly,
-)
+from reward_service.reward import RemoteReward, Reward, RewardLost, Task, as_candidates, take_fairly
 from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names

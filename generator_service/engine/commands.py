@@ -11,14 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self
 
 from generator_service.admission import Demand
-from specrej.contracts import (
-    Candidate,
-    FinishReason,
-    RoundEnd,
-    Sampling,
-    SlotGauge,
-    TokenText,
-)
+from specrej.contracts import Candidate, FinishReason, RoundEnd, Sampling, SlotGauge, TokenText
 
 if TYPE_CHECKING:
     from generator_service.engine.grammar import CompiledGrammar

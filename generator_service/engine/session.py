@@ -7,12 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from generator_service.admission import Demand, own_slots
-from generator_service.engine.commands import (
-    GrowingCandidate,
-    OpenCommand,
-    Opened,
-    PrefixBatch,
-)
+from generator_service.engine.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.engine.grammar import Matchers
 from generator_service.engine.prompt_tree import RadixNode
 from generator_service.engine.sampling import Adjustment, is_adjusted

@@ -10,14 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from specrej.contracts import (
-    FinishReason,
-    Regex,
-    RoundEnd,
-    Sampling,
-    SessionSpec,
-    TokenBias,
-)
+from specrej.contracts import FinishReason, Regex, RoundEnd, Sampling, SessionSpec, TokenBias
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
 from tests.conformance.conftest import also_endpoint, also_remote_own
 from tests.conformance.sessions import (

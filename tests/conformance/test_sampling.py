@@ -24,14 +24,7 @@ from specrej.contracts import (
 )
 from specrej.contracts.errors import InvalidRequest
 from tests.conformance.conftest import Started, also_endpoint, also_remote_own
-from tests.conformance.sessions import (
-    ENDING,
-    ENDLESS,
-    Tokens,
-    add,
-    to_the_end,
-    whole,
-)
+from tests.conformance.sessions import ENDING, ENDLESS, Tokens, add, to_the_end, whole
 from tests.conformance.subjects import HAS_VLLM, IS_FLOAT32, PROMPT, Subject
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -14,15 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from deploy.images.build import version
-from tests.deploy.manifests import (
-    DEPLOY,
-    OVERLAYS,
-    ROOT,
-    Manifests,
-    kustomized,
-    parsed,
-    rendered,
-)
+from tests.deploy.manifests import DEPLOY, OVERLAYS, ROOT, Manifests, kustomized, parsed, rendered
 
 HELM = ROOT / ".tools" / "helm"  # make helm
 # In a process of its own, as Helm's engine brings the runtime of another language.

@@ -17,15 +17,7 @@ from specrej.telemetry import names
 from tests.certificates import Authority
 from tests.deploy.busy import METRICS
 from tests.deploy.expressions import of_dashboards, selected
-from tests.deploy.manifests import (
-    DEPLOY,
-    DOWNLOAD,
-    SERVICES,
-    WORKER,
-    Manifests,
-    accepted,
-    rendered,
-)
+from tests.deploy.manifests import DEPLOY, DOWNLOAD, SERVICES, WORKER, Manifests, accepted, rendered
 from tests.deploy.policies import NAMESPACE, Peer, edges
 from tests.endpoints import prometheus_name
 from tests.serving import until

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import (
-    engines,
-    load,
-    processes,
-    readers,
-    redis_faults,
-    rolling,
-    starts,
-    wire,
-)
+from tests.faults import engines, load, processes, readers, redis_faults, rolling, starts, wire
 from tests.faults.case import Case
 
 CASES: tuple[Case, ...] = (

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority, place
-from tests.gateway.gateways import (
-    MODELS,
-    Connection,
-    context,
-    gateway_at,
-    response_to,
-)
+from tests.gateway.gateways import MODELS, Connection, context, gateway_at, response_to
 
 
 async def get_models(port: int, tls: ssl.SSLContext) -> int:

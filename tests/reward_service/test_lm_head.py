@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    ElectraConfig,
-    ModernBertDecoderConfig,
-)
+from transformers import AutoModelForCausalLM, BertConfig, ElectraConfig, ModernBertDecoderConfig
 
 from reward_service.reward import score, score_batch
 from tests.reward_service import tiny

@@ -16,14 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 from reward_service import training
 from reward_service.checkpoint import HEAD_TENSOR
 from reward_service.reward import score
-from reward_service.training import (
-    Accuracy,
-    Pair,
-    features,
-    fit_head,
-    read_pairs,
-    share_right,
-)
+from reward_service.training import Accuracy, Pair, features, fit_head, read_pairs, share_right
 from specrej.contracts import Prompt
 from tests.reward_service.tiny import load, make_tokenizer, save
 

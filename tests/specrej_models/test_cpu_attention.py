@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specrej_models.attention import (
-    DecodeSegment,
-    PrefillSegment,
-    Scaling,
-    Segment,
-    attend_rows,
-)
+from specrej_models.attention import DecodeSegment, PrefillSegment, Scaling, Segment, attend_rows
 from specrej_models.cpu.attention import CPUAttention
 from specrej_models.cpu.tiles import PANEL
 from specrej_models.kv import KVShape, PromptKV, SuffixKV

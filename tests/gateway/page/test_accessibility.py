@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gateway.page.conftest import AXE, need
-from tests.gateway.page.window import (
-    ENTER,
-    ESCAPE,
-    Window,
-)
+from tests.gateway.page.window import ENTER, ESCAPE, Window
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
