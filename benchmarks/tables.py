@@ -110,7 +110,7 @@ def _columns(caption: str, headings: dict[str, str], keys: Sequence[str]) -> Cal
 
 
 def _throughput() -> str:
-    result, engines = measured("peers_tiles"), ("specrej", "vllm", "llamacpp", "transformers")
+    result, engines = measured("peers"), ("specrej", "vllm", "transformers")
     speeds = {(row["engine"], row["n"]): row["tokens_per_s"] for row in result["results"]}
     rows = [
         (n, *(f"{speeds[engine, n]:.0f}" for engine in engines), f"{bound:.0f}")
