@@ -169,7 +169,12 @@ def test_a_missing_server_is_named_with_its_default_port(
     host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
-    monkeypatch.setattr(cli, "Client", lambda address, **_: used.append(address) or Client(ABSENT))
+
+    def client(address: str, **_: object) -> Client:
+        used.append(address)
+        return Client(ABSENT)
+
+    monkeypatch.setattr(cli, "Client", client)
     with pytest.raises(SystemExit, match="3"):
         cli.main(["describe", "--address", host, "--timeout", "0.5"])
     assert used == [f"{host}:50050"]
