@@ -172,11 +172,11 @@ def test_a_missing_server_is_named_with_its_default_port(
 
     def client(address: str, **_: object) -> Client:
         used.append(address)
-        return Client(ABSENT)
+        return Client(ABSENT, timeout_s=0.5)
 
     monkeypatch.setattr(cli, "Client", client)
     with pytest.raises(SystemExit, match="3"):
-        cli.main(["describe", "--address", host, "--timeout", "0.5"])
+        cli.main(["describe", "--address", host])
     assert used == [f"{host}:50050"]
     assert "is a service at this --address? specrej up starts" in capsys.readouterr().err
 
