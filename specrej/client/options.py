@@ -171,8 +171,10 @@ def _flag_type(name: str) -> Callable[[str], object]:
 def _with_file(text: str) -> str:
     """A structured output with the text of a file in place of `@FILE`."""
     kind, at, path = text.partition(":@")
-    # The last line break is an editor's, not the regular expression's.
-    return f"{kind}:{Path(path).read_text().removesuffix(chr(10))}" if at else text
+    if not at:
+        return text
+    given = Path(path).read_text().removesuffix("\n")  # an editor's, not the regex's
+    return f"{kind}:{given}"
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:

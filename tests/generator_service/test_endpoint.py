@@ -282,7 +282,8 @@ async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
         assert len((await asyncio.wait_for(growing, 20)).candidates) == 20
         assert 99 in [request.body["seed"] for request in endpoint.requests[2:4]]
         assert endpoint.most_running == 2
-        assert made._places._value == 2
+        async with asyncio.timeout(10), made._place(large), made._place(small):
+            assert made._places.locked()  # both were free, and there are no more
 
 
 async def test_sessions_are_bounded() -> None:
