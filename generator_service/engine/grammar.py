@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from math import trunc
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,11 @@ _EXCLUSIVE = {
     "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
     "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
 }
+# Keywords of bounds, and the sign of one that may be narrowed.
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+_NO_SYNTAX = ("binary", "password", "path", "file-path", "directory-path")  # formats of pydantic
+_UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
 
 # A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords
 # that are not supported. White space is at most one space after a comma or a colon: models that
@@ -367,8 +373,7 @@ def _source(output: StructuredOutput) -> str:
 
     match output:
         case JsonSchema(schema):
-            check_numbers(schema)
-            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema(checked_schema(schema), overrides=_JSON)
         case JsonObject():
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
         case Regex(pattern):
@@ -377,38 +382,68 @@ def _source(output: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(lark)
 
 
-def check_numbers(schema: str) -> None:
-    """Refuse numbers that llguidance, which reads them as float64, would change.
+def checked_schema(schema: str) -> str:
+    """The schema as llguidance reads it without changing or misreading a part.
 
-    Text that is not JSON passes: llguidance refuses it.
+    llguidance reads numbers as float64. A bound of more digits, such as a minimum of -2^63, becomes
+    one of 15 digits within it, so that answers conform. Formats that describe no syntax are left
+    out. Text that is not JSON passes: llguidance refuses it.
 
     Raises:
-        ValueError: the schema has such a number, or is nested too deeply.
+        ValueError: a number or a pair of keywords is not supported, or it is nested too deeply.
     """
 
-    def exact(text: str) -> float:
-        number = Decimal(text)
-        if abs(number.adjusted()) > 300 or len(number.normalize().as_tuple().digits) > _DIGITS:
-            raise ValueError(
-                f"the number {text[:40]} has more than {_DIGITS} digits or is too large"
-            )
-        return float(text)
+    def number(text: str) -> int | float | Decimal:
+        exact = Decimal(text)
+        if abs(exact.adjusted()) > 300 or len(exact.normalize().as_tuple().digits) > _DIGITS:
+            return exact
+        return float(text) if {*text} & {*".eE"} else int(text)
 
-    def bounded(part: dict[str, Any]) -> dict[str, Any]:
-        # llguidance would allow an exclusive bound that is the other bound without its fraction.
-        for name, others in _EXCLUSIVE.items():
-            bound = part.get(name)
-            for other in (part.get(key) for key in others):
-                if type(bound) is type(other) is float and trunc(other) == bound != other:
-                    raise ValueError(f"{name} {bound:g} beside the other bound {other:g}")
-        return part
+    def refuse(exact: Decimal) -> NoReturn:
+        raise ValueError(
+            f"the number {str(exact)[:40]} has more than {_DIGITS} digits or is too large"
+        )
 
     try:
-        json.loads(schema, parse_float=exact, parse_int=exact, object_hook=bounded)
+        parsed = json.loads(schema, parse_float=number, parse_int=number)
+        return json.dumps(_supported(parsed), default=refuse)
     except json.JSONDecodeError:
-        return
+        return schema
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
+
+
+def _supported(part: Any) -> Any:
+    """A schema's part with bounds and formats that are supported."""
+    if isinstance(part, list):
+        return [_supported(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    part = {name: v if name in _VALUES else _supported(v) for name, v in part.items()}
+    _bound(part)
+    form = part.get("format")
+    if isinstance(form, str) and form in _NO_SYNTAX:
+        del part["format"]
+    elif isinstance(form, str) and re.fullmatch("uuid[1-8]", form) and "pattern" not in part:
+        part["pattern"] = _UUID.format(version=form[-1])
+        del part["format"]
+    return part
+
+
+def _bound(part: dict[str, Any]) -> None:
+    """Narrow bounds of too many digits; refuse those that llguidance misreads."""
+    for name, sign in _BOUNDS.items():
+        bound = part.get(name)
+        if isinstance(bound, Decimal) and (bound > 0) is (sign > 0):
+            part[name] = sign * (10**_DIGITS - 1)
+        if type(bound) in (int, float) and bound < 0 and "multipleOf" in part:
+            raise ValueError(f"multipleOf beside {name} {bound:g}: negative multiples")
+    # llguidance would allow an exclusive bound that is the other bound without its fraction.
+    for name, others in _EXCLUSIVE.items():
+        bound = part.get(name)
+        for other in (part.get(key) for key in others):
+            if {type(bound), type(other)} <= {int, float} and trunc(other) == bound != other:
+                raise ValueError(f"{name} {bound:g} beside the other bound {other:g}")
 
 
 def _try_outputs() -> None:

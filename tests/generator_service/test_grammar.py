@@ -50,13 +50,17 @@ SCHEMAS = {
     "{": "",
     # llguidance's numbers are float64.
     '{"enum": [1234567890123456789]}': "the number 1234567890123456789 has more",
-    '{"type": "integer", "maximum": 9223372036854775807}': "9223372036854775807",
+    '{"type": "integer", "minimum": 9223372036854775807}': "9223372036854775807",
     '{"anyOf": [{"const": {"a": [9007199254740993]}}]}': "9007199254740993",
     '{"const": 123456789.12345679}': "123456789.12345679",
     '{"const": 1' + 400 * "0" + "}": "too large",
-    '{"type": "number", "minimum": 1, "exclusiveMaximum": 1e9999999}': "1e9999999",
+    '{"type": "number", "maximum": 1, "exclusiveMaximum": -1e9999999}': "-1E+9999999",
     '{"type": "number", "exclusiveMinimum": 4, "maximum": 4.5}': "exclusiveMinimum 4 beside",
     '{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}': "exclusiveMaximum 0 beside",
+    '{"type": "integer", "minimum": -9, "multipleOf": 3}': "multipleOf beside minimum -9",
+    '{"type": "number", "multipleOf": 0.5, "exclusiveMaximum": -1.5}': "exclusiveMaximum -1.5",
+    '{"type": "string", "format": "uuid4", "pattern": "^a"}': "uuid4",
+    '{"type": "string", "format": "color"}': "color",
 }
 
 
@@ -107,6 +111,38 @@ def test_tokens_that_may_come_next(
     (allowed,) = next_of(matchers(output), tokens(text))
     ends = {EOS, OTHER_END} if may_end else set()
     assert allowed == {*tokens(following)} - {OTHER_END} | ends
+
+
+UUID4 = "f47ac10b-58cc-4372-a567-0e02b2c3d479"
+BOUNDS = {"minimum": -(2**63), "exclusiveMaximum": 2**63 - 1}
+UPLOAD = {"type": "string", "format": "binary"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "conforming", "others"),
+    [
+        (
+            {"type": "integer", **BOUNDS},
+            ["-7", "0", "9" * 14 + "8"],
+            [str(2**63), "-1" + "0" * 19],
+        ),
+        ({"type": "integer", "minimum": 0, "multipleOf": 3}, ["0", "12"], ["4", "-3"]),
+        ({"type": "string", "format": "uuid4"}, [f'"{UUID4}"'], ['"a"', f'"{UUID4[:-1]}"']),
+        ({"type": "string", "format": "file-path"}, ['"/a b"'], ["1"]),
+        ({"properties": {"format": UPLOAD}, "required": ["format"]}, ['{"format": "x"}'], ["{}"]),
+        ({"enum": [{"format": "binary"}]}, ['{"format": "binary"}'], ["{}"]),
+    ],
+)
+def test_schemas_of_pydantic(schema: object, conforming: list[str], others: list[str]) -> None:
+    """Guards against refused bounds of 64 bits and formats, and a changed value of `enum`."""
+    first = grammars().compile(JsonSchema(json.dumps(schema))).first
+
+    def is_accepted(text: str) -> bool:
+        state, ids = first.deep_copy(), tokens(text)
+        return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+
+    assert [*map(is_accepted, conforming)] == [True] * len(conforming)
+    assert [*map(is_accepted, others)] == [False] * len(others)
 
 
 @given(seed=st.integers(0, 10_000), output=st.sampled_from([SIZE, WORDS, SUMS, JsonObject()]))
