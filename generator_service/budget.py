@@ -23,6 +23,7 @@ from rich.table import Table
 from generator_service.admission import SPARE_BLOCKS, Blocks, Demand, own_slots
 from generator_service.settings import GeneratorSettings
 from specrej.contracts.validation import MAX_BATCH
+from specrej_models import hub
 from specrej_models.sizes import CPU_COLUMNS, SCORE_BYTES, SCORES_AT_ONCE, ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
 
@@ -186,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="specrej plan", description="Slots, N and settings from a config.json"
     )
     add = parser.add_argument
-    text = "directory of a model, or its config.json"
-    add("--model", type=read_config, required=True, metavar="PATH", help=text)
+    text = "directory of a model, its config.json, or a name of a hub such as org/name@revision"
+    add("--model", type=read_config, required=True, metavar="MODEL", help=text)
     text = "of each device: 80GiB, 80GB or bytes"
     add("--memory", type=TypeAdapter(ByteSize).validate_python, required=True, help=text)
     text = "share of it for the generator, 0 .. 0.95"
@@ -287,10 +288,12 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def read_config(place: str | Path) -> Any:
-    """The config of a model's text part, from its directory or its config.json."""
+    """The config of a model's text part, from its directory, its config.json or its hub."""
     from transformers import AutoConfig
 
     try:
+        if not Path(place).exists() and hub.is_name(str(place)):
+            place = hub.config_of(str(place))
         return AutoConfig.from_pretrained(place, local_files_only=True).get_text_config()
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{place}: {error}") from None

@@ -20,6 +20,7 @@ from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Sampling, TokenBias
 from specrej_models.sizes import ModelSizes
+from tests import hub as hubs
 from tests.generator_service import tiny
 from tests.generator_service.stepping import admitted, steps
 from tests.programs import in_process
@@ -262,3 +263,23 @@ def test_a_step_stays_within_its_workspace(
     threads = torch.get_num_threads() if compiled else 0
     limit = Budget(model.sizes, 0, 0, 154, n, chunk, "cpu", threads=threads).workspace_bytes
     assert limit / 8 < step.peak <= limit
+
+
+def test_a_plan_by_name_fetches_the_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a plan that downloads weights, or takes a name of a hub for a path."""
+    by_path = run(tmp_path, LLAMA_3_8B)
+    with hubs.running() as hub:
+        hubs.use(monkeypatch, hub.endpoint, tmp_path / "cache")
+        config = json.dumps(LLAMA_3_8B).encode()
+        hub.add("org/llama", {"config.json": config, "model.safetensors": b"w"}, "v1")
+        monkeypatch.setenv("COLUMNS", "120")
+        options = ["--model", "org/llama@v1", "--memory", "80GiB"]
+        code, output, errors = in_process(budgets.main, options)
+        assert (code, output + errors) == by_path
+        assert hub.downloads == ["config.json"]
+        options[1] = "org/other"
+        code, _, errors = in_process(budgets.main, options)
+        assert code == 2
+        assert "org/other: the hub has no model org/other, or it needs a token" in errors
