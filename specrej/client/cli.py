@@ -1,7 +1,7 @@
 """The command line: generate, score, describe, trace, and run the whole service on this machine.
 
 Only answers go to stdout; progress and errors go to stderr.
-Tables need the extra `rich`; without it there is a line per round.
+Tables and completion need the extra `cli`; without it there is a line per round.
 """
 
 from __future__ import annotations
@@ -238,9 +238,24 @@ def _parser() -> argparse.ArgumentParser:
         all of the tenant's lines from a file."""
     _add_token(add("token", _token, text))
 
+    text = """Print a script that completes commands and flags in SHELL, such as
+        source <(specrej completion bash)."""
+    command = add("completion", _completion, text)
+    command.add_argument("shell", metavar="SHELL", help="bash, zsh, fish, tcsh or powershell")
+
     for name, (_, _, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+def _completion(given: argparse.Namespace) -> None:
+    if importlib.util.find_spec("shtab") is None:
+        _fail("shtab is not installed: pip install 'specrej[cli]'")
+    import shtab
+
+    if given.shell not in shtab.SUPPORTED_SHELLS:
+        _fail(f"SHELL must be {', '.join(shtab.SUPPORTED_SHELLS)}, is {given.shell!r}", 2)
+    print(shtab.complete(_parser(), shell=given.shell))
 
 
 def _add_token(command: argparse.ArgumentParser) -> None:

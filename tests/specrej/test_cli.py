@@ -349,3 +349,19 @@ async def test_an_answer_that_stdout_cannot_encode_is_escaped(
     command = ("generate", "why?", "--address", address, *flags)
     outcome = await run(*command, PYTHONIOENCODING="ascii")
     assert outcome.returncode == 0 and printed in outcome.stdout
+
+
+async def test_the_shell_completes_commands_and_flags() -> None:
+    """Guards against a script that the shell cannot read, and flags that it lacks."""
+    script = await run("completion", "bash")
+    assert script.returncode == 0, script.stderr
+    asks = """
+        complete_() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_specrej "" "${@: -1}"; }
+        complete_ specrej gen; echo "${COMPREPLY[@]}"
+        complete_ specrej generate --max; echo "${COMPREPLY[@]}"
+        """
+    shell = await asyncio.create_subprocess_exec("bash", "-c", script.stdout + asks, stdout=PIPE)
+    assert (await shell.communicate())[0].split() == [b"generate", b"--max-tokens"]
+    refused = await run("completion", "csh")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "SHELL must be bash, " in refused.stderr
