@@ -31,6 +31,7 @@ from experiments.studies import (
     correlation,
     equal_reward,
     improvement,
+    second_judge,
 )
 
 _PROVENANCE = ("collected", "machine", "model")  # keys of the notes
@@ -40,7 +41,8 @@ _MAX_ROWS = 30  # of a compact table with a row per setting
 def analyse(frames: Frames) -> list[Study]:
     """All studies of a collection under one reward, `matched` first."""
     of_settings = [equal_reward(frames), best_of_n(frames), first_tokens(frames)]
-    return [*of_settings, frontier(frames), correlation(frames), improvement(frames)]
+    more = (frontier, correlation, improvement, second_judge)
+    return [*of_settings, *(study(frames) for study in more)]
 
 
 def write(sets: Sequence[Frames], out: Path, notes: Mapping[str, str]) -> list[Study]:
@@ -84,27 +86,27 @@ def _slug(frames: Frames) -> str:
 
 
 def _summary(analysed: Sequence[tuple[Frames, Sequence[Study]]]) -> Study:
-    """The service's default: compute for equal reward, and what bounds it."""
+    """The default's alpha and schedule at each N: compute for equal reward, and what bounds it."""
     rows = []
     for frames, studies in analysed:
         first, matched = frames.default.iloc[0], studies[0].table
-        of = matched[(matched["N"] == first.n) & (matched["alpha"] == first.alpha)]
-        default = of[of["schedule"] == first.schedule].iloc[0]
-        rows.append(
-            {
-                "answers": frames.collection,
-                "reward": frames.reward,
-                "prompts": len(frames.prompts),
-                "N": int(first.n),
-                "mean length": float(frames.lengths.mean()),
-                "complete, share": float(np.mean([p.finished.mean() for p in frames.prompts])),
-                RATIO: default[RATIO],
-                "saved at equal N": default["tokens saved at equal N"],
-                "times part of N kept": default["part of N kept"],
-                EXPECTED: default[EXPECTED],
-                BOUND: default[BOUND],
-            }
-        )
+        of = matched[(matched["schedule"] == first.schedule) & (matched["alpha"] == first.alpha)]
+        for _, default in of.iterrows():
+            rows.append(
+                {
+                    "answers": frames.collection,
+                    "reward": frames.reward,
+                    "prompts": len(frames.prompts),
+                    "N": int(default["N"]),
+                    "mean length": float(frames.lengths.mean()),
+                    "complete, share": float(np.mean([p.finished.mean() for p in frames.prompts])),
+                    RATIO: default[RATIO],
+                    "saved at equal N": default["tokens saved at equal N"],
+                    "times part of N kept": default["part of N kept"],
+                    EXPECTED: default[EXPECTED],
+                    BOUND: default[BOUND],
+                }
+            )
     caption = "Best-of-N over Speculative Rejection at equal reward: the default"
     return Study("summary", caption, pd.DataFrame(rows))
 

@@ -17,10 +17,11 @@ from matplotlib.axes import Axes
 
 from experiments import charts
 from experiments.frames import SETTING, Frames
-from experiments.replay import decision_tokens
+from experiments.replay import Setting, decision_tokens, replay
 from experiments.statistics import (
     Estimate,
     bootstrap,
+    expected_first,
     expected_saving,
     kendall,
     matched_cost,
@@ -281,6 +282,35 @@ def improvement(frames: Frames) -> Study:
     of = f"{frames.reward}, against Best-of-{base_n}"
     chart = Chart("improvement-tokens", f"Improvement score: {of}", partial(_scores, table))
     return Study("improvement", f"Improvement score and relative compute: {of}", table, (chart,))
+
+
+def second_judge(frames: Frames) -> Study:
+    """What other rewards, which no cut used, say of the answers that the default chooses.
+
+    Gains are over one answer, averaged over prompts. Best-of-N chooses by the same reward; with
+    equal tokens, and with equal N, it is averaged exactly over all draws.
+    """
+    n, alpha, schedule = frames.default.iloc[0][SETTING]
+    setting = Setting(int(n), float(alpha), parse_schedule(schedule), frames.reward)
+    rows = []
+    for judge in (name for name in frames.prompts[0].reward_names if name != frames.reward):
+        gains = []
+        for prompt in frames.prompts if setting.schedule.kind != "memory" else ():
+            judged = prompt.final(judge)
+            order = np.argsort(-prompt.final(frames.reward), kind="stable")
+            of_n = expected_first(judged[order])[1:] - judged.mean()
+            run = replay(prompt, setting)
+            equal = run.generated_tokens / prompt.num_tokens.mean()
+            at_equal = np.interp(equal, np.arange(1, len(of_n) + 1), of_n)
+            gains.append((judged[run.answer] - judged.mean(), at_equal, of_n[int(n) - 1]))
+        if gains:
+            of_default, at_equal, of_same = np.array(gains).T
+            row = {"judge": judge, "gain of the default's answers (95 %)": mean(of_default)}
+            row["of Best-of-N's, equal tokens (95 %)"] = mean(at_equal)
+            row["of Best-of-N's, equal N (95 %)"] = mean(of_same)
+            rows.append(row | {"default less equal tokens (95 %)": mean(of_default - at_equal)})
+    caption = f"Answers chosen by {frames.reward}, judged by other rewards"
+    return Study("second_judge", caption, pd.DataFrame(rows))
 
 
 def _improvement_score(rewards: FloatArray, base: pd.DataFrame) -> Estimate:

@@ -21,7 +21,7 @@ from experiments.frontier import (
     frontier,
     pays_from,
 )
-from experiments.studies import RATIO, correlation, equal_reward, improvement
+from experiments.studies import RATIO, correlation, equal_reward, improvement, second_judge
 from experiments.trajectories import Trajectories
 from tests.experiments.synthetic import (
     WALK,
@@ -62,6 +62,19 @@ def test_no_rejection_is_as_good_as_best_of_n_and_costs_the_same() -> None:
     default = table[table["schedule"] == "geometric:16,2"].iloc[0]
     assert default["as good as Best-of-N with N = (95 %)"].value == pytest.approx(32)
     assert default[RATIO].value == pytest.approx(1)
+
+
+def test_a_second_judge_is_asked_about_the_chosen_answers() -> None:
+    """Guards against another answer, or another reward, than the one that is judged."""
+    prompts = collection(9, 32, stop_share=0.4)
+    kept = second_judge(framed(prompts, alphas=(0.0,))).table.set_index("judge").loc["likelihood"]
+    chosen = [(p.final("likelihood"), int(np.argmax(p.final(WALK)))) for p in prompts]
+    gain = np.mean([of[best] - of.mean() for of, best in chosen])
+    for column in kept.index[:3]:  # nothing is rejected
+        assert kept[column].value == pytest.approx(gain)
+    cut = second_judge(framed(prompts)).table.set_index("judge").loc["likelihood"]
+    assert cut.iloc[2].value == pytest.approx(gain)
+    assert cut.iloc[3].value == pytest.approx(cut.iloc[0].value - cut.iloc[1].value)
 
 
 def test_equal_reward_is_a_product_of_saving_and_kept_part() -> None:
