@@ -432,18 +432,21 @@ def _supported(part: Any) -> Any:
 
 def _bound(part: dict[str, Any]) -> None:
     """Narrow bounds of too many digits; refuse those that llguidance misreads."""
+    numbers: dict[str, int | float] = {}
     for name, sign in _BOUNDS.items():
         bound = part.get(name)
         if isinstance(bound, Decimal) and (bound > 0) is (sign > 0):
             part[name] = sign * (10**_DIGITS - 1)
-        if type(bound) in (int, float) and bound < 0 and "multipleOf" in part:
-            raise ValueError(f"multipleOf beside {name} {bound:g}: negative multiples")
+        if isinstance(bound, int | float) and not isinstance(bound, bool):
+            numbers[name] = bound
+            if bound < 0 and "multipleOf" in part:
+                raise ValueError(f"multipleOf beside {name} {bound:g}: negative multiples")
     # llguidance would allow an exclusive bound that is the other bound without its fraction.
     for name, others in _EXCLUSIVE.items():
-        bound = part.get(name)
-        for other in (part.get(key) for key in others):
-            if {type(bound), type(other)} <= {int, float} and trunc(other) == bound != other:
-                raise ValueError(f"{name} {bound:g} beside the other bound {other:g}")
+        for other in numbers.keys() & others if name in numbers else ():
+            if trunc(numbers[other]) == numbers[name] != numbers[other]:
+                text = f"{name} {numbers[name]:g} beside the other bound {numbers[other]:g}"
+                raise ValueError(text)
 
 
 def _try_outputs() -> None:
