@@ -6,9 +6,10 @@ two seconds.
 
 Bounded stores that fill up are no leak: 256 request records, thirty cached answers, one series per
 status, at most 16 connections to Redis. Measurement therefore starts after 4 minutes and 5,000
-requests, once files and series have had no new maximum for a minute, or after 4 more minutes. The
-services run without malloc's caches per thread, which fill for an hour to some 100 KiB each, and
-with one arena, because free memory of several arenas grows in steps of a MiB. Leaks are unaffected.
+requests, once files, threads and series have had no new maximum for a minute, or after 4 more
+minutes. The services run without malloc's caches per thread, which fill for an hour to some 100 KiB
+each, and with one arena, because free memory of several arenas grows in steps of a MiB. Leaks are
+unaffected.
 
 A process's memory is flat if the 95 % interval of the slope of its minima contains zero, or its
 growth is at most 128 KiB, malloc's increment; and if the interval lies below 4 MiB per hour, which
@@ -53,7 +54,7 @@ _CANCELLED, _BAD, _DYING = 0.10, 0.05, 0.02
 _EVERY_S = 2.0
 _KILL_EVERY_S = 30.0
 _WARM_UP_PER_MINUTE = 1250  # requests
-_STABLE_S = 60.0  # without a new maximum of files and series
+_STABLE_S = 60.0  # without a new maximum of files, threads and series
 _STABLE_WITHIN_S = 240.0
 _PLAIN_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
 # Maximum of grpc's leak per call that its client ended early.
@@ -149,12 +150,14 @@ async def _warm_up(minutes: float, codes: Counter[str]) -> None:
 
 
 async def _until_stable(running: World) -> None:
-    """Wait until files and series have had no new maximum for a minute."""
+    """Wait until files, threads and series have had no new maximum for a minute."""
     began = stable_since = time.monotonic()
     most: dict[str, float] = {}
     while (now := time.monotonic()) - began < _STABLE_WITHIN_S and now - stable_since < _STABLE_S:
-        counts = {name: float(running.process(name).num_fds()) for name in running.stack.processes}
-        counts |= await _series(running)
+        counts = await _series(running)
+        for name in running.stack.processes:
+            process = running.process(name)
+            counts |= {f"{name} fds": process.num_fds(), f"{name} threads": process.num_threads()}
         if any(count > most.get(name, 0.0) for name, count in counts.items()):
             stable_since = now
         most = {name: max(count, most.get(name, 0.0)) for name, count in counts.items()}
