@@ -18,6 +18,7 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 VLLM := .vllm/.installed
 TRL := .trl/.installed
+FRAMEWORKS := .frameworks/.installed
 LLAMACPP := .peers/llamacpp/.installed
 # Creates environments of peers; a benchmark reports those that could not be created.
 PEERS = $(MAKE) --no-print-directory --keep-going
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +58,9 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 
 example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
+
+frameworks: $(READY) models $(FRAMEWORKS) examples/frameworks/node_modules ## call the gateway from OpenAI's SDKs and six frameworks
+	@$(BIN)/python -m examples.frameworks
 
 # A process that crashes fails the run: another one in its place can wait for tests forever.
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder \
@@ -255,6 +259,14 @@ $(TRL): examples/train_reward/requirements.txt requirements-torch.lock
 	@$(TORCH)
 	@$(PIP) install --requirement $<
 	@touch $@
+
+$(FRAMEWORKS): examples/frameworks/requirements.txt
+	@test -x .frameworks/bin/python || { echo "creating .frameworks" && $(PYTHON) -m venv .frameworks; }
+	@$(PIP) install --requirement $<
+	@touch $@
+
+examples/frameworks/node_modules: examples/frameworks/package.json examples/frameworks/package-lock.json
+	@npm ci --silent --prefix $(@D) && touch $@
 
 $(LLAMACPP):
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
