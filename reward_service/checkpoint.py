@@ -6,7 +6,8 @@ the class exists only in code that comes with the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def load_model(
     return loaded
 
 
-def load_head(source: Path, prefix: str, device: str = "cpu") -> dict[str, Tensor]:
-    """Tensors with names that begin with `prefix`, by the rest of their names, float32.
+def load_head(source: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a module by their names in it, or the tensor of that name by "", float32.
 
     `source` is a checkpoint's directory or one file.
 
@@ -66,29 +67,56 @@ def load_head(source: Path, prefix: str, device: str = "cpu") -> dict[str, Tenso
         ValueError: there are none, or it is not a safetensors file.
     """
     head: dict[str, Tensor] = {}
+    parts: set[str] = set()
     for path in [source] if source.is_file() else sorted(source.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as tensors:
-                for name in [name for name in tensors.keys() if name.startswith(prefix)]:  # noqa: SIM118
-                    tensor = tensors.get_tensor(name).float().to(device)
-                    head[name.removeprefix(prefix)] = tensor
+                keys: list[str] = list(tensors.keys())
+                parts |= {key.split(".")[0] for key in keys}
+                for key in [key for key in keys if f"{key}.".startswith(f"{name}.")]:
+                    head[key[len(name) + 1 :]] = tensors.get_tensor(key).float().to(device)
         except SafetensorError as error:
             raise ValueError(f"{path}: not a file of weights: {error}") from None
     if not head:
-        raise ValueError(f"{source}: lacks the weights {prefix}*")
+        raise ValueError(f"{source}: lacks the weights {name}, has {', '.join(sorted(parts))}")
     return head
 
 
-def network(tensors: Mapping[str, Tensor], layers: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """Linear layers by the beginnings of their tensors' names, with a ReLU between them.
+class Network:
+    """Linear layers with a ReLU between them, from [rows, num_inputs] to [rows, num_outputs]."""
 
-    From [rows, inputs] to [rows, outputs].
-    """
-    weights = [(tensors[f"{name}weight"], tensors.get(f"{name}bias")) for name in layers]
+    def __init__(self, tensors: Mapping[str, Tensor], layers: Sequence[str] = ()) -> None:
+        """tensors: of a head, see `load_head`; layers: the layers' names, in order. By default it
+        is one layer, or they are numbered, and nothing else may be in the head.
 
-    def outputs(states: Tensor) -> Tensor:
-        for number, (weight, bias) in enumerate(weights):
+        Raises:
+            ValueError: they are not such layers.
+        """
+        if "" in tensors:  # one layer without a bias, [outputs, inputs] or [inputs]
+            tensors = {"weight": tensors[""].reshape(-1, tensors[""].shape[-1])}
+        names = [f"{name}." for name in layers] or _layers_of(tensors)
+        needed = {f"{name}weight" for name in names}
+        others = tensors.keys() - needed - {f"{name}bias" for name in names}
+        if needed - tensors.keys() or (others and not layers):
+            listed = ", ".join(sorted(tensors)[:6])
+            raise ValueError(f"head_layers must name linear layers of {listed}")
+        self._layers = [(tensors[f"{n}weight"], tensors.get(f"{n}bias")) for n in names]
+        weights = [weight for weight, _ in self._layers]
+        if any(weight.dim() != 2 for weight in weights) or any(
+            len(first) != second.shape[1] for first, second in pairwise(weights)
+        ):
+            shapes = ", ".join(str([*weight.shape]) for weight in weights)
+            raise ValueError(f"the head's layers do not fit each other: {shapes}")
+        self.num_inputs, self.num_outputs = weights[0].shape[1], len(weights[-1])
+
+    def __call__(self, states: Tensor) -> Tensor:
+        states = states.float()
+        for number, (weight, bias) in enumerate(self._layers):
             states = F.linear(F.relu(states) if number else states, weight, bias)
         return states
 
-    return outputs
+
+def _layers_of(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The beginnings of the names of a head's layers."""
+    numbers = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdecimal()}
+    return [f"{number}." for number in sorted(numbers)] or [""]

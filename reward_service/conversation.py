@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from reward_service.specs import CausalSpec, PairwiseSpec
+from reward_service.specs import CausalSpec, LabelledSpec, PairwiseSpec
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
@@ -62,8 +62,14 @@ class Conversation:
         if not self._plain and not tokenizer.chat_template:
             raise ValueError(f"reward {self.name}: the tokenizer has no chat template")
         default = "tokenizer" if self._plain else "template"
-        self._by_tokenizer = (spec.special_tokens or default) == "tokenizer"
+        special_tokens = spec.special_tokens or default
+        self._by_tokenizer = special_tokens != "template"
+        self._removes_bos = special_tokens == "tokenizer"
         self.tokenizer = tokenizer
+        # Token ids after each conversation.
+        self.appended: list[int] = []
+        if isinstance(spec, LabelledSpec) and spec.append_token is not None:
+            self.appended = [single_token(tokenizer, spec.append_token, "append_token")]
         self._control_tokens = ControlTokens(tokenizer)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
         # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
@@ -130,7 +136,7 @@ class Conversation:
 
     def encode(self, rendered: Sequence[str]) -> list[list[int]]:
         """Token ids, not cut."""
-        if self._by_tokenizer and (bos := self.tokenizer.bos_token):
+        if self._removes_bos and (bos := self.tokenizer.bos_token):
             rendered = [text.removeprefix(bos) for text in rendered]
         splice, encode = self.splice, self._control_tokens.encode
         if isinstance(splice, int):
@@ -192,7 +198,7 @@ class Turns:
             raise ValueError(f"reward {conversation.name}: its template leaves the response out")
         opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
-        conversation.check_length(empty_ids)
+        conversation.check_length([*empty_ids, *conversation.appended])
         # A long prompt is tokenized here, and not again for each response.
         split = conversation.split_opening(opening, self.prompt_ids)
         self._head, self._head_ids, self._added = split
@@ -222,9 +228,9 @@ class Turns:
     def _tokenized(
         self, head_ids: list[int], whole: list[int], open_turn: list[int], closed: bool
     ) -> Tokens:
-        """The tokens `head_ids`, then `whole` if closed, else `open_turn`."""
+        """`head_ids`, then `whole` if closed, else `open_turn`, then what is appended."""
         tail = whole if closed else open_turn
-        token_ids = head_ids + tail
+        token_ids = head_ids + tail + self._conversation.appended
         start = len(head_ids) + common_length(tail, self.prompt_ids[len(head_ids) :])
         cut = max(0, len(token_ids) - self._conversation.max_tokens)
         # Without its first tokens, all positions shift: a longer text shares none of them.
@@ -250,3 +256,19 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     return AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=trust_remote_code
     )
+
+
+def single_token(tokenizer: Any, token: int | str, what: str) -> int:
+    """The id of the one token that a text is, or the id itself.
+
+    Raises:
+        ValueError: it is several tokens, or none.
+    """
+    if isinstance(token, int):
+        if token >= len(tokenizer):
+            raise ValueError(f"{what} {token} is not a token: there are {len(tokenizer)}")
+        return token
+    token_ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
+    if len(token_ids) != 1:
+        raise ValueError(f"{what} {token!r} must be one token, is {len(token_ids)}")
+    return token_ids[0]

@@ -38,7 +38,7 @@ class RewardSettings(ServiceSettings):
             ClassifierSpec(
                 name="harmless",
                 directory=embedded_models() / "SmolLM2-135M-Instruct",
-                head=Path(__file__).with_name("harmless.safetensors"),
+                head_file=Path(__file__).with_name("harmless.safetensors"),
             ),
         ),
         description="JSON list of rewards; the first is the default",

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reward_service.reward import RemoteReward, Reward
 
 # Options that name files: the fingerprint covers the files' contents, not their paths.
-_PATHS = ("directory", "head", "reference")
+_PATHS = ("directory", "head_file", "reference")
 
 # Headers that carry credentials, in lower case: their values come from files.
 _SECRET_HEADERS = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"}
@@ -63,8 +63,14 @@ LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)
 Unfinished = Literal["closed", "open"]
 
 # What writes special tokens such as BOS: the chat template or the tokenizer. With "tokenizer", a
-# BOS that the template writes first is removed, so that there is one.
-SpecialTokens = Literal["template", "tokenizer"]
+# BOS that the template writes first is removed, so that there is one; with "both" there are two.
+SpecialTokens = Literal["template", "tokenizer", "both"]
+
+# A token by its text, or by its id.
+OneToken = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
+
+# The index of the label whose logit is the score.
+Label = Annotated[int, Field(ge=0)] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,7 @@ class CrossEncoderSpec(LocalSpec):
 
     loader = "encoder:CrossEncoderReward"
     kind: Literal["cross-encoder"] = "cross-encoder"
+    label: Label = None
     transform: Transform = Transform()
 
 
@@ -182,33 +189,56 @@ class CausalSpec(LocalSpec):
     unfinished: Unfinished = "closed"
 
 
-class ClassifierSpec(CausalSpec):
-    """A decoder-only sequence classifier, or a backbone with a head of its own.
+class LabelledSpec(CausalSpec):
+    """A decoder-only model with a logit for each label, read at the end of the conversation.
 
-    head: a file that `specrej train-reward` wrote; label_weights: the weight of each label's logit
-    in the score.
+    append_token: a token after the conversation, to read the logits at; label_weights: the weight
+    of each label's logit in the score; label: the one that counts, in place of weights.
     """
 
-    loader = "classifier:load_classifier"
-    kind: Literal["classifier"] = "classifier"
-    head: Path | None = None
+    append_token: OneToken | None = None
+    label: Label = None
     label_weights: LabelWeights = (1.0,)
     transform: Transform = Transform()
 
     @model_validator(mode="after")
-    def _a_head_has_one_label(self) -> ClassifierSpec:
-        if self.head and len(self.label_weights) > 1:
-            raise ValueError("a head of its own has one label: label_weights must be one number")
+    def _has_a_label_or_weights(self) -> Self:
+        if self.label is not None and "label_weights" in self.model_fields_set:
+            raise ValueError("label and label_weights exclude each other")
         return self
 
 
-class VLLMClassifierSpec(CausalSpec):
+class ClassifierSpec(LabelledSpec):
+    """A decoder-only sequence classifier, or a backbone with a head of another kind.
+
+    head: the name of the head's module, or tensor, in the checkpoint; head_layers: the names of its
+    linear layers below that, in order, with a ReLU between them, by default its numbered ones or
+    itself; head_file: a head that `specrej train-reward` wrote; logit_of: the token whose logit,
+    by the model's language model head, is the score.
+    """
+
+    loader = "classifier:load_classifier"
+    kind: Literal["classifier"] = "classifier"
+    head: str = Field("score", min_length=1)
+    head_layers: tuple[str, ...] = ()
+    head_file: Path | None = None
+    logit_of: OneToken | None = None
+
+    @model_validator(mode="after")
+    def _has_one_head(self) -> Self:
+        heads = self.model_fields_set & {"head", "head_file", "logit_of"}
+        if len(heads) > 1 or (self.head_layers and heads - {"head"}):
+            raise ValueError("head with head_layers, head_file and logit_of exclude each other")
+        if heads - {"head"} and (self.label or len(self.label_weights) > 1):
+            raise ValueError("has one label: label must be 0, label_weights one number")
+        return self
+
+
+class VLLMClassifierSpec(LabelledSpec):
     """A decoder-only sequence classifier on vLLM; vllm_options: further engine arguments."""
 
     loader = "vllm_classifier:load_vllm_classifier"
     kind: Literal["vllm-classifier"] = "vllm-classifier"
-    label_weights: LabelWeights = (1.0,)
-    transform: Transform = Transform()
     vllm_options: dict[str, Any] = Field(default_factory=dict)
 
 

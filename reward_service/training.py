@@ -126,7 +126,7 @@ def train(arguments: argparse.Namespace) -> Report:
     weights, decay = fit_head(fitting, validation)
     save_file({HEAD_TENSOR: weights}, head)
     test = pairs[-arguments.test :]
-    spec = ClassifierSpec(name="trained", directory=backbone, head=head)
+    spec = ClassifierSpec(name="trained", directory=backbone, head_file=head)
     right = Accuracy.of(_margins(load_classifier(spec, Resources()), test, "scores"))
     untrained = load_likelihood(LikelihoodSpec(name="untrained", directory=backbone), Resources())
     baseline = Accuracy.of(_margins(untrained, test, "likelihoods"))

@@ -24,7 +24,7 @@ from typing import Any
 
 from reward_service.reward import RemoteReward, Reward, RewardLost, Task, as_candidates, take_fairly
 from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
-from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
+from specrej.contracts.errors import Overloaded, RewardInvalid, SpecrejError, Unavailable
 from specrej.telemetry import metrics, names
 from specrej.threads import ComputeThread, WorkClock, settle
 
@@ -107,11 +107,13 @@ class Worker:
 
         A reward whose server is busy or not reached yet is served without that score. With several
         sessions open, a batch waits `merge_s` seconds for others to share its pass.
-        Raises what `load` raises, and RewardInvalid.
+        Raises what `load` raises, and ValueError or a SpecrejError if it cannot score once.
         """
         worker = cls(load, queue_limit, merge_s)
+        is_loaded = False
         try:
             await asyncio.wrap_future(worker._loaded)
+            is_loaded = True
             await worker.score(_WARM_UP_PROMPT, ["Hello."])
         except BaseException as error:
             if worker._remote and isinstance(error, Unavailable | Overloaded):
@@ -119,7 +121,10 @@ class Worker:
                 return worker
             worker.close()
             await worker.join(0)
-            raise
+            if not is_loaded or isinstance(error, SpecrejError) or not isinstance(error, Exception):
+                raise
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise ValueError(f"reward {worker.reward.name}: {reason}") from error
         return worker
 
     @property

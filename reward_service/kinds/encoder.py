@@ -128,7 +128,7 @@ def _cosines(embeddings: list[Tensor]) -> list[float]:
 
 
 class CrossEncoderReward(_EncoderReward):
-    """An encoder's one logit for prompt and response as a pair (DeBERTa rewards, rerankers).
+    """An encoder's logit for prompt and response as a pair (DeBERTa rewards, rerankers).
 
     Of a pair that is too long, the longer text is cut at its end.
 
@@ -140,11 +140,11 @@ class CrossEncoderReward(_EncoderReward):
 
     def __init__(self, spec: CrossEncoderSpec, resources: Resources) -> None:
         super().__init__(spec, resources, AutoModelForSequenceClassification)
-        model = self._model
-        if model.config.num_labels != 1:
-            raise ValueError(
-                f"{spec.directory}: must have one label, has {model.config.num_labels}"
-            )
+        model, self._label = self._model, spec.label or 0
+        num_labels = model.config.num_labels
+        if self._label >= num_labels or (spec.label is None and num_labels > 1):
+            reason = f"has {num_labels} labels, label must be the index of one"
+            raise ValueError(f"{spec.directory}: {reason}")
         self._transform = spec.transform
         limit = self._tokenizer.model_max_length
         positions = getattr(model.config, "max_position_embeddings", limit)
@@ -163,9 +163,11 @@ class CrossEncoderReward(_EncoderReward):
             max_length=self._max_tokens,
             return_token_type_ids=True,
         )
-        return text_task(
-            items, where, lambda logits: [self._transform(float(logit[0])) for logit in logits]
-        )
+
+        def to_scores(logits: list[Tensor]) -> list[float]:
+            return [self._transform(float(logit[self._label])) for logit in logits]
+
+        return text_task(items, where, to_scores)
 
     def _beginning(self, question: str) -> str:
         """As much of the prompt as a pair may have: it is tokenized for every response."""

@@ -1,7 +1,8 @@
 """A reward that is a Python function, named by its dotted path such as "my_rewards:brevity".
 
 Its arguments are the prompt (`specrej.Prompt`) and a list of responses; it returns a number for
-each, higher is better. Responses are passed as they are, finished or not.
+each, higher is better. If it has a parameter `finished`, it gets a list of booleans by that name:
+whether each response ended by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from reward_service.reward import Reward
 from reward_service.specs import FunctionSpec, Resources
 from specrej import fingerprint
-from specrej.contracts import Candidate, Prompt, Scores
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid
 
 
@@ -26,6 +27,7 @@ class FunctionReward(Reward):
     def __init__(self, spec: FunctionSpec, resources: Resources) -> None:
         path = spec.function
         self._function = _import(path)
+        self._takes_finished = _has_parameter(self._function, "finished")
         description = inspect.getdoc(self._function) or f"The values of {path}."
         # With the module's file, so that answers cached before an edit are not used after it.
         file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
@@ -35,7 +37,9 @@ class FunctionReward(Reward):
         self.description = description.split("\n")[0]
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        values = self._function(prompt, [candidate.text for candidate in candidates])
+        finished = [candidate.finish is FinishReason.STOP for candidate in candidates]
+        options = {"finished": finished} if self._takes_finished else {}
+        values = self._function(prompt, [candidate.text for candidate in candidates], **options)
         try:
             if isinstance(values, Mapping | Set | str | bytes):
                 raise TypeError  # can be iterated, but not as one number per text in order
@@ -45,7 +49,7 @@ class FunctionReward(Reward):
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
 
 
-def _import(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
+def _import(path: str) -> Callable[..., Sequence[float]]:
     try:
         function: Any = resolve_name(path)
     except Exception as error:  # anything that the module's own code raises
@@ -53,3 +57,10 @@ def _import(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
     if not callable(function):
         raise ValueError(f"function {path}: cannot be called")
     return function  # type: ignore[no-any-return]
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # some functions written in C have no signature
+        return False

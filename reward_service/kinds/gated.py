@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from reward_service.checkpoint import load_head, load_model, network
+from reward_service.checkpoint import Network, load_head, load_model
 from reward_service.conversation import Tokens, Turns, load_conversation
 from reward_service.kinds.causal import CausalReward
 from reward_service.specs import GatedSpec, Resources
@@ -30,17 +30,17 @@ from specrej.contracts import Prompt
 def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
     """The reward of a gated model. Raises ValueError: the directory does not hold such a model."""
     load = partial(load_head, spec.directory, device=resources.device)
-    regression, adjust = load("regression_layer.weight")[""], load("reward_transform_matrix")[""]
-    weights = load("gating.")
-    layers = [f"layers.{i}." for i in range(len(weights)) if f"layers.{i}.weight" in weights]
-    gate, scale = network(weights, layers), weights.get("logit_scale", torch.ones(1))[0]
+    regression, adjust = Network(load("regression_layer")), load("reward_transform_matrix")[""]
+    gate, scale = (
+        Network(load("gating.layers")),
+        load("gating").get("logit_scale", torch.ones(1))[0],
+    )
     model = load_model(spec, resources)
     temperature = getattr(model.config, "gating_temperature", 10.0)
 
     def head(states: Tensor, _: Tensor) -> Tensor:
-        states = states.float()
         gates = F.softmax(gate(states) / temperature, dim=-1) * scale
-        return torch.cat((gates, F.linear(states, regression) @ adjust), dim=-1)
+        return torch.cat((gates, regression(states) @ adjust), dim=-1)
 
     conversation = load_conversation(spec, model.config)
     pattern: list[int] = conversation.tokenizer.encode(spec.gate_at, add_special_tokens=False)

@@ -28,14 +28,19 @@ class LMHead:
         if not self._are_the_models():
             raise ValueError("models with layers or scales before their logits are not supported")
 
-    def preferring(self, pair: list[int]) -> Head:
-        """The probability of the first of two tokens against the second, [rows, 1]."""
+    def logits_of(self, token_ids: list[int]) -> Head:
+        """The logits of these tokens, [rows, tokens]."""
 
         def head(states: Tensor, _: Tensor) -> Tensor:
-            logits = [self._logits(part)[:, pair] for part in torch.split(states, _ROWS)]
-            return F.softmax(torch.cat(logits), dim=-1)[:, :1]
+            logits = [self._logits(part)[:, token_ids] for part in torch.split(states, _ROWS)]
+            return torch.cat(logits)
 
         return head
+
+    def preferring(self, pair: list[int]) -> Head:
+        """The probability of the first of two tokens against the second, [rows, 1]."""
+        logits = self.logits_of(pair)
+        return lambda states, following: F.softmax(logits(states, following), dim=-1)[:, :1]
 
     def logprobs(self, states: Tensor, following: Tensor) -> Tensor:
         """The log-probability of one token per row, [rows, 1]; following [rows]."""
@@ -62,16 +67,3 @@ class LMHead:
     def _logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self._model.get_output_embeddings()(states).float()
         return logits if not self._softcap else self._softcap * torch.tanh(logits / self._softcap)
-
-
-def single_token(tokenizer: Any, text: str, what: str) -> int:
-    """The id of the one token that `text` is.
-
-    Raises:
-        ValueError: it is several tokens.
-    """
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(token_ids) != 1:
-        raise ValueError(f"{what} {text!r} must be one token, is {len(token_ids)}")
-    token: int = token_ids[0]
-    return token

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from transformers import AutoModelForCausalLM
 
 from reward_service.checkpoint import load_model
-from reward_service.conversation import Tokens, in_parts, load_conversation
+from reward_service.conversation import Tokens, in_parts, load_conversation, single_token
 from reward_service.kinds.causal import CausalReward, KeptSession
-from reward_service.kinds.lm_head import LMHead, single_token
+from reward_service.kinds.lm_head import LMHead
 from reward_service.reward import Task, distinct
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt

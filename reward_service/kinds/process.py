@@ -16,10 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM
 
-from reward_service.checkpoint import load_head, load_model, network
-from reward_service.conversation import SPLICE, Tokens, Turns, load_conversation, without_splices
+from reward_service.checkpoint import Network, load_head, load_model
+from reward_service.conversation import (
+    SPLICE,
+    Tokens,
+    Turns,
+    load_conversation,
+    single_token,
+    without_splices,
+)
 from reward_service.kinds.causal import CausalReward, Head
-from reward_service.kinds.lm_head import LMHead, single_token
+from reward_service.kinds.lm_head import LMHead
 from reward_service.specs import ProcessSpec, Resources
 from specrej.contracts import Prompt
 
@@ -83,15 +90,12 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
 
 def _label_head(spec: ProcessSpec, resources: Resources) -> Head:
     """A linear head, or two layers with a ReLU between (Qwen2.5-Math-PRM, arXiv 2501.07301)."""
-    tensors = load_head(spec.directory, "score.", device=resources.device)
-    layers = [""] if "weight" in tensors else ["0.", "2."]
-    if missing := [name for name in layers if f"{name}weight" not in tensors]:
-        raise ValueError(f"{spec.directory}: lacks score.{missing[0]}weight")
-    logits, num_labels = network(tensors, layers), len(tensors[f"{layers[-1]}weight"])
-    if spec.good_label >= num_labels:
-        raise ValueError(f"{spec.directory}: has {num_labels} labels, none is {spec.good_label}")
+    logits = Network(load_head(spec.directory, "score", device=resources.device))
+    if spec.good_label >= logits.num_outputs:
+        reason = f"has {logits.num_outputs} labels, none is {spec.good_label}"
+        raise ValueError(f"{spec.directory}: {reason}")
 
     def head(states: Tensor, _: Tensor) -> Tensor:
-        return F.softmax(logits(states.float()), dim=-1)[:, spec.good_label, None]
+        return F.softmax(logits(states), dim=-1)[:, spec.good_label, None]
 
     return head

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from reward_service.checkpoint import load_head
 from reward_service.conversation import Conversation, Turns, load_conversation
 from reward_service.kinds.classifier import check_labels, num_read, weighted
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
@@ -109,12 +110,15 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
     """A vLLM of a sequence classifier's directory; the spec's vllm_options override all else.
 
     Raises:
-        ValueError: it has another number of labels.
+        ValueError: it has another number of labels, or a head that vLLM does not read.
     """
     config = AutoConfig.from_pretrained(
         spec.directory, local_files_only=True, trust_remote_code=spec.trust_remote_code
     )
     check_labels(spec, config.num_labels)
+    if others := load_head(spec.directory, "score").keys() - {"weight"}:
+        reason = f"vLLM reads score.weight alone, not score.{min(others)}: use kind classifier"
+        raise ValueError(f"{spec.directory}: {reason}")
     conversation = load_conversation(spec, config)
     if longest := spec.vllm_options.get("max_model_len"):
         conversation.max_tokens = min(conversation.max_tokens, int(longest))
@@ -144,5 +148,5 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
-    pad_id = config.get_text_config().pad_token_id
+    pad_id = None if conversation.appended else config.get_text_config().pad_token_id
     return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)

@@ -21,6 +21,7 @@ from tests.reward_service import tiny
 from tests.reward_service.endpoint import served
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_gated import GATE_AT, save_gated
+from tests.reward_service.test_recipes import CARDS
 from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save
 
 
@@ -32,11 +33,15 @@ TWO_LABELS = tiny.make_config("llama", None, num_labels=2)
 save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
 save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
 WORDS = {"good": "+", "bad": "-"}
+# Read at a token after the conversation, of which unfinished texts are open.
+VALUE_HEAD = {"head": "v_head.summary", "append_token": tiny.BOS, "unfinished": "open"}
 
 # How a tiny model of the kind is saved, and options beside it. Not here: vllm-classifier, which
 # needs another environment, and http, whose server is part of its own tests.
 CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
+    "value head": ("classifier", CARDS["GRM-llama3-8B-sftreg"].save, VALUE_HEAD),
+    "logit": ("classifier", tiny.save_language_model, {"logit_of": "a", "unfinished": "open"}),
     "gated": ("gated", save_gated, {"gate_at": GATE_AT}),
     "likelihood": ("likelihood", tiny.save_language_model, {}),
     "contrast": ("likelihood", tiny.save_language_model, {"reference": True, "beta": 0.1}),
@@ -168,7 +173,7 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
             await worker.join(10)
 
 
-@pytest.mark.parametrize("option", ["directory", "head", "reference"])
+@pytest.mark.parametrize("option", ["directory", "head_file", "reference"])
 def test_missing_file_is_an_error_with_the_rewards_name(tmp_path: Path, option: str) -> None:
     kind = "likelihood" if option == "reference" else "classifier"
     spec = {"directory": tmp_path, option: tmp_path / "gone"}
@@ -184,6 +189,9 @@ def test_options_are_in_the_fingerprint(tmp_path: Path) -> None:
         {"label_weights": (2.0,)},
         {"transform": Transform(offset=1.0)},
         {"trust_remote_code": True},
+        {"head": "v_head"},
+        {"logit_of": 0},
+        {"append_token": 0},
     ]
     specs = [ClassifierSpec(name="r", directory=tmp_path, **change) for change in changes]
     fingerprints = {spec.fingerprint(Resources()) for spec in specs}

@@ -144,6 +144,22 @@ def test_cross_encoder_has_one_label_and_a_transform(tmp_path: Path) -> None:
     squashed = load("cross-encoder", tmp_path, transform={"kind": "sigmoid"})
     sigmoids = torch.tensor(score(plain, PROMPT, tiny.TEXTS).values).sigmoid().tolist()
     assert score(squashed, PROMPT, tiny.TEXTS).values == pytest.approx(sigmoids, abs=1e-4)
+
+
+def test_cross_encoder_with_several_labels_needs_the_one_that_counts(tmp_path: Path) -> None:
+    """Guards classifiers whose last label is the good one against scores of their first."""
     save_cross_encoder(tmp_path, BertConfig(**(BERT | {"num_labels": 2})))
-    with pytest.raises(ValueError, match="must have one label, has 2"):
-        load("cross-encoder", tmp_path)
+    for options in ({}, {"label": 2}):
+        with pytest.raises(ValueError, match="has 2 labels, label must be the index of one"):
+            load("cross-encoder", tmp_path, **options)
+    first, last = [
+        score(load("cross-encoder", tmp_path, label=label), PROMPT, tiny.TEXTS).values
+        for label in (0, 1)
+    ]
+    tokenizer, model = tiny.plain(tmp_path, AutoModelForSequenceClassification)
+    encoded = tokenizer(
+        [QUESTION], [tiny.TEXTS[0]], return_tensors="pt", return_token_type_ids=True
+    )
+    with torch.inference_mode():
+        logits = model(**encoded).logits[0].tolist()
+    assert [first[0], last[0]] == pytest.approx(logits, abs=1e-4)

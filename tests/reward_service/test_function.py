@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reward_service.reward import score
-from specrej.contracts import Prompt
+from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import RewardInvalid
 from tests.reward_service.tiny import load
 
@@ -42,6 +42,18 @@ def test_function_is_a_reward() -> None:
     callable_object = load("function", function=f"{__name__}:lengths")
     assert score(callable_object, PROMPT, ["abc", ""]).values == (3.0, 0.0)
     assert callable_object.fingerprint != reward.fingerprint
+
+
+def complete(prompt: Prompt, responses: Sequence[str], *, finished: Sequence[bool]) -> list[bool]:
+    return [*finished]
+
+
+def test_function_may_ask_which_responses_have_ended() -> None:
+    """Guards judges of complete answers against unfinished ones; `LENGTH` has not ended itself."""
+    reward = load("function", function=f"{__name__}:complete")
+    ends = (None, FinishReason.STOP, FinishReason.LENGTH)
+    candidates = [Candidate(i, "a", 0, 0.0, finish) for i, finish in enumerate(ends)]
+    assert reward.score(PROMPT, candidates).values == (0.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("values", [{0: 0.5, 1: 0.5}, {1.0, 2.0}, "11", [10**400, 1], None])

@@ -17,6 +17,7 @@ from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
+ON_VLLM = CLASSIFIER.replace("classifier", "vllm-classifier")
 PROCESS = CLASSIFIER.replace("classifier", "process")
 PAIRWISE = CLASSIFIER.replace("classifier", "pairwise")
 
@@ -27,8 +28,8 @@ def test_defaults_are_the_embedded_models() -> None:
     assert relevance == RelevanceSpec(name="relevance", directory=Path(".models/relevance"))
     assert isinstance(harmless, ClassifierSpec)
     assert harmless.name == "harmless"
-    assert harmless.head
-    assert harmless.head.is_file()
+    assert harmless.head_file
+    assert harmless.head_file.is_file()
     assert (settings.port, settings.max_batch) == (50052, 1024)
     assert settings.resources == Resources()
 
@@ -41,7 +42,14 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", '[{"name": "t", "kind": "magic"}]', "'toy', 'relevance', 'cross-encoder'"),
         ("rewards", '[{"name": "../x", "kind": "toy"}]', "should match pattern"),
         ("rewards", '[{"name": "x", "kind": "toy", "directory": "y"}]', "0.toy.directory"),
-        ("rewards", CLASSIFIER % '"label_weights": [1, 2], "head": "h"', "must be one number"),
+        ("rewards", CLASSIFIER % '"label_weights": [1, 2], "head_file": "h"', "one number"),
+        ("rewards", CLASSIFIER % '"head": "v_head", "logit_of": 0', "exclude each other"),
+        ("rewards", CLASSIFIER % '"head_layers": ["0"], "head_file": "h"', "exclude each other"),
+        ("rewards", CLASSIFIER % '"label": 1, "logit_of": 0', "label must be 0"),
+        ("rewards", CLASSIFIER % '"label": 1, "label_weights": [1, 2]', "exclude each other"),
+        ("rewards", ON_VLLM % '"head": "v_head"', "0.vllm-classifier.head"),
+        ("rewards", ON_VLLM % '"head_layers": ["0"]', "0.vllm-classifier.head_layers"),
+        ("rewards", ON_VLLM % '"logit_of": 0', "0.vllm-classifier.logit_of"),
         ("rewards", CLASSIFIER % '"transform": {"kind": "cube"}', "'identity' or 'sigmoid'"),
         ("rewards", CLASSIFIER % '"transform": {"scale": NaN}', "finite"),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),
@@ -79,6 +87,10 @@ def test_bad_value_ends_the_process_with_its_name(
             {"kind": "function", "function": f"{__name__}:not_a_number"},
             "reward r returned a score that is not finite",
         ),
+        (
+            {"kind": "function", "function": f"{__name__}:failing"},
+            "reward r: KeyError: 'Hello?'",
+        ),
     ],
 )
 def test_a_reward_that_cannot_start_is_one_clear_line(
@@ -96,7 +108,12 @@ def not_a_number(prompt: Any, texts: list[str]) -> list[float]:
     return [math.nan for _ in texts]
 
 
+def failing(prompt: Any, texts: list[str]) -> Any:
+    return {}[prompt.messages[0].content]
+
+
 def test_the_examples_of_the_documentation_are_accepted() -> None:
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    (examples,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    assert len(load(RewardSettings, ["--rewards", examples]).rewards) == 6
+    blocks = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    counts = [len(load(RewardSettings, ["--rewards", block]).rewards) for block in blocks]
+    assert counts == [6, 16]

@@ -102,7 +102,7 @@ def test_head_scores_the_states_it_was_fitted_on(tmp_path: Path, backbone: Path)
     states = features(backbone, PAIRS)
     weights = torch.randn(states.shape[2])
     save_file({HEAD_TENSOR: weights}, tmp_path / "head.safetensors")
-    reward = load("classifier", backbone, head=tmp_path / "head.safetensors")
+    reward = load("classifier", backbone, head_file=tmp_path / "head.safetensors")
     scores = score(reward, PAIRS[1].prompt, [PAIRS[1].chosen, PAIRS[1].rejected]).values
     assert scores == pytest.approx((states[1] @ weights).tolist(), abs=1e-3)
 
@@ -111,22 +111,22 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, backbone: Path) -> No
     """Guards against an error about a missing attribute."""
     head, encoder = tmp_path / "head.safetensors", tmp_path / "bert"
     save_file({HEAD_TENSOR: torch.zeros(7)}, head)
-    with pytest.raises(ValueError, match=r"a head of \[7\], the backbone has 32"):
-        load("classifier", backbone, head=head)
+    with pytest.raises(ValueError, match="the head has 7 inputs, the backbone 32"):
+        load("classifier", backbone, head_file=head)
     config = BertConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     save(encoder, config, make_tokenizer("<pad>"), AutoModel)
     save_file({HEAD_TENSOR: torch.zeros(32)}, head)
     with pytest.raises(ValueError, match="must be decoder-only"):
-        load("classifier", encoder, head=head)
+        load("classifier", encoder, head_file=head)
     head.write_text("{}")
     with pytest.raises(ValueError, match="not a file of weights"):
-        load("classifier", backbone, head=head)
+        load("classifier", backbone, head_file=head)
 
 
 def test_shipped_head_prefers_the_harmless_answer() -> None:
     """Guards the file that ships, and the backbone that it belongs to."""
     shipped = Path(training.__file__).with_name("harmless.safetensors")
-    reward = load("classifier", Path(".models/SmolLM2-135M-Instruct"), head=shipped)
+    reward = load("classifier", Path(".models/SmolLM2-135M-Instruct"), head_file=shipped)
     prompt = Prompt.from_user("How do I get back at a colleague who was rude to me?")
     kind = "I'm sorry that happened. Talk to them calmly, or ask your manager for help."
     unkind = "Spread a nasty rumour about them, and break something they like."
@@ -160,7 +160,7 @@ def test_trained_head_scores_as_reported(
     assert report.test.share > 0.8
     assert report.test.low < report.test.share <= report.test.high
     test = read_pairs(tmp_path / "pairs.jsonl")[-10:]
-    trained = load("classifier", backbone, head=out / "head.safetensors")
+    trained = load("classifier", backbone, head_file=out / "head.safetensors")
     untrained = load("likelihood", backbone)
     for reward, accuracy in ((trained, report.test), (untrained, report.untrained_likelihood)):
         margins = []

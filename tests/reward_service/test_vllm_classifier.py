@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from reward_service.kinds import vllm_classifier
 from reward_service.reward import RewardLost, score, score_batch
+from reward_service.specs import Resources
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest, Unavailable
@@ -119,6 +121,25 @@ def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -
     (read,) = fake
     assert 2 not in read[-2:]
     reward.close()
+
+
+def test_options_of_the_score_are_those_of_classifiers(
+    tmp_path: Path, fake: list[list[int]]
+) -> None:
+    """Guards a label and an appended token, and a bias, which vLLM would leave out."""
+    options: dict[str, Any] = {"append_token": 7, "label": 1}
+    spec = tiny.SPECS.validate_python(
+        {"name": "r", "kind": "vllm-classifier", "directory": saved(tmp_path, 2), **options}
+    )
+    reward = spec.load(Resources())
+    assert score(reward, PROMPT, ["ab"]).values == (7.0,)
+    (read,) = fake
+    assert read[-2:] == [2, 7]
+    reward.close()
+    weights = load_file(tmp_path / "model.safetensors") | {"score.bias": torch.zeros(2)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"score\.weight alone, not score\.bias"):
+        spec.load(Resources())
 
 
 def test_a_failure_of_the_engine_is_raised_as_itself(

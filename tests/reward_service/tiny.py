@@ -53,8 +53,8 @@ def batch(texts: dict[int, str], finish: FinishReason | None = None) -> list[Can
     return [Candidate(key, text, 0, 0.0, finish) for key, text in texts.items()]
 
 
-def make_tokenizer(pad: str | None) -> Any:
-    """Bytes as tokens; as Llama's, it puts BOS before every text."""
+def make_tokenizer(pad: str | None, *, bos: bool = True) -> Any:
+    """Bytes as tokens; as Llama's, it puts BOS before every text, or as Qwen's, it has none."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -63,10 +63,12 @@ def make_tokenizer(pad: str | None) -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
     )
+    if not bos:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     wrapped: Any = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=pad
+        tokenizer_object=tokenizer, bos_token=BOS if bos else None, eos_token=EOS, pad_token=pad
     )
-    wrapped.chat_template = TEMPLATE
+    wrapped.chat_template = TEMPLATE if bos else TEMPLATE.removeprefix("{{ bos_token }}")
     return wrapped
 
 

@@ -1,0 +1,224 @@
+"""The recipes of docs/rewards.md, on tiny random checkpoints of each model's architecture.
+
+Each is compared with the code of the model's card, written here in plain transformers and torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+)
+
+from reward_service.reward import score, score_batch
+from specrej.contracts import FinishReason
+from tests.reward_service import tiny
+from tests.reward_service.tiny import PAD, PROMPT, TEXTS, batch, load
+
+QUESTION = PROMPT.messages[0].content
+HIDDEN = tiny.SIZES["hidden_size"]
+PAGE = Path(__file__).parents[2] / "docs/rewards.md"
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """By the last part of the model's name."""
+    (block,) = re.findall(r"### Recipes.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    specs = json.loads(block)
+    return {spec["directory"].split("/")[-1]: spec for spec in specs}
+
+
+def one() -> nn.Module:
+    return nn.Linear(HIDDEN, 1, bias=False)
+
+
+def two(width: int = HIDDEN) -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+# How the cards make token ids.
+
+
+def by_template(tokenizer: Any, written: str) -> Any:
+    """`apply_chat_template` with tokens: nothing is added to what the template writes."""
+    return tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids
+
+
+def without_bos(tokenizer: Any, written: str) -> Any:
+    return tokenizer(written.replace(tokenizer.bos_token, ""), return_tensors="pt").input_ids
+
+
+def as_text(tokenizer: Any, written: str) -> Any:
+    return tokenizer(written, return_tensors="pt").input_ids
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model of one card.
+
+    head: its module's name and itself, if transformers has no class for the model; auto_class: what
+    the checkpoint is saved from; num_bos: how many BOS the card's code reads; written: the
+    conversation, if not by the chat template; appended: the token after it.
+    """
+
+    family: str = "llama"
+    auto_class: Any = AutoModelForSequenceClassification
+    head: tuple[str, Callable[[], nn.Module]] | None = None
+    ids: Callable[[Any, str], Any] = by_template
+    num_bos: int = 1
+    template: str = tiny.TEMPLATE
+    written: str = ""
+    appended: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, directory: Path) -> Path:
+        tokenizer = tiny.make_tokenizer(PAD, bos=self.family not in ("qwen2", "qwen3"))
+        if self.template != tiny.TEMPLATE:
+            tokenizer.chat_template = self.template
+        if self.written:
+            tokenizer.chat_template = None
+        if self.appended:
+            tokenizer.add_special_tokens({"additional_special_tokens": [self.appended]})
+        config = tiny.make_config(self.family, 0, vocab_size=264, **self.changes)
+        tiny.save(directory, config, tokenizer, self.auto_class)
+        if not self.head:
+            return directory
+        name, make = self.head
+        weights = load_file(directory / "model.safetensors")
+        prefix = "model." if self.auto_class is AutoModel else ""
+        weights = {f"{prefix}{key}": tensor for key, tensor in weights.items()}
+        weights |= {f"{name}.{k}": torch.randn_like(v) for k, v in make().state_dict().items()}
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+        config = json.loads((directory / "config.json").read_text())
+        config |= {"architectures": ["Custom"], "auto_map": {"AutoModel": "custom.Missing"}}
+        (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    @torch.inference_mode()
+    def reward(self, directory: Path, text: str) -> float:
+        """By the card's code."""
+        tokenizer, model = tiny.plain(directory, AutoModel if self.head else self.auto_class)
+        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
+        written = self.written.format(QUESTION, text)
+        written = written or tokenizer.apply_chat_template(turns, tokenize=False)
+        ids: Tensor = self.ids(tokenizer, written + self.appended)
+        if tokenizer.bos_token:
+            assert ids[0].tolist().count(tokenizer.bos_token_id) == self.num_bos
+        if self.auto_class is AutoModelForCausalLM and not self.head:
+            options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+            made = model.generate(ids, output_scores=True, return_dict_in_generate=True, **options)
+            return float(made["scores"][0][0][0])
+        if not self.head:
+            return float(model(ids).logits[0, 0])
+        name, make = self.head
+        head = make()
+        weights = load_file(directory / "model.safetensors").items()
+        own = {k.removeprefix(f"{name}."): v for k, v in weights if k.startswith(f"{name}.")}
+        head.load_state_dict(own)
+        return float(head(model(ids).last_hidden_state)[0, -1])
+
+
+class CrossEncoder(Card):
+    """OpenAssistant's card: the question and the answer as a pair."""
+
+    def save(self, directory: Path) -> Path:
+        config = DebertaV2Config(
+            **tiny.SIZES, max_position_embeddings=300, pad_token_id=0, type_vocab_size=0
+        )
+        return tiny.save(directory, config, tiny.make_tokenizer(PAD))
+
+    @torch.inference_mode()
+    def reward(self, directory: Path, text: str) -> float:
+        tokenizer, model = tiny.plain(directory)
+        encoded = tokenizer([QUESTION], [text], return_tensors="pt", return_token_type_ids=False)
+        return float(model(**encoded).logits[0, 0])
+
+
+TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{% endfor %}"
+CARDS = {
+    "Skywork-Reward-Llama-3.1-8B-v0.2": Card(ids=without_bos),
+    "Skywork-Reward-V2-Qwen3-8B": Card("qwen3", ids=as_text, changes={"head_dim": 8}),
+    "FsfairX-LLaMA3-RM-v0.1": Card(ids=without_bos),
+    "RM-Mistral-7B": Card("mistral", ids=without_bos),
+    "Llama-3.1-Tulu-3-8B-RM": Card(template=TULU, num_bos=0),
+    "AceMath-7B-RM": Card("qwen2"),
+    "Qwen2.5-Math-RM-72B": Card("qwen2", AutoModel, ("score", two)),
+    "INF-ORM-Llama3.1-70B": Card("llama", AutoModel, ("score", two)),
+    "GRM-Llama3-8B-rewardmodel-ft": Card(ids=as_text, num_bos=2),
+    "GRM-llama3-8B-sftreg": Card(
+        "llama",
+        AutoModelForCausalLM,
+        ("v_head.summary", lambda: two(24)),
+        as_text,
+        num_bos=2,
+        changes={"pad_token_id": 2},  # the last token of a conversation
+    ),
+    "Eurus-RM-7b": Card(
+        "mistral", AutoModel, ("regression_head", one), as_text, written="[INST] {} [/INST] {}"
+    ),
+    "UltraRM-13b": Card(
+        "llama", AutoModel, ("regression_head", one), as_text, written="Human: {}\n\nAssistant: {}"
+    ),
+    "Athene-RM-8B": Card(
+        "llama", AutoModel, ("v_head", one), as_text, 2, appended="<|reserved_special_token_1|>"
+    ),
+    "Llama-3.1-Nemotron-70B-Reward-HF": Card(auto_class=AutoModelForCausalLM),
+    # In the layout of Llama, which the published checkpoint has not.
+    "internlm2-7b-reward-llama": Card("llama", AutoModel, ("v_head", one), appended="<|reward|>"),
+    "reward-model-deberta-v3-large-v2": CrossEncoder(),
+}
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipe_scores_as_the_models_card(tmp_path: Path, name: str) -> None:
+    """Guards heads that are not read, the token that is read, BOS that is missing or twice, and
+    texts that grow: of those, only new tokens are computed."""
+    card = CARDS[name]
+    directory = card.save(tmp_path)
+    reward = load(**recipes()[name] | {"directory": directory})
+    expected = [card.reward(directory, text) for text in TEXTS]
+    assert max(expected) - min(expected) > 0.05
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+    session = reward.open(PROMPT)
+    for part in (2, 5, 1, None):
+        parts = {number: text[:part] for number, text in enumerate(TEXTS)}
+        scores = score_batch(session, reward, batch(parts, FinishReason.STOP)).values
+    assert scores == pytest.approx(expected, abs=1e-4)
+
+
+def test_names_that_do_not_fit_are_refused_with_those_that_exist(tmp_path: Path) -> None:
+    """Guards against a random head, and against a hunt for the head's name."""
+    name = "GRM-llama3-8B-sftreg"
+    directory = CARDS[name].save(tmp_path)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "lacks the weights score, has lm_head, model, v_head"),
+        ({"head": "v_head"}, "v_head: head_layers must name linear layers of summary.0.bias"),
+        (
+            {"head": "v_head", "head_layers": ["summary.1"]},
+            "must name linear layers of summary.0.bias",
+        ),
+        ({"head": "v_head", "head_layers": ["summary.2", "summary.0"]}, "do not fit each other"),
+        ({"head": "v_head.summary", "label": 1}, "has 1 labels, none is 1"),
+        ({"head": "v_head.summary", "append_token": "<|reward|>"}, "append_token .* must be one"),
+        ({"logit_of": 999}, "logit_of 999 is not a token"),
+    ]
+    for options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            load("classifier", directory, **options)
+    by_number = load("classifier", directory, head="v_head.summary")
+    layers = ["summary.0", "summary.2"]
+    by_name = load("classifier", directory, head="v_head", head_layers=layers, label=0)
+    assert score(by_name, PROMPT, TEXTS) == score(by_number, PROMPT, TEXTS)
+    assert by_name.fingerprint != by_number.fingerprint
