@@ -98,11 +98,10 @@ async def ask_services(
     n: int,
     max_tokens: int,
 ) -> tuple[str, int]:
-    """A `System`: the services of this project; like the peer, they choose by the reward alone."""
+    """A `System`: the services of this project; by default they choose as the peer does."""
     request: Options = {
         **options(n, max_tokens),
         "rewards": {reward: 1.0},
-        "prefer_complete": False,
         "n": n,
         "max_tokens": max_tokens,
         "seed": item.number,

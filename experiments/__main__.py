@@ -80,7 +80,7 @@ def _add_replay(commands: Any) -> None:
     parser.add_argument("--trajectories", type=Path, default=_ROOT / "trajectories")
     parser.add_argument("--reward", default=LIKELIHOOD)
     parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
-    parser.add_argument("--alpha", type=float, default=0.5)
+    parser.add_argument("--alpha", type=float, default=frames.DEFAULT_ALPHA)
     parser.add_argument("--schedule", type=parse_schedule, default=frames.DEFAULT)
     parser.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
 

@@ -57,7 +57,7 @@ class System:
 
     @property
     def selection(self) -> Selection:
-        return Selection(n=self.n, branching=self.branching, prefer_complete=False)
+        return Selection(n=self.n, branching=self.branching)
 
 
 def read_runs(path: Path) -> list[Run]:

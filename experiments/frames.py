@@ -18,10 +18,9 @@ from experiments.statistics import expected_first
 from experiments.trajectories import IntArray, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.client.options import parse_schedule
-from specrej.contracts import Schedule
+from specrej.contracts import Schedule, Selection
 
-DEFAULT = parse_schedule("geometric:16,2")  # the service's default
-DEFAULT_ALPHA = 0.5
+DEFAULT, DEFAULT_ALPHA = Selection().schedule, Selection().alpha  # the service's
 ALPHAS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
 SETTING = ["n", "alpha", "schedule"]  # columns that name a setting
 _SCHEDULES = ("geometric:8,2", "geometric:16,2", "geometric:32,2", "geometric:64,2", "memory:16")

@@ -8,14 +8,13 @@ exactly: cuts are those of `orchestrator.loop.rejection.cut`, decision tokens th
 A score is needed wherever a round ends. The likelihood is available at every token, other rewards
 only on the grid of positions at which prefixes were scored.
 
-The answer is the one with the highest reward, complete or not (`prefer_complete` off), as in the
-paper.
+The answer is the one with the highest reward, complete or not, as by default and in the paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from experiments.trajectories import IntArray, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.rejection import cut, num_released
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
-from specrej.contracts import FinishReason, Schedule
+from specrej.contracts import FinishReason, Schedule, Selection
 
 
 def decision_tokens(schedule: Schedule, max_tokens: int) -> tuple[int, ...]:
@@ -43,8 +42,8 @@ class Setting:
     """
 
     n: int = 0
-    alpha: float = 0.5
-    schedule: Schedule = field(default_factory=Schedule)
+    alpha: float = Selection().alpha
+    schedule: Schedule = Selection().schedule
     reward: str = LIKELIHOOD
     slots: int = 0
 

@@ -140,7 +140,8 @@ class StreamOptions(_Checked):
 
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
-    types = {
+    types: dict[str, Any] = {
+        "n": Annotated[int, BeforeValidator(lambda n: 0 if n == "auto" else n)],
         "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
         "rewards": Annotated[
             Annotated[dict[str, float], Tag(_BY_NAME)]
@@ -454,9 +455,7 @@ def _unfit(options: Mapping[str, Any]) -> set[str]:
 
 def _fill_in(options: dict[str, Any]) -> None:
     """Set defaults that differ from the orchestrator's; docs/gateway.md has the reasons."""
-    if options.get("temperature") == 0:
-        options.setdefault("n", 1)
-    elif "seed" not in options:
+    if options.get("temperature") != 0 and "seed" not in options:
         options["seed"] = secrets.randbelow(MAX_SEED)
         options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
     if isinstance(given := options.get("structured_output"), ResponseFormat):

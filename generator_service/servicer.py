@@ -107,7 +107,7 @@ class _Commands:
         spec = wire.from_message(command, SessionSpec)
         raise_if_any(_check_open(spec, description))
         session = await self._resources.enter_async_context(self._generator.open(spec))
-        self._session, self._max_tokens = session, spec.sampling.max_tokens
+        self._session, self._max_tokens = session, session.max_tokens
         self._max_candidates = description.max_candidates
         self._last_id = session.n - 1
         description = await self._generator.describe()
@@ -117,6 +117,7 @@ class _Commands:
             slots=wire.to_message(description.slots, common_pb2.SlotGauge),
             fingerprint=description.fingerprint,
             reduced=session.reduced,
+            max_tokens=session.max_tokens,
         )
         return pb.SessionResponse(opened=opened)
 

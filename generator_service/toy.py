@@ -39,6 +39,7 @@ _IDS = range(len(_WORDS))
 _TOKENS = [f" {word}".encode() for word in _WORDS]
 _FAILING_STEP = 10
 _AUTO_CANDIDATES = 8
+_CONTEXT_TOKENS = 4096
 
 
 class ToySession:
@@ -51,11 +52,12 @@ class ToySession:
         self.n, self.reduced = 0, False  # until it is admitted
         text = spec.prompt.text or " ".join(message.content for message in spec.prompt.messages)
         self.prompt_tokens = max(1, len(text.split()))
-        first, longest = spec.first_round_tokens, spec.sampling.max_tokens
+        self._sampling = spec.sampling_after(self.prompt_tokens, _CONTEXT_TOKENS)
+        self.max_tokens = self._sampling.max_tokens
+        first, longest = spec.first_round_tokens, self.max_tokens
         self.demand = Demand(spec.n, self.prompt_tokens, first, longest, lambda tokens: tokens)
         self._generator = generator
         self._ledger = generator.ledger
-        self._sampling = spec.sampling
         self._live: list[GrowingCandidate] = []
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
@@ -67,7 +69,7 @@ class ToySession:
         self._unreported = list(self._live)
 
     async def extend(self, until_tokens: int) -> Round:
-        until = min(until_tokens, self._sampling.max_tokens)
+        until = min(until_tokens, self.max_tokens)
         ended_by = RoundEnd.DECISION_TOKEN
         while self._live and self._num_tokens < until:
             if self._ledger.room_of(self.id) < len(self._live):
@@ -190,7 +192,7 @@ class ToyGenerator:
         return GeneratorDescription(
             model="toy",
             fingerprint=f"toy-{self.end_every}",
-            context_tokens=4096,
+            context_tokens=_CONTEXT_TOKENS,
             max_candidates=1024,
             auto_candidates=_AUTO_CANDIDATES,
             vocabulary=len(_WORDS),

@@ -17,6 +17,7 @@ from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisClient
 from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.planning import Defaults
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.observe import instruments
@@ -90,9 +91,13 @@ def _orchestrator(
         FleetRewards(rewards),
         Cache(redis, ttl_s=settings.cache_ttl_s, secret=settings.cache_secret),
         admission,
-        default_schedule=settings.default_schedule,
+        defaults=Defaults(
+            settings.default_schedule,
+            settings.default_n,
+            settings.default_max_tokens,
+            settings.default_reward,
+        ),
         composites=settings.composites,
-        default_reward=settings.default_reward,
         records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),
         log_texts=settings.log_texts,

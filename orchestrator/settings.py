@@ -13,9 +13,14 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 from orchestrator.cache import Secret
 from orchestrator.cache.redis_client import check_access
 from orchestrator.loop.composition import Composite, check_composites
-from specrej.contracts import Schedule
+from specrej.contracts import DEFAULT_MAX_TOKENS, DEFAULT_N, MAX_INT32, Schedule
 from specrej.contracts.errors import Violation
-from specrej.contracts.validation import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES, check_schedule
+from specrej.contracts.validation import (
+    MAX_BATCH,
+    MAX_MESSAGE_BYTES,
+    MAX_PUBLIC_MESSAGE_BYTES,
+    check_schedule,
+)
 from specrej.security import Credentials, check_credentials, is_loopback
 from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
 
@@ -168,6 +173,16 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         Schedule(),
         description="JSON of kind (memory, tokens, geometric), tokens, first, factor; such as "
         '{"kind": "geometric", "first": 32, "factor": 2}',
+    )
+    default_n: Annotated[int, Field(ge=0, le=MAX_BATCH)] = Field(
+        DEFAULT_N,
+        description="candidates of requests that name no n; more where return_candidates,"
+        " min_answers or branching need them, 1 at temperature 0; 0: as many as the slots hold",
+    )
+    default_max_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] = Field(
+        DEFAULT_MAX_TOKENS,
+        description="most new tokens per candidate of requests that name no max_tokens; fewer where"
+        " the prompt leaves less room in the context",
     )
     composites: tuple[Composite, ...] = Field(
         (), description="JSON list of {name, rewards}: several rewards under one name"

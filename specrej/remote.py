@@ -212,6 +212,7 @@ class RemoteSession:
         self.fingerprint = opened.fingerprint
         self.n = opened.n
         self.prompt_tokens = opened.prompt_tokens
+        self.max_tokens = opened.max_tokens
         self.reduced = opened.reduced
 
     async def extend(self, until_tokens: int) -> Round:

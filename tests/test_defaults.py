@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from unittest.mock import AsyncMock
+
 import pytest
 
+from benchmarks import answer
+from deploy.local import __main__ as local
+from experiments import branching
+from experiments.prompts import Item
+from gateway import page
+from gateway.settings import GatewaySettings
 from generator_service.settings import GeneratorSettings
 from orchestrator.settings import OrchestratorSettings
 from reward_service.settings import RewardSettings
+from specrej.contracts import Branching, Prompt, Schedule, Selection
+
+FOLDER = Path(page.__file__).parent
+PAGE, ASK = ((FOLDER / name).read_text() for name in ("index.html", "ask.js"))
 
 
 def test_defaults_of_services_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +36,25 @@ def test_defaults_of_services_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert reward.lease_s > longest_s
     assert reward.max_batch >= generator.max_candidates
     assert min(generator.deadline_s, reward.deadline_s) > longest_s
+
+
+async def test_what_is_claimed_is_measured_with_the_default_selection() -> None:
+    """Guards against figures of another objective than users get: README's lead over Best-of-N was
+    measured by reward alone, while requests preferred complete answers by default."""
+    selection, options = asdict(Selection()), {field.name for field in fields(Selection)}
+    assert selection["prefer_complete"] is False, "replays and vLLM's best of N are by reward alone"
+    sent: dict[str, set[str]] = {}
+    for system, chosen in answer.OURS.items():
+        client = AsyncMock()
+        await answer.ask_services(client, chosen, "r", Item("", 0, Prompt.from_user("?")), 4, 8)
+        sent[system] = options.intersection(client.generate.call_args.kwargs) - {"n", "rewards"}
+    changed = {"specrej-branching": {"branching"}, "specrej-best-of-n": {"algorithm"}}
+    assert sent == {"specrej": set(), **changed}
+    assert branching.System(4).selection == Selection(n=4)
+    preset = GatewaySettings().presets["sr-32"].model_dump(exclude_none=True)
+    assert options.intersection((*preset, *local._OPTIONS)) == {"n"}
+    inputs = dict(re.findall(r'<input name="(\w+)" type="number"[^>]* value="([\d.]+)"', PAGE))
+    values = {**asdict(Schedule()), **asdict(Branching()), **selection}
+    shown = {name: float(value) for name, value in inputs.items() if name in values}
+    assert shown == {name: values[name] for name in shown} and len(shown) == 6
+    assert "prefer_complete" not in ASK

@@ -52,11 +52,11 @@ def request(data: bytes) -> bool:
     except DecodeError:  # gRPC rejects it
         return False
     violations = [*check_lengths(message)]
-    unpacked = wire.request_from_message(message, c.Schedule(), violations)
+    unpacked = wire.request_from_message(message, violations)
     violations += check_request(unpacked, _CONTEXT, _CANDIDATES, _VOCABULARY)
     if not violations:
         packed = wire.to_message(unpacked, orchestrator_pb2.GenerateRequest)
-        again = wire.request_from_message(packed, c.Schedule(), violations)
+        again = wire.request_from_message(packed, violations)
         assert (again, violations) == (unpacked, [])
         prints = {"generator_fingerprint": "g", "reward_fingerprint": "r"}
         answer_key(unpacked, tenant="t", secret=_SECRET, **prints)

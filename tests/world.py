@@ -207,7 +207,7 @@ class HeldGenerator:
 class LongTexts(HeldGenerator):
     """One session of one round, without slots; a text has `num_characters` of two bytes each."""
 
-    prompt_tokens = 1
+    prompt_tokens, max_tokens = 1, 10**6
     reduced = False
     fingerprint = ""
 

@@ -20,14 +20,12 @@ from deploy.local.stack import Ports, Stack
 from specrej.client import Client
 from specrej.client.cli import note, run_to_end
 from specrej.client.view import watch
-from specrej.contracts import Generation, Options, Schedule
+from specrej.contracts import Generation, Options
 from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.security import credentials_from
 
 _PROMPT = "Give three tips for staying focused while studying."
-_OPTIONS = Options(
-    n=32, max_tokens=256, temperature=0.7, alpha=0.5, schedule=Schedule(first=16), seed=1
-)
+_OPTIONS = Options(n=32, max_tokens=256, temperature=0.7, seed=1)
 _STARTING = "starting valkey, generator, reward service, orchestrator and gateway"
 _DEFAULT = Ports()
 _MEASURED = ("orchestrator", "generator", "reward", "gateway")  # have metrics

@@ -21,13 +21,15 @@ export function arrange(form) {
   form.elements.alpha.disabled = algorithm.value !== 'speculative-rejection';
 }
 
-// Offer the models and rewards of a description; keeps what is chosen.
-export function offer(form, { generator, rewards }) {
-  const { model } = form.elements,
+// Offer the models, rewards and defaults of a description; keeps what is chosen.
+export function offer(form, { generator, rewards, default_n, default_max_tokens }) {
+  const { model, n, max_tokens } = form.elements,
     chosen = model.value,
     names = [generator.model, ...generator.adapters];
   model.replaceChildren(...names.map((name) => h('option', { text: name })));
   if (chosen) model.value = chosen;
+  n.placeholder = default_n || 'auto';
+  max_tokens.placeholder = `up to ${default_max_tokens}`;
   const offered = [...form.querySelectorAll('[data-reward]')];
   if (offered.map((item) => item.dataset.reward).join() === rewards.join()) return;
   offered.forEach((item) => item.remove());
@@ -45,7 +47,7 @@ export function offer(form, { generator, rewards }) {
 // The body of a call of /v1/specrej/stream: the same until a field changes or a seed is drawn.
 export function bodyOf(form) {
   const value = (name) => form.elements[name].value.trim();
-  const number = (name) => Number(value(name));
+  const number = (name) => (value(name) ? Number(value(name)) : undefined); // not in JSON
   const { cache, compare, seed } = form.elements,
     isStored = cache.checked && !compare.checked; // a comparison needs two runs, no stored answer
   const specrej = { n: number('n'), events: 'all', cache: isStored ? 'use' : 'bypass' };

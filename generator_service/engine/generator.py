@@ -68,11 +68,12 @@ class Frontend:
         prompt_ids, bad_words = await self._in_thread(
             lambda: (text.encode(spec.prompt), text.sequences(words))
         )
-        self._check_context(len(prompt_ids), spec.sampling.max_tokens)
+        sampling = spec.sampling_after(len(prompt_ids), self._card.context_tokens)
+        self._check_context(len(prompt_ids), sampling.max_tokens)
         return OpenCommand(
             prompt_ids,
             spec.n,
-            spec.sampling,
+            sampling,
             spec.first_round_tokens,
             text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
@@ -138,6 +139,7 @@ class LocalSession:
         self._sampling = command.sampling
         self.n, self.reduced = opened.n, opened.reduced
         self.prompt_tokens = len(command.prompt_ids)
+        self.max_tokens = command.sampling.max_tokens
 
     async def extend(self, until_tokens: int) -> Round:
         batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))

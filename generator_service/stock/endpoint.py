@@ -83,7 +83,8 @@ class EndpointSession:
 
     def __init__(self, generator: EndpointGenerator, spec: SessionSpec) -> None:
         self.n = spec.n or generator.auto_candidates
-        self.reserved = self.n * spec.sampling.max_tokens
+        self.max_tokens = spec.sampling.max_tokens
+        self.reserved = self.n * self.max_tokens
         self._generator = generator
         self._spec = spec
         self._live = list(range(self.n))
@@ -110,7 +111,7 @@ class EndpointSession:
         """Drop candidates that were not requested yet; forks are refused."""
         before = len(self._live)
         self._live = [number for number in self._live if number in keep]
-        freed = (before - len(self._live)) * self._spec.sampling.max_tokens
+        freed = (before - len(self._live)) * self.max_tokens
         self.reserved -= freed
         return Pruned(freed, self._gauge(), tuple(sorted(forks)))
 

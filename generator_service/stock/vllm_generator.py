@@ -65,6 +65,7 @@ class VLLMSession:
         self.reduced = False
         self.fingerprint = ""  # the servicer has the generator's
         self.prompt_tokens = len(command.prompt_ids)
+        self.max_tokens = command.sampling.max_tokens
         self.blocks = Blocks(generator.engine.block_tokens, self.prompt_tokens)
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,7 +90,7 @@ class VLLMSession:
         reported = list(self.live)
         self._enter()
         try:
-            ended_by = await self._grow(min(until_tokens, self.command.sampling.max_tokens))
+            ended_by = await self._grow(min(until_tokens, self.max_tokens))
             self._generator.queue.admit_waiting()  # finished candidates have left rows
         except BaseException:
             self._is_closed = True

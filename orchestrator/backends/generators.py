@@ -84,6 +84,7 @@ class PlacedSession:
         self._backend = backend
         self.n = session.n
         self.prompt_tokens = session.prompt_tokens
+        self.max_tokens = session.max_tokens
         self.reduced = session.reduced
         self.fingerprint = session.fingerprint
 

@@ -17,7 +17,7 @@ from specrej import fingerprint
 from specrej.contracts import Algorithm, GenerationRequest
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
-FORMAT_VERSION = 11  # of keys and values; raise it when either changes
+FORMAT_VERSION = 12  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 
 
@@ -48,6 +48,7 @@ def answer_key(
     # Degraded answers are never stored. The generator's fingerprint identifies its model, and
     # `model` is the name of one of its adapters.
     del canonical["cache"], canonical["allow_degraded"]
+    canonical["absent"] = request.fits_context  # all else is filled in
     if not request.model:
         del canonical["model"]
     canonical["sampling"]["logit_bias"].sort(key=itemgetter("token_id"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
@@ -15,6 +15,8 @@ from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion
 from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_N,
     Algorithm,
     CacheControl,
     GenerationRequest,
@@ -22,6 +24,7 @@ from specrej.contracts import (
     GeneratorDescription,
     Prompt,
     RewardDescription,
+    Schedule,
     Scorer,
     ScoringSession,
     WeightedReward,
@@ -54,6 +57,33 @@ class Rewards(Protocol):
     def open(self, name: str, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]: ...
 
     async def describe(self) -> Sequence[RewardDescription]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What requests get that do not name it; the docstrings of the settings describe each."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    n: int = DEFAULT_N
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    reward: str = ""
+
+    def filled(
+        self, request: GenerationRequest, generator: GeneratorDescription
+    ) -> GenerationRequest:
+        """The request with what it leaves to the orchestrator, except the reward."""
+        selection, sampling = request.selection, request.sampling
+        if "schedule" in request.absent:
+            selection = replace(selection, schedule=self.schedule)
+        if "n" in request.absent:
+            width = selection.branching.width if selection.branching else 0
+            needed = max(self.n, selection.return_candidates, selection.min_answers, width)
+            n = min(needed, generator.max_candidates) if self.n else 0
+            selection = replace(selection, n=1 if sampling.temperature == 0 else n)
+        if request.fits_context:
+            most = max(self.max_tokens, sampling.min_tokens)
+            sampling = replace(sampling, max_tokens=min(most, generator.context_tokens))
+        return replace(request, selection=selection, sampling=sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +127,14 @@ class Planner:
         generator: Generator,
         rewards: Rewards,
         composites: Sequence[Composite] = (),
-        default_reward: str = "",
+        defaults: Defaults = Defaults(),
         *,
         secret: Secret,
     ) -> None:
-        """`composites` hide rewards of their names. `default_reward` is a reward or a composite;
-        empty: the reward service's first. `secret`: of cache keys."""
+        """`composites` hide rewards of their names. `secret`: of cache keys."""
         self._secret = secret
         self._composites = {composite.name: composite for composite in composites}
-        self._default_reward = default_reward
+        self._defaults = defaults
         self._rewards = rewards
         self._generator = _LastDescription(generator.describe)
         self._served = _LastDescription(rewards.describe)
@@ -127,6 +156,7 @@ class Planner:
         """
         arrived = time.perf_counter()
         generator = await self._generator.get()
+        request = self._defaults.filled(request, generator)
         problems = [*violations, *_check_against(generator, request)]
         named: Sequence[WeightedReward] = (_LIKELY,)
         parts = [(0, _LIKELY)]
@@ -187,12 +217,12 @@ class Planner:
     async def reward_names(self) -> tuple[str, ...]:
         """Names that a request may use, the default first."""
         available = self._names(reward.name for reward in await self._served.get())
-        return tuple(sorted(available, key=lambda name: name != self._default_reward))
+        return tuple(sorted(available, key=lambda name: name != self._defaults.reward))
 
     async def _default(self) -> str:
         """The reward of requests that name none."""
-        if self._default_reward:
-            return self._default_reward
+        if self._defaults.reward:
+            return self._defaults.reward
         served = await self._served.get()
         if not served:
             raise Unavailable("a reward service serves no reward")

@@ -16,7 +16,7 @@ from functools import partial
 
 from orchestrator.cache import Answers, Cache, tenant_digest
 from orchestrator.edge.admission import Admission
-from orchestrator.edge.planning import Plan, Planner, Rewards
+from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run
@@ -34,7 +34,6 @@ from specrej.contracts import (
     Generator,
     RankedCandidate,
     RoundCompleted,
-    Schedule,
     ServiceDescription,
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
@@ -52,20 +51,18 @@ class Orchestrator:
         cache: Cache,
         admission: Admission,
         *,
-        default_schedule: Schedule | None = None,
+        defaults: Defaults = Defaults(),  # noqa: B008
         composites: Sequence[Composite] = (),
-        default_reward: str = "",
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
     ) -> None:
-        """`default_schedule` is for requests that name none; the servicer fills it in.
-        `composites` must be valid. `default_reward`: see `Planner`. `log_texts`: a request's log
-        line has its prompt and its answer.
+        """`composites` must be valid. `log_texts`: a request's log line has its prompt and its
+        answer.
         """
-        self.default_schedule = default_schedule or Schedule()
+        self._defaults = defaults
         secret = cache.secret
-        self._planner = Planner(generator, rewards, composites, default_reward, secret=secret)
+        self._planner = Planner(generator, rewards, composites, defaults, secret=secret)
         self._totals: Counter[str] = Counter()  # fields of ServiceDescription
         self._generator = generator
         self._cache = cache
@@ -88,7 +85,9 @@ class Orchestrator:
             cache_available=await self._cache.redis.available(),
             running=self._admission.running,
             queued=self._admission.queued,
-            default_schedule=self.default_schedule,
+            default_schedule=self._defaults.schedule,
+            default_n=self._defaults.n,
+            default_max_tokens=self._defaults.max_tokens,
             process_id=self._process_id,
             backends=tuple(self._backends()) if with_backends else (),
             **self._totals,

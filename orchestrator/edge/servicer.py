@@ -114,9 +114,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         within: WithinRounds | None = None,
     ) -> None:
         violations: list[Violation] = []
-        request = wire.request_from_message(
-            message, self._orchestrator.default_schedule, violations
-        )
+        request = wire.request_from_message(message, violations)
         caller, left_s = current_caller(), time_left_s()
         await self._orchestrator.generate(
             request,

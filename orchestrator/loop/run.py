@@ -168,17 +168,20 @@ class _Run:
     _failure: OutOfTime | SpecrejError | None = None  # of the next round
 
     def __post_init__(self) -> None:
-        selection, max_tokens = self.request.selection, self.request.sampling.max_tokens
-        schedule = schedule_of(selection)
+        selection = self.request.selection
         self.deadline = DeadlineController(
-            # Cached: the controller extrapolates over all decision tokens, often in a round.
-            cache(partial(next_decision_token, schedule, max_tokens=max_tokens)),
-            max_tokens,
+            *self._ends(self.request.sampling.max_tokens),
             self.time_left_s,
             self.clock,
             selection.min_answers,
             can_reject=selection.algorithm is not Algorithm.BEST_OF_N,
         )
+
+    def _ends(self, max_tokens: int) -> tuple[Callable[[int], int], int]:
+        """The next decision token after a position, and the last one."""
+        schedule = schedule_of(self.request.selection)
+        # Cached: the controller extrapolates over all decision tokens, often in a round.
+        return cache(partial(next_decision_token, schedule, max_tokens=max_tokens)), max_tokens
 
     async def events(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
         """Open the sessions, and run until no candidate is live, the time is over, or the generator
@@ -238,11 +241,13 @@ class _Run:
             first_round_tokens(schedule_of(request.selection), request.sampling.max_tokens),
             self.cache_salt,
             request.model,
+            request.fits_context,
         )
         async with AsyncExitStack() as stack:
             with telemetry.span(names.SPAN_OPEN):
                 opening = stack.enter_async_context(self.generator.open(spec))
                 self.session = session = await _in_time(opening, self.deadline.patience_s)
+                self.deadline.next_token, self.deadline.max_tokens = self._ends(session.max_tokens)
                 is_lenient = request.allow_degraded
                 part = _OPENING_PART if is_lenient else 1.0
                 patience_s = self.deadline.patience_s * part
@@ -343,7 +348,7 @@ class _Run:
     async def _stride(self, position: int, until: int, rows: int) -> Round:
         began = self.clock()
         part = await _in_time(self.session.extend(until), self.deadline.patience_s)
-        _check(part, until, self.request.sampling.max_tokens)
+        _check(part, until, self.deadline.max_tokens)
         if rows == 1 and part.ended_by is RoundEnd.SLOTS_FULL and part.num_tokens == position:
             raise InternalError("a generator has no slot for the last candidate")
         num_tokens, seconds = part.num_tokens - position, self.clock() - began

@@ -460,7 +460,8 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
         "candidates": f"at most {generator.max_candidates:,}",
         "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",
         "rewards": ", ".join(description.rewards),
-        "schedule": str(description.default_schedule),
+        "defaults": f"n {description.default_n or 'auto'}, at most"
+        f" {description.default_max_tokens:,} tokens, schedule {description.default_schedule}",
         "cache": "available" if description.cache_available else "not available",
         "requests": f"{description.running} running, {description.queued} queued",
         "answers": f"{description.num_answers:,} made, {description.num_degraded:,} degraded,"

@@ -46,6 +46,11 @@ def parse_schedule(text: str) -> Schedule:
     raise ValueError("unknown schedule")
 
 
+def parse_n(text: str) -> int:
+    """A number, or `auto`."""
+    return 0 if text == "auto" else int(text)
+
+
 def parse_branching(text: str) -> Branching:
     """`WIDTH[,KEEP[,TAPER]]`."""
     width, *rest = text.split(",")
@@ -97,9 +102,11 @@ def _normalization(parts: Mapping[str, str]) -> Normalization:
             raise ValueError("unknown normalization")
 
 
-# Of options that are no number, text or enumeration: parser, metavar, and what to use instead of a
-# text that cannot be parsed. Where there may be several values, the parser is that of one.
+# Of options that take more than a number, text or enumeration: parser, metavar, and what to use
+# instead of a text that cannot be parsed. Where there may be several values, the parser is that of
+# one.
 _SYNTAX: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "n": (parse_n, "N", "an integer or auto"),
     "rewards": (parse_reward, REWARD_SYNTAX, REWARD_SYNTAX),
     "logit_bias": (parse_bias, BIAS_SYNTAX, BIAS_SYNTAX),
     "schedule": (

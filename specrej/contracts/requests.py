@@ -17,6 +17,9 @@ MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_RETURN_CANDIDATES = 64
 MAX_TOP_LOGPROBS = 20
+# Of the orchestrator's settings.
+DEFAULT_N = 16
+DEFAULT_MAX_TOKENS = 2048
 
 T = TypeVar("T")
 
@@ -115,7 +118,11 @@ StructuredOutput = JsonSchema | Regex | Grammar | JsonObject
 class Sampling:
     """How tokens are drawn; fields as in `specrej.v1.Sampling`."""
 
-    max_tokens: int = option(128, "Maximum number of new tokens per candidate.")
+    max_tokens: int = option(
+        DEFAULT_MAX_TOKENS,
+        "Maximum number of new tokens per candidate; default: the rest of the context, up to the"
+        " server's limit.",
+    )
     temperature: float = option(
         1.0,
         "Softmax temperature; 0 is greedy and needs n = 1.",
@@ -253,7 +260,11 @@ class WeightedReward:
 class Selection:
     """How the returned candidate is found; fields as in `specrej.v1.Selection`."""
 
-    n: int = option(0, "Candidates; 0: as many as the free slots hold at the first cut.")
+    n: int = option(
+        DEFAULT_N,
+        "Candidates; auto (0): as many as the free slots hold at the first cut; default: the"
+        " server's.",
+    )
     alpha: float = option(
         0.5,
         "Fraction of the ranked candidates rejected at each decision token.",
@@ -277,7 +288,7 @@ class Selection:
         ),
     )
     prefer_complete: bool = option(
-        True, "Rank answers cut off at max_tokens behind all complete ones; else by reward alone."
+        False, "Rank answers cut off at max_tokens behind all complete ones."
     )
     branching: Branching | None = option(
         None,
@@ -307,6 +318,13 @@ class GenerationRequest:
     allow_degraded: bool = option(
         False, "Accept a weaker answer where the request would otherwise fail."
     )
+    # Not sent: which of n, schedule and max_tokens the caller left to the orchestrator.
+    absent: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def fits_context(self) -> bool:
+        """Whether fewer tokens than `max_tokens` are enough where the prompt leaves less room."""
+        return "max_tokens" in self.absent
 
 
 # Values of options by their names, as `Client.generate` accepts them. An option left out is absent

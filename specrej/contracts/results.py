@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from specrej.contracts.requests import Schedule, Selection
+from specrej.contracts.requests import DEFAULT_MAX_TOKENS, DEFAULT_N, Schedule, Selection
 from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd, SlotGauge
 
 
@@ -274,6 +274,8 @@ class ServiceDescription:
     running: int
     queued: int
     default_schedule: Schedule
+    default_n: int = DEFAULT_N
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
     num_answers: int = 0
     num_degraded: int = 0
     num_hurried: int = 0

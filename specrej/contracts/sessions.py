@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
@@ -176,6 +176,10 @@ class Session(Protocol):
         """Tokens of the rendered prompt; 0: the first round has them."""
 
     @property
+    def max_tokens(self) -> int:
+        """Most new tokens of a candidate."""
+
+    @property
     def reduced(self) -> bool:
         """Whether N was left open, and the slots of other sessions made it smaller."""
 
@@ -214,6 +218,14 @@ class SessionSpec:
     first_round_tokens: int  # that every candidate must be able to reach before the first cut
     cache_salt: str = ""
     adapter: str = ""
+    fits_context: bool = False  # fewer than max_tokens are enough where the prompt leaves less room
+
+    def sampling_after(self, prompt_tokens: int, context_tokens: int) -> Sampling:
+        """The sampling, whose max_tokens fits beside the prompt if it may be less."""
+        room = max(1, context_tokens - prompt_tokens)
+        if not self.fits_context or self.sampling.max_tokens <= room:
+            return self.sampling
+        return replace(self.sampling, max_tokens=room)
 
     @property
     def first_tokens(self) -> int:

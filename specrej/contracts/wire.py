@@ -110,13 +110,14 @@ def from_message(
 
 
 def request_from_message(
-    message: pb.GenerateRequest, default_schedule: c.Schedule, violations: list[Violation]
+    message: pb.GenerateRequest, violations: list[Violation]
 ) -> c.GenerationRequest:
-    """The request with defaults filled in; unknown enum numbers are added to `violations`."""
+    """The request, and what it leaves to the server; unknown enum numbers are violations, too."""
     request = from_message(message, c.GenerationRequest, violations)
-    if message.selection.HasField("schedule"):
-        return request
-    return replace(request, selection=replace(request.selection, schedule=default_schedule))
+    selection, sampling = message.selection, message.sampling
+    parts = {"n": selection, "schedule": selection, "max_tokens": sampling}
+    absent = tuple(name for name, part in parts.items() if not part.HasField(name))
+    return replace(request, absent=absent)
 
 
 def generation_to_message(generation: c.Generation) -> pb.GenerateResponse:

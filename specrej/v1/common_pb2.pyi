@@ -320,7 +320,9 @@ class Sampling(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Maximum number of new tokens per candidate; 1 .. context - prompt; default 128."""
+    """Maximum number of new tokens per candidate; 1 .. context - prompt; absent: context - prompt, up to
+    the server's default_max_tokens.
+    """
     temperature: _builtins.float
     """Softmax temperature; 0 (greedy, then n must be 1) or 0.01 .. 2; default 1."""
     top_k: _builtins.int

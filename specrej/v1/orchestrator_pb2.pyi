@@ -418,8 +418,10 @@ class Selection(_message.Message):
     BRANCHING_FIELD_NUMBER: _builtins.int
     MIN_ANSWERS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates at the start; 0 .. the server's limit; default 0: as many as the free slots hold at
-    the first decision token, at most the generator's auto_candidates, at least min_answers.
+    """Candidates at the start; 0 .. the server's limit. 0: as many as the free slots hold at the first
+    decision token, at most the generator's auto_candidates, at least min_answers. Absent: 1 at
+    temperature 0, else the server's default_n, or as many as return_candidates, min_answers or
+    branching's width need.
     """
     alpha: _builtins.float
     """Fraction of the ranked candidates rejected at each decision token; [0, 1); default 0.5."""
@@ -429,7 +431,7 @@ class Selection(_message.Message):
     """How many of the top candidates to return; 1 .. 64; default 1."""
     prefer_complete: _builtins.bool
     """Whether answers that were cut off at max_tokens rank behind all complete ones, whatever their
-    reward; else the reward alone decides; default true.
+    reward; else the reward alone decides; default false.
     """
     min_answers: _builtins.int
     """Every cut keeps at least this many candidates, the best ones, finished or live, so the request
@@ -453,7 +455,7 @@ class Selection(_message.Message):
     def __init__(
         self,
         *,
-        n: _builtins.int = ...,
+        n: _builtins.int | None = ...,
         alpha: _builtins.float | None = ...,
         schedule: Global___Schedule | None = ...,
         algorithm: Global___Algorithm.ValueType = ...,
@@ -463,9 +465,9 @@ class Selection(_message.Message):
         branching: Global___Branching | None = ...,
         min_answers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
@@ -473,6 +475,8 @@ class Selection(_message.Message):
     _WhichOneofArgType__branching: _TypeAlias = _typing.Literal["_branching", b"_branching"]  # noqa: Y015
     _WhichOneofReturnType__min_answers: _TypeAlias = _typing.Literal["min_answers"]  # noqa: Y015
     _WhichOneofArgType__min_answers: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prefer_complete: _TypeAlias = _typing.Literal["prefer_complete"]  # noqa: Y015
     _WhichOneofArgType__prefer_complete: _TypeAlias = _typing.Literal["_prefer_complete", b"_prefer_complete"]  # noqa: Y015
     _WhichOneofReturnType__return_candidates: _TypeAlias = _typing.Literal["return_candidates"]  # noqa: Y015
@@ -483,6 +487,8 @@ class Selection(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__branching) -> _WhichOneofReturnType__branching | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_answers) -> _WhichOneofReturnType__min_answers | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefer_complete) -> _WhichOneofReturnType__prefer_complete | None: ...
     @_typing.overload
@@ -1390,6 +1396,8 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     SAVED_TOKENS_ESTIMATE_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    DEFAULT_N_FIELD_NUMBER: _builtins.int
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     cache_available: _builtins.bool
     """Whether the cache is reachable."""
     running: _builtins.int
@@ -1412,6 +1420,10 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     """Tokens generated for all candidates, round by round, also of requests that fail."""
     saved_tokens_estimate: _builtins.int
     """Estimate of the tokens that Best-of-N would have generated beyond these."""
+    default_n: _builtins.int
+    """Candidates of requests without n, that need no more; 0: as many as the free slots hold."""
+    default_max_tokens: _builtins.int
+    """Most new tokens per candidate of requests without max_tokens."""
     @_builtins.property
     def generator(self) -> _common_pb2.GeneratorDescription:
         """The generator as it describes itself."""
@@ -1448,10 +1460,12 @@ class OrchestratorServiceDescribeResponse(_message.Message):
         generated_tokens: _builtins.int = ...,
         saved_tokens_estimate: _builtins.int = ...,
         backends: _abc.Iterable[Global___BackendState] | None = ...,
+        default_n: _builtins.int = ...,
+        default_max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_schedule", b"default_schedule", "generator", b"generator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "cache_available", b"cache_available", "default_schedule", b"default_schedule", "generated_tokens", b"generated_tokens", "generator", b"generator", "num_answers", b"num_answers", "num_cached", b"num_cached", "num_degraded", b"num_degraded", "num_hurried", b"num_hurried", "num_refused", b"num_refused", "process_id", b"process_id", "queued", b"queued", "rewards", b"rewards", "running", b"running", "saved_tokens_estimate", b"saved_tokens_estimate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "cache_available", b"cache_available", "default_max_tokens", b"default_max_tokens", "default_n", b"default_n", "default_schedule", b"default_schedule", "generated_tokens", b"generated_tokens", "generator", b"generator", "num_answers", b"num_answers", "num_cached", b"num_cached", "num_degraded", b"num_degraded", "num_hurried", b"num_hurried", "num_refused", b"num_refused", "process_id", b"process_id", "queued", b"queued", "rewards", b"rewards", "running", b"running", "saved_tokens_estimate", b"saved_tokens_estimate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

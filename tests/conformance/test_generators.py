@@ -250,8 +250,12 @@ async def test_a_session_beyond_the_context_is_refused(subject: Subject) -> None
         ):
             pass
     assert refused.value.reason == "CONTEXT_EXCEEDED"
-    async with subject.generator.open(SessionSpec(PROMPT, 1, ENDLESS, 1)) as session:
+    fitted = SessionSpec(PROMPT, 1, replace(ENDLESS, max_tokens=CONTEXT), 1, fits_context=True)
+    async with subject.generator.open(fitted) as session:
         longest = CONTEXT - session.prompt_tokens
+        assert session.max_tokens == longest
+        (candidate,) = (await session.extend(longest)).candidates
+        assert (candidate.num_tokens, candidate.finish) == (longest, FinishReason.LENGTH)
     made = await whole(subject.generator, 1, Sampling(max_tokens=longest, ignore_eos=True))
     assert made[0].num_tokens == longest
 

@@ -51,8 +51,6 @@ def request(setting: Setting, sampling: Sampling, prompt: Prompt) -> GenerationR
         n=setting.n,
         alpha=setting.alpha,
         schedule=setting.schedule,
-        return_candidates=1,
-        prefer_complete=False,
     )
     return GenerationRequest(prompt, sampling, selection)
 

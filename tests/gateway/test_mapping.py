@@ -261,7 +261,7 @@ def test_answers_without_a_seed_are_not_stored() -> None:
     assert options["seed"] != call_of(chat(), {}).options["seed"]
     assert "cache" not in call_of(chat(seed=1), {}).options
     greedy = call_of(chat(temperature=0), {}).options
-    assert greedy["n"] == 1 and "seed" not in greedy and "cache" not in greedy
+    assert "seed" not in greedy and "cache" not in greedy
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_preset_gives_way_to_the_request(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", '{"two": {"n": 8, "min_answers": 2}}')
     presets = GatewaySettings().presets
     greedy = call_of(chat(model="m:two", temperature=0), presets).options
-    assert greedy == c.Options(model="m", temperature=0.0, n=1)
+    assert greedy == c.Options(model="m", temperature=0.0)
     for choices, n, least in ((None, 8, 2), (1, 8, 2), (8, 8, 8), (9, None, 9)):
         options = call_of(chat(model="m:two", n=choices), presets).options
         assert (options.get("n"), options["min_answers"]) == (n, least)
@@ -340,3 +340,10 @@ def test_the_documented_table_is_the_table() -> None:
     stated = re.search(r"(\d+) mapped, (\d+) ignored, (\d+) refused", PAGE)
     assert stated
     assert [int(n) for n in stated.groups()] == [counts[kind] for kind in KINDS.values()]
+
+
+def test_as_many_candidates_as_memory_holds_are_named_auto() -> None:
+    """Guards against a name that only presets or only requests take."""
+    assert call_of(chat(specrej={"n": "auto"}), PRESETS).options["n"] == 0
+    presets = GatewaySettings.model_validate({"presets": {"most": {"n": "auto"}}}).presets
+    assert presets["most"].model_dump()["n"] == 0

@@ -141,7 +141,7 @@ async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
 async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> None:
     """Guards against fewer choices than n because rejection ended the others."""
     fields: Any = {"n": 3, "max_tokens": 40}
-    answer = await create(client, **fields, extra_body=extra(n=8, prefer_complete=False))
+    answer = await create(client, **fields, extra_body=extra(n=8))
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.model_extra and answer.model_extra["specrej"]["n"] == 8
     scores = answer.model_extra["specrej"]["scores"]

@@ -80,7 +80,7 @@ _OTHER_SAMPLING: list[dict[str, Any]] = [
     *({"structured_output": output} for output in (JsonSchema("a"), Regex("a"), Grammar("a"))),
 ]
 _OTHER_SELECTIONS: list[dict[str, Any]] = [
-    {"prefer_complete": False},
+    {"prefer_complete": True},
     {"min_answers": 2},
     *({"branching": branching} for branching in (Branching(), Branching(keep=2))),
     {"n": 4},
@@ -102,6 +102,7 @@ _OTHERS = [
     request("cafe\u0301"),  # the model gets another text than with one code point
     request("\ud800"),  # UTF-8 cannot encode it
     request("\ud801"),
+    replace(_BASE, absent=("max_tokens",)),  # its answer depends on the room in the context
     replace(_BASE, prompt=Prompt(text="hello")),
     replace(_BASE, prompt=Prompt(text="hello", allow_special_tokens=True)),
     replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
@@ -135,7 +136,7 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (_BASE, request(sampling=Sampling(max_tokens=128, temperature=1.0, top_p=1.0, seed=0))),
+        (_BASE, request(sampling=Sampling(max_tokens=2048, temperature=1.0, top_p=1.0, seed=0))),
         (_BASE, request(sampling=Sampling(temperature=1, top_p=1))),
         (
             request(sampling=Sampling(logit_bias=(TokenBias(1, 2.0), TokenBias(2, 0.5)))),
@@ -144,6 +145,7 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
         (_BASE, request(selection=Selection(schedule=Schedule(first=16, factor=2)))),
         (_BASE, replace(_BASE, cache=CacheControl.REFRESH)),
         (_BASE, replace(_BASE, allow_degraded=True)),
+        (_BASE, replace(_BASE, absent=("n", "schedule"))),
         (_rewarded(_ONE, _TWO), _rewarded(_TWO, _ONE)),
         (
             request(selection=_BEST_OF_N),

@@ -62,7 +62,7 @@ async def test_a_short_deadline_still_gives_a_complete_answer(
     algorithm: Algorithm, time_left_s: float
 ) -> None:
     """The answer is in time, and flagged if the deadline changed it."""
-    ten_percent = request(alpha=0.1, algorithm=algorithm)
+    ten_percent = request(alpha=0.1, algorithm=algorithm, prefer_complete=True)
     planned = await answer(ten_percent, FaultyGenerator(10.0), FixedScorer())
     generator = FaultyGenerator(10.0)
     clock, began_s = generator.clock, generator.clock()

@@ -70,7 +70,8 @@ async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
     better than all, would have 0.5, and an early answer of a weak batch more."""
     for seed in range(12):
         scorer = ComparingScorer(seed)
-        asked = request(16, branching=branching, schedule=Schedule(first=6, factor=1.5))
+        schedule = Schedule(first=6, factor=1.5)
+        asked = request(16, branching=branching, schedule=schedule, prefer_complete=True)
         generation = await answer(asked, ToyGenerator(end_every=12), scorer)
         finished = [c for c in generation.candidates if c.finish is FinishReason.STOP]
         assert len(finished) > 1 and generation.relative_scores

@@ -28,6 +28,7 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
             async with toy.open(spec) as session:
                 self.session, self.live, self.n = session, spec.n, spec.n
                 self.prompt_tokens, self.reduced = session.prompt_tokens, False
+                self.max_tokens = session.max_tokens
                 self.fingerprint = ""
                 yield self
 

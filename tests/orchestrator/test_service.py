@@ -63,20 +63,21 @@ async def test_absent_fields_mean_the_defaults_of_the_schema(service: World) -> 
     with_defaults = pb.GenerateRequest(
         model="toy",
         prompt=PROMPT,
-        sampling=common_pb2.Sampling(max_tokens=128, temperature=1, top_k=0, top_p=1, seed=0),
+        sampling=common_pb2.Sampling(max_tokens=2048, temperature=1, top_k=0, top_p=1, seed=0),
         selection=pb.Selection(
-            n=0,
+            n=16,
             alpha=0.5,
             schedule=pb.Schedule(kind=pb.SCHEDULE_KIND_GEOMETRIC, first=16, factor=2),
             algorithm=pb.ALGORITHM_SPECULATIVE_REJECTION,
             rewards=[pb.WeightedReward(name="toy", weight=1)],
             return_candidates=1,
+            prefer_complete=False,
         ),
         cache_control=pb.CACHE_CONTROL_USE,
     )
     assert generation(reply) == generation(await service.answer(with_defaults))
     assert [round_.decision_token for round_ in reply.rounds[:2]] == [16, 32]
-    assert (reply.n, len(reply.candidates)) == (8, 1)  # as many as fit
+    assert (reply.n, len(reply.candidates)) == (16, 1)
 
 
 async def test_describe_returns_the_current_load_and_limits(cached_service: World) -> None:
@@ -89,7 +90,8 @@ async def test_describe_returns_the_current_load_and_limits(cached_service: Worl
     assert (described.generator.model, described.generator.max_candidates) == ("toy", 1024)
     assert described.generator.sessions == 1
     assert described.generator.slots.owned == service.generator.toy.ledger.owned > 0
-    assert described.default_schedule.first == 16
+    assert described.default_schedule.first == described.default_n == 16
+    assert described.default_max_tokens == 2048
     service.generator.gates["extend"].open()
     await running
 

@@ -10,7 +10,7 @@ import pytest
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Secret
 from orchestrator.edge.admission import Admission, Limits
-from orchestrator.edge.planning import Planner
+from orchestrator.edge.planning import Defaults, Planner
 from orchestrator.edge.service import Orchestrator
 from specrej.contracts import (
     Branching,
@@ -19,9 +19,11 @@ from specrej.contracts import (
     RewardDescription,
     Selection,
     WeightedReward,
+    wire,
 )
 from specrej.contracts.errors import InvalidRequest
 from specrej.security import Share
+from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
 from tests.serving import reason_of, violations_of
@@ -110,6 +112,44 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
     with pytest.raises(InvalidRequest) as raised:
         await orchestrator.generate(request, print, tenant="", share=Share())
     assert [violation.field for violation in raised.value.violations] == [field]
+
+
+@pytest.mark.parametrize(
+    ("selection", "sampling", "expected"),
+    [
+        ({}, {}, (16, 2048)),
+        ({}, {"temperature": 0.0}, (1, 2048)),
+        ({"return_candidates": 20}, {"min_tokens": 3000}, (20, 3000)),
+        ({"min_answers": 17}, {}, (17, 2048)),
+        ({"branching": pb.Branching(width=24)}, {}, (24, 2048)),
+        ({"branching": pb.Branching(width=2000)}, {"min_tokens": 9000}, (1024, 4096)),
+        ({"n": 0}, {"max_tokens": 5000}, (0, 5000)),
+        ({"n": 3, "return_candidates": 20}, {"max_tokens": 7}, (3, 7)),
+    ],
+)
+async def test_what_a_request_leaves_open_is_filled_in(
+    selection: dict[str, Any], sampling: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """Guards against as many candidates as memory holds for whoever names no n, a default that
+    makes greedy requests or those of 20 choices invalid, and an explicit number that is changed."""
+    message = pb.GenerateRequest(
+        selection=pb.Selection(**selection), sampling=common_pb2.Sampling(**sampling)
+    )
+    request, generator = wire.request_from_message(message, []), await ToyGenerator().describe()
+    filled = Defaults().filled(request, generator)
+    assert (filled.selection.n, filled.sampling.max_tokens) == expected
+    assert Defaults(n=0).filled(request, generator).selection.n == (
+        expected[0] if "n" in selection or sampling.get("temperature") == 0 else 0
+    )
+
+
+async def test_without_max_tokens_answers_have_the_rest_of_the_context(service: World) -> None:
+    """Guards against answers cut off at a default, and a long prompt refused for the sake of it."""
+    words = common_pb2.Prompt(text="word " * 4090)
+    request = small_request(prompt=words, sampling={"ignore_eos": True, "logprobs": True})
+    request.sampling.ClearField("max_tokens")
+    reply = await service.answer(request)
+    assert (reply.candidates[0].num_tokens, reply.rounds[-1].decision_token) == (6, 6)
 
 
 async def test_the_time_to_the_deadline_passes() -> None:

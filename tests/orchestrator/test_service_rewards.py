@@ -9,7 +9,7 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Secret
-from orchestrator.edge.planning import Planner
+from orchestrator.edge.planning import Defaults, Planner
 from orchestrator.loop.composition import Composite
 from specrej.contracts import (
     GenerationRequest,
@@ -119,7 +119,7 @@ MIXED = Composite(
 async def test_the_default_reward_is_used_and_described_first(
     default_reward: str, described_names: list[str]
 ) -> None:
-    async with world(composites=[MIXED], default_reward=default_reward) as service:
+    async with world(composites=[MIXED], defaults=Defaults(reward=default_reward)) as service:
         without_names = await service.answer(small_request(selection=ALL))
         named = await service.answer(
             small_request(selection=ALL | rewards((described_names[0], 1)))

@@ -88,7 +88,7 @@ async def test_every_flag_reaches_the_server(
     flags = (
         "-n 8 --alpha 0.25 --schedule tokens:8,32 --algorithm best-of-n"
         " --reward relevance --reward likelihood=0.5,veto=-1,batch --return-candidates 2"
-        " --no-prefer-complete --branching 8,2,0.5 --min-answers 2"
+        " --prefer-complete --branching 8,2,0.5 --min-answers 2"
         " --max-tokens 64 --temperature 0.7 --top-k 50 --top-p 0.9 --stop END --stop FIN"
         " --seed 7 --ignore-eos --min-tokens 5 --logprobs --model tiny --cache refresh"
         " --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5"

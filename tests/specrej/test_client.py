@@ -80,7 +80,7 @@ def test_rewards_and_prompts_have_several_forms() -> None:
             "selection.rewards",
         ),
         (Options(model="\ud800"), "model"),
-        (Options(n="16"), "selection.n"),
+        (Options(n="most"), "selection.n"),
         (Options(stop=3), "sampling.stop"),
         (Options(schedule={"kind": "memory", "last": 3}), "selection.schedule"),
         (Options(algorithm="best"), "selection.algorithm"),
@@ -97,6 +97,7 @@ def test_value_beyond_the_message_is_an_invalid_request(bad: Options, field: str
     ("texts", "values"),
     [
         ({"algorithm": "best-of-n"}, {"algorithm": c.Algorithm.BEST_OF_N}),
+        ({"n": "auto"}, {"n": 0}),
         ({"cache": "bypass"}, {"cache": c.CacheControl.BYPASS}),
         ({"rewards": "relevance"}, {"rewards": {"relevance": 1.0}}),
         ({"rewards": ["a=2", {"name": "b", "normalization": {"kind": "batch"}}]},

@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from deploy.stubs import described
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.contracts import MAX_INT32, Schedule, wire
+from specrej.contracts import MAX_INT32, wire
 from specrej.contracts.validation import MAX_CHARACTERS, MAX_ITEMS, check_lengths, check_request
 from specrej.v1 import common_pb2, orchestrator_pb2
 from tests.serving import part
@@ -232,7 +232,7 @@ def violated(message: Any) -> list[str]:
     parsed = stub.FromString(message.SerializeToString())
     violations = [*check_lengths(parsed)]
     if not violations and stub is orchestrator_pb2.GenerateRequest:
-        made = wire.request_from_message(parsed, Schedule(), violations)
+        made = wire.request_from_message(parsed, violations)
         violations += check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
     return [violation.field for violation in violations]
 

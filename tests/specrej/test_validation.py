@@ -47,7 +47,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": CONTEXT + 1}, "max_tokens"),
     # The default of max_tokens is 128: one more would be a candidate that never may end.
-    ({"min_tokens": 129}, "min_tokens"),
+    ({"min_tokens": 2049}, "min_tokens"),
     ({"temperature": 0.0}, "temperature"),  # of several candidates
     ({"seed": c.MAX_SEED + 1}, "seed"),
     ({"top_logprobs": 1}, "top_logprobs"),  # without logprobs

@@ -86,7 +86,7 @@ def test_request_survives_the_wire(request: c.GenerationRequest) -> None:
     """Guards against a field lost, swapped or narrowed on its way to the server."""
     violations: list[Violation] = []
     message = sent(wire.to_message(request, pb.GenerateRequest))
-    assert wire.request_from_message(message, c.Schedule("memory"), violations) == request
+    assert wire.request_from_message(message, violations) == request
     assert violations == []
 
 
@@ -116,9 +116,8 @@ def test_value_survives_the_wire(
 
 def test_absent_fields_have_the_defaults_of_the_contract() -> None:
     """Guards against zero in place of a default: max_tokens 0, alpha 0."""
-    default = c.Schedule(first=9)
-    request = wire.request_from_message(pb.GenerateRequest(), default, [])
-    assert request == c.GenerationRequest(c.Prompt(), selection=c.Selection(schedule=default))
+    request = wire.request_from_message(pb.GenerateRequest(), [])
+    assert request == c.GenerationRequest(c.Prompt())
 
 
 def test_explicit_zero_is_not_absent() -> None:
@@ -126,8 +125,10 @@ def test_explicit_zero_is_not_absent() -> None:
     message = pb.GenerateRequest()
     message.selection.rewards.add(name="r", veto_below=0)
     message.selection.alpha = message.sampling.temperature = 0
-    request = wire.request_from_message(sent(message), c.Schedule(), [])
+    message.selection.n = 0
+    request = wire.request_from_message(sent(message), [])
     assert (request.selection.alpha, request.sampling.temperature) == (0, 0)
+    assert (request.selection.n, request.absent) == (0, ("schedule", "max_tokens"))
     assert request.selection.rewards == (c.WeightedReward("r", veto_below=0.0),)
 
 
@@ -147,7 +148,7 @@ def test_unknown_enum_numbers_are_violations() -> None:
     # Fields: selection (4) with algorithm (4) = 99, and cache_control (5) = 99.
     message = pb.GenerateRequest.FromString(b"\x22\x02\x20\x63\x28\x63")
     violations: list[Violation] = []
-    request = wire.request_from_message(message, c.Schedule(), violations)
+    request = wire.request_from_message(message, violations)
     assert violations == [
         Violation("selection.algorithm", "unknown value 99"),
         Violation("cache_control", "unknown value 99"),

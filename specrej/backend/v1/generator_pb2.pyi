@@ -135,6 +135,7 @@ class OpenSession(_message.Message):
     FIRST_ROUND_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    FITS_CONTEXT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -146,6 +147,10 @@ class OpenSession(_message.Message):
     """Prompt prefixes are shared only between sessions with equal salts; up to 128 characters."""
     adapter: _builtins.str
     """The LoRA adapter to generate with: a name of `adapters` in Describe; empty: the model alone."""
+    fits_context: _builtins.bool
+    """Whether fewer tokens than the sampling's max_tokens are enough where the prompt leaves less room in
+    the context; else that is an error.
+    """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -163,10 +168,11 @@ class OpenSession(_message.Message):
         first_round_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        fits_context: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,6 +260,7 @@ class SessionOpened(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     REDUCED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; their ids are 0 .. n - 1. A candidate's tokens depend on the seed and its id."""
     prompt_tokens: _builtins.int
@@ -262,6 +269,8 @@ class SessionOpened(_message.Message):
     """The generator's fingerprint, as in Describe; empty: unknown."""
     reduced: _builtins.bool
     """Whether n was 0 and would have been larger without the slots of other sessions."""
+    max_tokens: _builtins.int
+    """Most new tokens of a candidate: the sampling's, or with fits_context perhaps fewer."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots after admission."""
@@ -274,10 +283,11 @@ class SessionOpened(_message.Message):
         slots: _common_pb2.SlotGauge | None = ...,
         fingerprint: _builtins.str = ...,
         reduced: _builtins.bool = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
