@@ -6,6 +6,8 @@ The frontend converts prompts to commands and prefixes to candidates. Independen
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +27,9 @@ from specrej.contracts import (
     NO_FORKS,
     Candidate,
     Forks,
+    Generator,
     GeneratorDescription,
+    Prompt,
     Pruned,
     Round,
     Sampling,
@@ -35,6 +39,10 @@ from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.threads import WorkClock
 
 T = TypeVar("T")
+
+# Candidates of the step whose growth is measured, and slots that one may need for it.
+_ROWS, _ROW_SLOTS = 32, 32
+_MEASUREMENTS = 2
 
 
 class Frontend:
@@ -55,6 +63,25 @@ class Frontend:
         """The card with slots and sessions as in `load`."""
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
         return replace(self._card, slots=slots, sessions=sessions, waiting=waiting, can_fork=True)
+
+    async def warm_up(self, generator: Generator) -> None:
+        """Take a few steps of the generator, whose frontend this is.
+
+        So first-time work is done before the first request, and `step_growth` is measured.
+        """
+        seconds: dict[int, float] = {}
+        slots = (await generator.describe()).slots.capacity
+        most = max(1, min(_ROWS, self._card.max_candidates, slots // _ROW_SLOTS))
+        for n in (most, 1) * _MEASUREMENTS:
+            spec = SessionSpec(Prompt(text="Hello"), n, Sampling(2, ignore_eos=True), 2)
+            async with generator.open(spec) as session:
+                await session.extend(1)
+                began = time.perf_counter()
+                await session.extend(2)
+                # The least: the first steps do more, and other programs may run.
+                seconds[n] = min(seconds.get(n, math.inf), time.perf_counter() - began)
+        if most == _ROWS:
+            self._card = replace(self._card, step_growth=seconds[most] / seconds[1])
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """A session's spec in tokens.
@@ -170,12 +197,8 @@ class LocalGenerator:
         return self._frontend.description(self.load())
 
     async def warm_up(self) -> None:
-        """A few tokens, so that first-time work is done before the first request."""
-        command = OpenCommand([0] * 8, 1, Sampling(max_tokens=2, ignore_eos=True), 1)
-        session_id, opened = self._engine.open(command)
-        await asyncio.wrap_future(opened)
-        await asyncio.wrap_future(self._engine.extend(session_id, 2))
-        await asyncio.wrap_future(self._engine.close(session_id))
+        """See `Frontend.warm_up`."""
+        await self._frontend.warm_up(self)
 
     def load(self) -> Load:
         """Slots and sessions as of now; from any thread."""

@@ -36,11 +36,9 @@ from specrej.contracts import (
     NO_FORKS,
     Forks,
     GeneratorDescription,
-    Prompt,
     Pruned,
     Round,
     RoundEnd,
-    Sampling,
     SessionSpec,
     SlotGauge,
 )
@@ -237,12 +235,8 @@ class VLLMGenerator:
         return self.frontend.description(self.load())
 
     async def warm_up(self) -> None:
-        """A few tokens, so that first-time work is done before the first request."""
-        sampling = Sampling(max_tokens=3, ignore_eos=True)
-        n = min(2, self.engine.max_rows)
-        async with self.open(SessionSpec(Prompt(text="Hello"), n, sampling, 1)) as session:
-            await session.extend(1)
-            await session.extend(3)
+        """See `Frontend.warm_up`."""
+        await self.frontend.warm_up(self)
 
     def load(self) -> Load:
         """Slots and sessions as of now."""

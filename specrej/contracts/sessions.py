@@ -130,6 +130,7 @@ class GeneratorDescription:
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     whole_answers: bool = False  # every candidate ends in its first round: no early rejection
+    step_growth: float = 0.0  # seconds of a step of 32 candidates over those of one; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
