@@ -22,6 +22,7 @@ from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import Sampling
+from specrej_models.probe import examine
 
 _FIGURES = {
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
@@ -34,7 +35,7 @@ def main() -> None:
     arguments = parse_arguments(
         __doc__, rounds=(3, "measured rounds"), only=([*_FIGURES], "figures to measure")
     )
-    model = CausalLM.load(MODEL, "cpu")
+    model = CausalLM.load(examine(MODEL), "cpu")
     measures: dict[str, Callable[[], dict[str, float]]] = {
         "sessions": lambda: _sessions(model, arguments.rounds),
         "prompt": lambda: _prompt(model, arguments.rounds),

@@ -59,10 +59,11 @@ class Own:
         from generator_service.engine.engine import Engine
         from generator_service.engine.model import CausalLM
         from generator_service.engine.thread import EngineThread
+        from specrej_models.probe import examine
 
         torch.set_num_threads(threads)
         self.versions = {"specrej": version("specrej"), "torch": torch.__version__}
-        self._model = CausalLM.load(Path(model), "cpu")
+        self._model = CausalLM.load(examine(Path(model)), "cpu")
         self._engine = EngineThread(Engine(self._model, slots))
         self._engine.start()
 

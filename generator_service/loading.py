@@ -20,6 +20,7 @@ from generator_service.settings import GeneratorSettings
 from specrej import fingerprint
 from specrej.contracts import GeneratorDescription, SlotGauge
 from specrej_models.hub import ModelFiles
+from specrej_models.probe import examine
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         torch.set_num_threads(settings.threads)
     device = device_of(settings.device)
     files = settings.files
-    model = CausalLM.load(files.directory, device, files.gguf_file)
+    examined = examine(files.directory, files.gguf_file)
+    model = CausalLM.load(examined, device)
     context_tokens = settings.context_of(model.sizes.context_tokens)
     dtype = str(model.shape.dtype).removeprefix("torch.")
     auto_candidates = settings.auto_candidates_of(device)
@@ -90,9 +92,9 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         device=f"{device} {dtype}",
         slots=SlotGauge(capacity, 0, 0),
         auto_candidates=auto_candidates,
+        probe=examined.probe,
     )
-    text = Text.load(files.directory, model.eos_ids, files.gguf_file)
-    return LocalGenerator(thread, text, card)
+    return LocalGenerator(thread, Text.of(examined), card)
 
 
 def _fingerprint(files: ModelFiles, dtype: str) -> str:

@@ -6,7 +6,7 @@ the class exists only in code that comes with the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,43 +16,40 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from reward_service.specs import LocalSpec, Resources
 from specrej_models.model import bound_positions
+from specrej_models.probe import load_config, load_weights
 
 # The tensor in the file of a head that `training` writes, [hidden].
 HEAD_TENSOR = "head"
 
 
 def load_model(
-    spec: LocalSpec, resources: Resources, auto_class: Any = AutoModel
+    spec: LocalSpec,
+    resources: Resources,
+    auto_class: Any = AutoModel,
+    *,
+    heads: Collection[str] = (),
 ) -> PreTrainedModel:
     """A model by one of transformers' Auto classes, with all its weights; float32 on the CPU.
 
-    Sets torch's thread count, which belongs to the thread that sets it.
+    Sets torch's thread count, which belongs to the thread that sets it. heads: beginnings of the
+    names of the tensors that the reward reads itself.
 
     Raises:
-        ValueError: the directory lacks some of its weights.
+        OSError, ValueError: as `load_config` and `load_weights`.
     """
     if resources.threads:
         torch.set_num_threads(resources.threads)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # heads that it does not use are expected
-    try:
-        model, loading = auto_class.from_pretrained(
-            spec.directory,
-            local_files_only=True,
-            trust_remote_code=spec.trust_remote_code,
-            use_safetensors=True,
-            dtype=torch.float32 if resources.device == "cpu" else "auto",
-            output_loading_info=True,
-        )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
-    if missing:
-        raise ValueError(f"{spec.directory}: lacks {', '.join(missing[:3])}")
+    load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
+    model = load_weights(
+        auto_class,
+        spec.directory,
+        spare=heads,
+        trust_remote_code=spec.trust_remote_code,
+        dtype=torch.float32 if resources.device == "cpu" else "auto",
+    )
     bound_positions(model.config.get_text_config())
     loaded: PreTrainedModel = model.to(resources.device)
     return loaded

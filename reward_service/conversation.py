@@ -5,19 +5,17 @@ By the model's chat template, or by a plain format. Uses the tokenizer, no weigh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-from transformers import AutoTokenizer
-
 from reward_service.specs import CausalSpec, LabelledSpec, PairwiseSpec
-from specrej.contracts import Candidate, FinishReason, Message, Prompt
+from specrej.contracts import NO_PROBE, Candidate, FinishReason, Message, ModelProbe, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
+from specrej_models.probe import ChatTemplate, examine
 from specrej_models.token_prefix import common_length
 
 # A placeholder in a response, replaced by `Conversation.splice`. Its characters are of Unicode's
@@ -50,8 +48,16 @@ def without_splices(text: str) -> str:
 class Conversation:
     """Writes and tokenizes conversations for one model."""
 
-    def __init__(self, spec: CausalSpec | PairwiseSpec, tokenizer: Any, max_tokens: int) -> None:
-        """`max_tokens`: the most that the model takes.
+    def __init__(
+        self,
+        spec: CausalSpec | PairwiseSpec,
+        tokenizer: Any,
+        max_tokens: int,
+        template: ChatTemplate | None = None,
+        probe: ModelProbe = NO_PROBE,
+    ) -> None:
+        """max_tokens: the most that the model takes; template: the tokenizer's, unless there is a
+        plain format.
 
         Raises:
             ValueError: there is neither a chat template nor a plain format.
@@ -59,8 +65,10 @@ class Conversation:
         self.name = spec.name
         self._plain = "" if isinstance(spec, PairwiseSpec) else spec.format
         self._closes_unfinished = isinstance(spec, CausalSpec) and spec.unfinished == "closed"
-        if not self._plain and not tokenizer.chat_template:
+        if not self._plain and not template:
             raise ValueError(f"reward {self.name}: the tokenizer has no chat template")
+        self.probe = probe
+        self._template = template
         default = "tokenizer" if self._plain else "template"
         special_tokens = spec.special_tokens or default
         self._by_tokenizer = special_tokens != "template"
@@ -70,7 +78,7 @@ class Conversation:
         self.appended: list[int] = []
         if isinstance(spec, LabelledSpec) and spec.append_token is not None:
             self.appended = [single_token(tokenizer, spec.append_token, "append_token")]
-        self._control_tokens = ControlTokens(tokenizer)
+        self._control_tokens = ControlTokens(tokenizer, probe.vocabulary or sys.maxsize)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
         # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
         self.splice: int | str = SPLICE
@@ -116,17 +124,8 @@ class Conversation:
         Raises:
             InvalidRequest: the template rejects one of them.
         """
-        turns = [
-            [{"role": message.role, "content": message.content} for message in messages]
-            for messages in conversations
-        ]
-        try:
-            written: list[str] = self.tokenizer.apply_chat_template(turns, tokenize=False)
-        except TemplateError as error:
-            # Templates reject what the model was not trained on, such as a system turn.
-            reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
-            raise InvalidRequest([Violation("prompt.messages", reason)]) from error
-        return written
+        assert self._template
+        return self._template.write(conversations)
 
     def check_length(self, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest if a prompt of these tokens is longer than the model takes."""
@@ -245,17 +244,18 @@ class Turns:
 
 
 def load_conversation(spec: CausalSpec | PairwiseSpec, config: Any) -> Conversation:
-    tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
+    """Raises OSError, ValueError: as `examine`."""
+    examined = examine(
+        spec.directory,
+        owner=f"reward {spec.name}",
+        ends=False,
+        uses_template=isinstance(spec, PairwiseSpec) or not spec.format,
+        trust_remote_code=spec.trust_remote_code,
+    )
+    tokenizer = examined.tokenizer
     limit = tokenizer.model_max_length
     limit = getattr(config.get_text_config(), "max_position_embeddings", limit)
-    return Conversation(spec, tokenizer, limit)
-
-
-def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a local model."""
-    return AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    return Conversation(spec, tokenizer, limit, examined.template, examined.probe)
 
 
 def single_token(tokenizer: Any, token: int | str, what: str) -> int:

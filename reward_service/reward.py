@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from specrej.contracts import NO_PROBE, Candidate, FinishReason, ModelProbe, Prompt, Scores
 from specrej.threads import settle
 
 T = TypeVar("T", bound=Hashable)
@@ -63,6 +63,7 @@ class Reward:
     name: str  # in requests
     fingerprint: str  # digest of weights and settings
     description: str  # what it measures, in a sentence
+    probe: ModelProbe = NO_PROBE
     token_budget: int = 1  # most tokens per `compute`, unless a single piece has more
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Any:
@@ -102,6 +103,7 @@ class RemoteReward(Protocol):
     name: str
     fingerprint: str
     description: str
+    probe: ModelProbe
 
     async def answer(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """One score per candidate.

@@ -136,7 +136,9 @@ class Worker:
     def description(self) -> RewardDescription:
         """The reward's, once it is loaded."""
         reward = self.reward
-        return RewardDescription(reward.name, reward.fingerprint, reward.description)
+        return RewardDescription(
+            reward.name, reward.fingerprint, reward.description, probe=reward.probe
+        )
 
     async def score(self, prompt: Prompt, texts: Sequence[str], *, whole: bool = True) -> Scores:
         """Finite scores, one per text; `whole`: they are complete answers.

@@ -8,6 +8,7 @@ control tokens are cut in two by a token of our own, which is removed from the r
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,16 +20,20 @@ _MARKS = re.compile(f"([{_BEGIN}{_END}])")
 
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and the added tokens that its chat
-    template contains or its configuration lists as `chat_control_tokens`."""
+    template contains or its configuration lists as `chat_control_tokens`, or that the model does
+    not have."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Adds a token to the tokenizer, `cut_id`, which is in no result."""
+    def __init__(self, tokenizer: Any, vocabulary: int = sys.maxsize) -> None:
+        """Adds a token to the tokenizer, `cut_id`, which is in no result; `vocabulary`: the number
+        of tokens that the model has."""
         self._tokenizer = tokenizer
         listed = getattr(tokenizer, "chat_control_tokens", None)
         texts = [
             token.content
-            for token in tokenizer.added_tokens_decoder.values()
-            if token.special or _is_control(token.content, listed, str(tokenizer.chat_template))
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+            or token_id >= vocabulary
+            or _is_control(token.content, listed, str(tokenizer.chat_template))
         ]
         pattern = _pattern_of(text for text in texts if len(text) > 1) or "(?!)"
         self._any = re.compile(pattern)

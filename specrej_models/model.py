@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specrej_models import attention
 from specrej_models.attention import Decoder, PrefillSegment, Segment
 from specrej_models.kv import KVShape, PromptKV
+from specrej_models.probe import check_finite
 from specrej_models.sizes import ModelSizes
 
 # Of the trial that compares a model's outputs with ours: tokens, and differences in parts of the
@@ -117,16 +118,20 @@ class SegmentedModel:
 
     @torch.inference_mode()
     def _take_over_attention(self, model: PreTrainedModel) -> None:
-        """Replace the model's attention; what comes out must stay the same.
+        """Replace the model's attention; what comes out must stay the same. A weight that is not a
+        number, other than an embedding, makes all outputs so.
 
         Raises:
-            ValueError: it does not, or the model's attention cannot be replaced.
+            ValueError: it does not, or the model's attention cannot be replaced, or a weight is not
+                finite.
         """
         token_ids = [number % self.sizes.vocabulary for number in range(1, _TRIAL_TOKENS + 1)]
         positions = list(range(_TRIAL_TOKENS))
         plain = torch.tensor([token_ids], device=model.device)
         has_weights = model.device.type != "meta"
         expected = model(input_ids=plain, use_cache=False)[0] if has_weights else None
+        if expected is not None and not _are_finite(expected, model.get_input_embeddings().weight):
+            check_finite(model)
         model.set_attn_implementation(attention.NAME)
         if model.config.get_text_config()._attn_implementation != attention.NAME:
             raise ValueError("its attention is its own, not transformers' common one")
@@ -171,6 +176,10 @@ class SegmentedModel:
             # What is left of the weights would keep the file that all of them came from in memory.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
+
+
+def _are_finite(*tensors: torch.Tensor) -> bool:
+    return all(tensor.sum().isfinite() for tensor in tensors)
 
 
 def _window(config: Any) -> int | None:

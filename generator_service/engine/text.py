@@ -7,20 +7,19 @@ too long for an event loop; `StopTexts` decodes the newest tokens again with eac
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
-from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from generator_service.engine.commands import CompletesStop
 from generator_service.engine.grammar import Grammars, TokenizerSpec
-from specrej.contracts import Prompt
+from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.control_tokens import ControlTokens
+from specrej_models.probe import ChatTemplate, Examined
 
 # A tokenizer decodes an incomplete character to this.
 _INCOMPLETE = "\ufffd"
@@ -37,9 +36,18 @@ _FEW_TOKENS, _MOST_TOKENS = 6, 24
 class Text:
     """A model's tokenizer and chat template; a last token of `end_ids` is left out of texts."""
 
-    def __init__(self, tokenizer: Any, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: frozenset[int],
+        template: ChatTemplate | None = None,
+        vocabulary: int = sys.maxsize,
+    ) -> None:
+        """`vocabulary`: the number of tokens that the model has."""
         self._tokenizer = tokenizer
-        self._control_tokens = ControlTokens(tokenizer)
+        self._template = template
+        self._vocabulary = vocabulary
+        self._control_tokens = ControlTokens(tokenizer, vocabulary)
         self._end_ids = end_ids
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(token_id for token_id, token in added if token.special)
@@ -54,10 +62,10 @@ class Text:
         self._before: list[int] = [space] if is_dropped else []
 
     @classmethod
-    def load(cls, directory: Path, end_ids: frozenset[int], gguf_file: str = "") -> Text:
-        options = {"gguf_file": gguf_file} if gguf_file else {}
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
-        return cls(tokenizer, end_ids)
+    def of(cls, examined: Examined) -> Text:
+        """The text of a model that was examined."""
+        vocabulary = examined.probe.vocabulary
+        return cls(examined.tokenizer, examined.end_ids, examined.template, vocabulary)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids: of raw text, or of messages in the chat template up to the answer.
@@ -65,25 +73,23 @@ class Text:
         Control tokens in either are text, unless the prompt allows them.
 
         Raises:
-            InvalidRequest: messages for a model without a chat template, or that it refuses.
+            InvalidRequest: messages for a model without a chat template, or that it refuses;
+                control tokens that the model does not have.
         """
         as_text = self._control_tokens.mark
         if prompt.text:
             text = prompt.text if prompt.allow_special_tokens else as_text(prompt.text)
-            return self._encode(text, add_special_tokens=True)
-        if not self._tokenizer.chat_template:
+            ids = self._encode(text, add_special_tokens=True)
+            if beyond := [token_id for token_id in ids if token_id >= self._vocabulary]:
+                token = self._tokenizer.convert_ids_to_tokens(beyond[0])
+                raise InvalidRequest([Violation("prompt.text", f"the model has no token {token}")])
+            return ids
+        if not self._template:
             raise InvalidRequest(
                 [Violation("prompt.messages", "the model has no chat template: use prompt.text")]
             )
-        turns = [{"role": turn.role, "content": as_text(turn.content)} for turn in prompt.messages]
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False
-            )
-        except TemplateError as error:
-            # Templates reject what the model was not trained on, such as a system turn.
-            reason = f"the model's chat template refuses them: {str(error)[:200]}"
-            raise InvalidRequest([Violation("prompt.messages", reason)]) from error
+        turns = [Message(turn.role, as_text(turn.content)) for turn in prompt.messages]
+        (rendered,) = self._template.write([turns], answers=True)
         # The template has written the special tokens already.
         return self._encode(rendered, add_special_tokens=False)
 
@@ -212,15 +218,3 @@ def _starts(text: str, seen: int, stop: Sequence[str]) -> list[int]:
     """Where in `text` the stop texts begin that end after its first `seen` characters."""
     starts = (text.find(ending, max(0, seen - len(ending) + 1)) for ending in stop)
     return [at for at in starts if at >= 0]
-
-
-def eos_ids(generation: Any, config: Any) -> frozenset[int]:
-    """End tokens, of the generation config if it names any, else of the model's config.
-
-    Those beyond the vocabulary, which cannot be drawn, are left out.
-    """
-    ids = getattr(generation, "eos_token_id", None)
-    ids = config.eos_token_id if ids is None else ids
-    known = () if ids is None else [ids] if isinstance(ids, int) else ids
-    vocabulary = config.get_text_config().vocab_size
-    return frozenset(number for number in known if number < vocabulary)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
@@ -42,7 +42,6 @@ from generator_service.admission import SPARE_BLOCKS
 from generator_service.budget import batched_tokens
 from generator_service.engine.commands import OnStep, OpenCommand, Step, Top
 from generator_service.engine.sampling import LEAST_LOGPROB
-from generator_service.engine.text import eos_ids
 from generator_service.settings import GeneratorSettings
 from generator_service.stock import vllm_draw, vllm_prompts
 from specrej.contracts import Sampling
@@ -74,7 +73,6 @@ class Shape:
 
     context_tokens: int
     vocabulary: int
-    eos_ids: frozenset[int]
     slot_bytes: int
     dtype: str
 
@@ -86,7 +84,6 @@ class Shape:
         return cls(
             context_tokens=sizes.context_tokens,
             vocabulary=sizes.vocabulary,
-            eos_ids=eos_ids(_generation_config(directory), config),
             slot_bytes=sizes.slot_bytes(_BYTES.get(stored, 1)),
             dtype=dtype,
         )
@@ -225,7 +222,12 @@ class VLLMEngine:
     """A running vLLM. Its calls belong to one event loop, that of the first of them."""
 
     def __init__(
-        self, llm: Any, shape: Shape, statistics: Statistics, adapters: Mapping[str, Path]
+        self,
+        llm: Any,
+        shape: Shape,
+        eos_ids: frozenset[int],
+        statistics: Statistics,
+        adapters: Mapping[str, Path],
     ) -> None:
         self._llm: Any | None = llm
         self._adapters = {
@@ -236,14 +238,16 @@ class VLLMEngine:
         self._names = itertools.count(1)
         cache = llm.vllm_config.cache_config
         self.shape = shape
-        self.eos_ids = shape.eos_ids
+        self.eos_ids = eos_ids
         self.block_tokens: int = cache.block_size
         self.capacity_slots = (cache.num_gpu_blocks - SPARE_BLOCKS) * self.block_tokens
         self.max_rows: int = llm.vllm_config.scheduler_config.max_num_seqs
         self.device: str = current_platform.device_name
 
     @classmethod
-    def load(cls, settings: GeneratorSettings, on_step: OnStep | None = None) -> VLLMEngine:
+    def load(
+        cls, settings: GeneratorSettings, eos_ids: frozenset[int], on_step: OnStep | None = None
+    ) -> VLLMEngine:
         """A vLLM of the settings' model; `on_step` is called on the event loop.
 
         Raises:
@@ -258,7 +262,7 @@ class VLLMEngine:
         if "max_model_len" in settings.vllm_options:  # else a small kv_slots may have reduced it
             longest = llm.vllm_config.model_config.max_model_len
             shape = replace(shape, context_tokens=longest)
-        return cls(llm, shape, statistics, settings.adapters)
+        return cls(llm, shape, eos_ids, statistics, settings.adapters)
 
     def session(self, session_id: int, command: OpenCommand) -> SessionRequests:
         """The maker of a session's requests."""
@@ -425,10 +429,3 @@ def _capacity(
     if on_cpu:
         capacity["kv_cache_memory_bytes"] = blocks * block * shape.slot_bytes
     return capacity
-
-
-def _generation_config(directory: Path) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except OSError:
-        return None

@@ -43,6 +43,7 @@ from specrej.contracts import (
     SlotGauge,
 )
 from specrej.contracts.errors import OutOfOrder, SessionExpired
+from specrej_models.probe import check_tensors, examine
 from specrej_models.slots import SlotLedger
 from specrej_models.vllm_options import prepare_environment
 
@@ -279,11 +280,12 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     # Imported here: vLLM has an environment of its own, and reads the variables when imported.
     from generator_service.stock.vllm_engine import VERSION, VLLMEngine
 
-    files = settings.files
-    engine = VLLMEngine.load(settings, on_step)
+    check_tensors(settings.model_directory, reads_quantized=True)
+    examined = examine(settings.model_directory)
+    engine = VLLMEngine.load(settings, examined.end_ids, on_step)
     shape = engine.shape
     card = GeneratorDescription(
-        model=files.name,
+        model=settings.files.name,
         fingerprint=fingerprint_of(settings, shape.dtype, VERSION),
         context_tokens=shape.context_tokens,
         max_candidates=engine.max_rows,
@@ -293,13 +295,9 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         slots=SlotGauge(engine.capacity_slots, 0, 0),
         auto_candidates=min(settings.auto_candidates_of(engine.device), engine.max_rows),
         adapters=tuple(settings.adapters),
+        probe=examined.probe,
     )
-    return VLLMGenerator(
-        engine,
-        Text.load(files.directory, shape.eos_ids),
-        card,
-        max_waiting=settings.max_waiting,
-    )
+    return VLLMGenerator(engine, Text.of(examined), card, max_waiting=settings.max_waiting)
 
 
 def run_node(settings: GeneratorSettings) -> NoReturn:

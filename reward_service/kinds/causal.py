@@ -167,6 +167,7 @@ class CausalReward(SegmentedModel, Reward):
         self.description = description
         self.token_budget = resources.token_budget
         self.conversation = conversation or load_conversation(spec, model.config)
+        self.probe = self.conversation.probe
         self.marks = marks or (lambda tokens: [len(tokens.token_ids) - 1])
         self.prepare = prepare or (lambda text, closed: text)
         self.kept_tokens = 0

@@ -55,7 +55,7 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     pad_id = None
     if spec.logit_of is None:
         network = _network(spec, resources.device)
-        model = load_model(spec, resources)
+        model = load_model(spec, resources, heads=("score." if spec.head_file else spec.head,))
         config = model.config.get_text_config()
         if network.num_inputs != config.hidden_size:
             reason = f"has {network.num_inputs} inputs, the backbone {config.hidden_size}"

@@ -17,12 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from reward_service.checkpoint import load_model
-from reward_service.conversation import load_tokenizer
 from reward_service.reward import Reward, Task, Text, text_task
 from reward_service.specs import CrossEncoderSpec, LocalSpec, RelevanceSpec, Resources
 from specrej.contracts import Candidate, Prompt
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
+from specrej_models.probe import check_finite, examine
 
 # The relevance model's published limit (sentence_bert_config.json), so that scores are those of its
 # card. Tokens after it do not count: a longer prefix has the same score.
@@ -36,14 +36,22 @@ class _EncoderReward(Reward):
 
     def __init__(self, spec: LocalSpec, resources: Resources, auto_class: Any) -> None:
         model: Any = load_model(spec, resources, auto_class)
+        check_finite(model)
         pad_id = model.config.get_text_config().pad_token_id
         self.name = spec.name
         self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
         self.token_budget = resources.token_budget
         self._device = resources.device
         self._model = model.eval()
-        self._tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
-        self._control_tokens = ControlTokens(self._tokenizer)
+        examined = examine(
+            spec.directory,
+            ends=False,
+            uses_template=False,
+            trust_remote_code=spec.trust_remote_code,
+        )
+        self.probe = examined.probe
+        self._tokenizer = examined.tokenizer
+        self._control_tokens = ControlTokens(self._tokenizer, self.probe.vocabulary)
         # Decoder classifiers read the last token that is not padding: those without a padding token
         # take one text at a time.
         self._pad_id = pad_id or 0

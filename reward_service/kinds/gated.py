@@ -35,7 +35,8 @@ def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
         Network(load("gating.layers")),
         load("gating").get("logit_scale", torch.ones(1))[0],
     )
-    model = load_model(spec, resources)
+    heads = ("regression_layer.", "reward_transform_matrix", "gating.")
+    model = load_model(spec, resources, heads=heads)
     temperature = getattr(model.config, "gating_temperature", 10.0)
 
     def head(states: Tensor, _: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import httpx2
 
 from reward_service.specs import HTTPSpec, Resources
 from specrej import fingerprint
-from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from specrej.contracts import NO_PROBE, Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
@@ -42,6 +42,7 @@ class HTTPReward:
             kind="http", url=spec.url, version=spec.version, **selecting
         )
         self.description = "The scores of a reward model behind HTTP."
+        self.probe = NO_PROBE
         self._url, self._timeout_s = spec.url, spec.timeout_s
         self._secrets = {
             name: ReloadingFile((path,), partial(read_line, path))

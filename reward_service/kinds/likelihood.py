@@ -75,6 +75,7 @@ class _Contrast(Reward):
     def __init__(self, own: CausalReward, reference: CausalReward) -> None:
         self.name = own.name
         self.fingerprint = f"{own.fingerprint}-{reference.fingerprint}"
+        self.probe = own.probe
         self.token_budget = own.token_budget
         self.rewards = (own, reference)
 

@@ -37,7 +37,8 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
     Raises:
         ValueError: the directory does not hold such a model.
     """
-    model = load_model(spec, resources, AutoModelForCausalLM if spec.good else AutoModel)
+    auto_class = AutoModelForCausalLM if spec.good else AutoModel
+    model = load_model(spec, resources, auto_class, heads=() if spec.good else ("score.",))
     conversation = load_conversation(spec, model.config)
     tokenizer = conversation.tokenizer
     step_token = single_token(tokenizer, spec.step_token, "the step token")

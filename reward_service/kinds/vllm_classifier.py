@@ -20,6 +20,7 @@ from reward_service.kinds.classifier import check_labels, num_read, weighted
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import Resources, VLLMClassifierSpec
 from specrej.contracts import Candidate, Prompt
+from specrej_models.probe import check_tensors
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS, end_with_parent, prepare_environment
 
@@ -46,6 +47,7 @@ class VLLMClassifier(Reward):
         self.name = spec.name
         self.token_budget = resources.token_budget
         self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
+        self.probe = conversation.probe
         self._spec = spec
         self._conversation = conversation
         self._pad_id = pad_id
@@ -116,6 +118,7 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         spec.directory, local_files_only=True, trust_remote_code=spec.trust_remote_code
     )
     check_labels(spec, config.num_labels)
+    check_tensors(spec.directory, reads_quantized=True)
     if others := load_head(spec.directory, "score").keys() - {"weight"}:
         reason = f"vLLM reads score.weight alone, not score.{min(others)}: use kind classifier"
         raise ValueError(f"{spec.directory}: {reason}")

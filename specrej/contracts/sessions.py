@@ -112,6 +112,22 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelProbe:
+    """What was found out about a model's files when it was loaded; all empty without files."""
+
+    ends: tuple[str, ...] = ()  # the tokens that end an answer, as text
+    template: str = ""  # how its chat template takes messages; empty: it has none
+    takes_system: bool = False  # whether its chat template writes system turns
+    must_alternate: bool = False  # whether turns of user and assistant must alternate
+    context_tokens: int = 0  # most tokens that it takes, whatever the service's limit is
+    vocabulary: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+NO_PROBE = ModelProbe()
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratorDescription:
     """A generator's model and limits; `slots.session` is 0."""
 
@@ -131,6 +147,7 @@ class GeneratorDescription:
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     whole_answers: bool = False  # every candidate ends in its first round: no early rejection
     step_growth: float = 0.0  # seconds of a step of 32 candidates over those of one; 0: unknown
+    probe: ModelProbe = NO_PROBE
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +175,7 @@ class RewardDescription:
     fingerprint: str
     description: str
     max_batch: int = 1024
+    probe: ModelProbe = NO_PROBE
 
 
 class GeneratorLost(Unavailable):

@@ -522,6 +522,60 @@ class Fork(_message.Message):
 Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
+class ModelProbe(_message.Message):
+    """What was found out about a model's files when it was loaded. All fields are empty for toys and
+    endpoints.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FIELD_NUMBER: _builtins.int
+    TAKES_SYSTEM_FIELD_NUMBER: _builtins.int
+    MUST_ALTERNATE_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    template: _builtins.str
+    """How its chat template takes messages: as text or as content parts, and its name if the tokenizer
+    has several; empty: there is none.
+    """
+    takes_system: _builtins.bool
+    """Whether its chat template writes system turns; if not, requests with one are refused."""
+    must_alternate: _builtins.bool
+    """Whether its chat template requires that turns of user and assistant alternate."""
+    context_tokens: _builtins.int
+    """Maximum tokens that the model takes, whatever the service's limit is."""
+    vocabulary: _builtins.int
+    """Tokens in the model's vocabulary."""
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tokens that end an answer, as text; by their ids. None for rewards."""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What may surprise, in sentences."""
+
+    def __init__(
+        self,
+        *,
+        ends: _abc.Iterable[_builtins.str] | None = ...,
+        template: _builtins.str = ...,
+        takes_system: _builtins.bool = ...,
+        must_alternate: _builtins.bool = ...,
+        context_tokens: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "ends", b"ends", "must_alternate", b"must_alternate", "takes_system", b"takes_system", "template", b"template", "vocabulary", b"vocabulary", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelProbe: _TypeAlias = ModelProbe  # noqa: Y015
+
+@_typing.final
 class GeneratorDescription(_message.Message):
     """A generator as it describes itself."""
 
@@ -543,6 +597,7 @@ class GeneratorDescription(_message.Message):
     WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
     SESSION_SLOTS_FIELD_NUMBER: _builtins.int
     STEP_GROWTH_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -585,6 +640,10 @@ class GeneratorDescription(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of its adapters, which a request may name as its model."""
 
+    @_builtins.property
+    def probe(self) -> Global___ModelProbe:
+        """What was found out when its model was loaded."""
+
     def __init__(
         self,
         *,
@@ -604,10 +663,11 @@ class GeneratorDescription(_message.Message):
         whole_answers: _builtins.bool = ...,
         session_slots: _builtins.int = ...,
         step_growth: _builtins.float = ...,
+        probe: Global___ModelProbe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

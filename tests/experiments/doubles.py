@@ -28,6 +28,7 @@ from specrej.contracts import (
     Scorer,
     SlotGauge,
 )
+from specrej_models.probe import ChatTemplate
 from tests.generator_service import tiny
 from tests.orchestrator.runs import PROMPT, LetterScorer, events_of
 
@@ -41,8 +42,10 @@ class Letters:
     chat_template = "the contents alone"
     added_tokens_decoder: Mapping[int, Any] = {}
 
-    def apply_chat_template(self, turns: Sequence[dict[str, str]], **_: Any) -> str:
-        return " ".join(turn["content"] for turn in turns)
+    def apply_chat_template(
+        self, conversations: Sequence[Sequence[dict[str, str]]], **_: Any
+    ) -> list[str]:
+        return [" ".join(turn["content"] for turn in turns) for turns in conversations]
 
     def add_tokens(self, _: Sequence[str], *, special_tokens: bool) -> None:
         """It has no control tokens."""
@@ -73,7 +76,7 @@ def models(
 
 @cache
 def _model() -> CausalLM:
-    return CausalLM(tiny.build())
+    return CausalLM(tiny.build(), frozenset({_END}))
 
 
 @contextmanager
@@ -85,7 +88,9 @@ def tiny_engine(capacity: int = 100_000) -> Iterator[LocalGenerator]:
         "tiny", "1", 256, 1024, tiny.VOCABULARY, 8, "cpu", SlotGauge(0, 0, 0), auto_candidates=64
     )
     try:
-        yield LocalGenerator(engine, Text(Letters(), frozenset({_END})), card)
+        letters = Letters()
+        template = ChatTemplate(letters, tiny.VOCABULARY)
+        yield LocalGenerator(engine, Text(letters, frozenset({_END}), template), card)
     finally:
         engine.stop()
     engine.engine.check_integrity()

@@ -22,6 +22,7 @@ from generator_service.settings import GeneratorSettings
 from reward_service.reward import score
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej_models import hub
+from specrej_models.probe import examine
 from tests import hub as hubs
 from tests.generator_service import tiny
 from tests.generator_service.stepping import (
@@ -133,7 +134,7 @@ def test_logits_equal_plain_transformers(name: str, tmp_path: Path) -> None:
     """Three rounds and two cuts on a model that was loaded from its files."""
     directory = save(name, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    model = Recorder(CausalLM.load(directory, "cpu"))
+    model = Recorder(CausalLM.load(examine(directory), "cpu"))
     engine = Engine(model, 2000, prefill_chunk=7)
     session_id = admitted(engine, n=6)
     for until, keep in ((8, {0, 2, 5}), (16, {2, 5})):
@@ -153,7 +154,7 @@ def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     config |= {"rope_parameters": rope | factors | {"factor": 8.0}}
     path.write_text(json.dumps(config | {"original_max_position_embeddings": 32}))
-    assert CausalLM.load(directory, "cpu").sizes.context_tokens == 32
+    assert CausalLM.load(examine(directory), "cpu").sizes.context_tokens == 32
 
 
 def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
-        CausalLM.load(directory, "cpu")
+        CausalLM.load(examine(directory), "cpu")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -174,7 +175,7 @@ def test_a_family_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None
     directory = save(name, tmp_path)
     kind = json.loads((directory / "config.json").read_text())["model_type"]
     with pytest.raises(ValueError, match=f"^model_type {kind}: .*{REFUSED[name][2]}"):
-        CausalLM.load(directory, "cpu")
+        CausalLM.load(examine(directory), "cpu")
 
 
 # On random weights of each architecture, without files
@@ -242,13 +243,13 @@ DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
 
 @pytest.fixture(scope="module")
 def embedded() -> CausalLM:
-    return CausalLM.load(DIRECTORY, "cpu")
+    return CausalLM.load(examine(DIRECTORY), "cpu")
 
 
 @pytest.fixture(scope="module")
 def prompt_ids(embedded: CausalLM) -> list[int]:
     prompt = Prompt.from_user("Name three uses of a brick.")
-    return Text.load(DIRECTORY, embedded.eos_ids).encode(prompt)
+    return Text.of(examine(DIRECTORY)).encode(prompt)
 
 
 def test_logits_of_the_embedded_model_equal_plain_transformers(
@@ -365,7 +366,7 @@ def test_a_gguf_file_has_the_models_logits(tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "small.f32.gguf")
     files = hub.find(str(tmp_path / "small.f32.gguf"))
     assert files == hub.ModelFiles("small.f32", tmp_path, "small.f32.gguf")
-    recorder = Recorder(CausalLM.load(files.directory, "cpu", files.gguf_file))
+    recorder = Recorder(CausalLM.load(examine(files.directory, files.gguf_file), "cpu"))
     engine = Engine(recorder, 500)
     batch = grown(engine, admitted(engine, n=2), 4)
     for row, prefix in enumerate(batch.prefixes):
@@ -387,7 +388,7 @@ def test_rotary_scaling_of_a_gguf_file_is_refused(rope: Any, tmp_path: Path) -> 
     write_gguf(small_llama(**rope, factor=4.0), tmp_path / "scaled.gguf")
     reason = f'unsupported rope scaling "{rope["rope_type"]}" in scaled.gguf; use the safetensors'
     with pytest.raises(ValueError, match=reason):
-        CausalLM.load(tmp_path, "cpu", "scaled.gguf")
+        examine(tmp_path, "scaled.gguf")
 
 
 async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,4 +416,4 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "lacking.gguf")
     for name, reason in (("broken", "not a readable GGUF"), ("lacking", "lacks model.norm.weight")):
         with pytest.raises(ValueError, match=reason):
-            CausalLM.load(tmp_path, "cpu", f"{name}.gguf")
+            CausalLM.load(examine(tmp_path, f"{name}.gguf"), "cpu")

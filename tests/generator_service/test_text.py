@@ -14,16 +14,21 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from generator_service.engine.text import Text, eos_ids
+from generator_service.engine.text import Text
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
+from specrej_models.probe import ChatTemplate, examine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
 END = 2  # <|im_end|>
+EACH = "{% for m in messages %}"
+REFUSES_SYSTEM = EACH + "{% if m.role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+REFUSES_SYSTEM += "{{ m.content }}{% endfor %}"
+SKIPS_SYSTEM = EACH + "{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
 
 
 @cache
@@ -33,7 +38,7 @@ def tokenizer() -> Any:
 
 @cache
 def cached_text() -> Text:
-    return Text.load(DIRECTORY, frozenset({END}))
+    return Text.of(examine(DIRECTORY))
 
 
 @pytest.fixture
@@ -217,22 +222,26 @@ def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "system", "reason"),
     [
-        (None, "has no chat template"),
-        ("{{ raise_exception('System role not supported') }}", "refuses them: System role not"),
+        (None, "", r"prompt\.messages: .*has no chat template"),
+        (REFUSES_SYSTEM, "Be brief.", r"prompt\.messages\[0\]\.role: .*refuses them: No system"),
+        (SKIPS_SYSTEM, "Be brief.", r"prompt\.messages\[0\]\.role: .*leaves out a system turn"),
+        (
+            "{{ messages[0].content + 1 if 'Hi' in messages[0].content else messages[0].content }}",
+            "",
+            r"prompt\.messages: .*refuses them: TypeError: can only concatenate",
+        ),
     ],
 )
-def test_a_conversation_that_no_template_takes(template: str | None, reason: str) -> None:
-    """Guards against INTERNAL for a caller's mistake, as a system turn for Gemma 2."""
+def test_a_conversation_that_no_template_takes(
+    template: str | None, system: str, reason: str
+) -> None:
+    """Guards against INTERNAL for a caller's mistake, as a system turn for Gemma 2, and against
+    turns that are dropped."""
     other = copy(tokenizer())
     other.chat_template = template
-    with pytest.raises(InvalidRequest, match=rf"prompt\.messages: .*{reason}"):
-        Text(other, frozenset({END})).encode(Prompt.from_user("Hi"))
-
-
-def test_end_tokens_beyond_the_vocabulary_are_left_out() -> None:
-    """Guards against writes outside of a row of logits, which ended the process."""
-    config = LlamaConfig(vocab_size=100, eos_token_id=7)
-    assert eos_ids(GenerationConfig(eos_token_id=[2, 99, 100, 10**9]), config) == {2, 99}
-    assert eos_ids(None, config) == {7}
+    written = ChatTemplate(other, len(other)) if template else None
+    turns = [Message("system", system)] if system else []
+    with pytest.raises(InvalidRequest, match=reason):
+        Text(other, frozenset({END}), written).encode(Prompt((*turns, Message("user", "Hi"))))

@@ -47,7 +47,9 @@ def test_conversation_that_the_template_rejects_is_an_invalid_request(classifier
     prompt = Prompt(messages=(Message("system", "Be brief."), *PROMPT.messages))
     with pytest.raises(InvalidRequest, match="no system turns") as failure:
         score(load("classifier", classifier), prompt, ["x"])
-    assert [violation.field for violation in failure.value.violations] == ["prompt.messages"]
+    assert [violation.field for violation in failure.value.violations] == [
+        "prompt.messages[0].role"
+    ]
 
 
 def without_template() -> Any:

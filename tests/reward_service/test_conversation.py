@@ -18,6 +18,7 @@ from reward_service.conversation import SPLICE, Conversation, Turns
 from reward_service.reward import score
 from reward_service.specs import ClassifierSpec
 from specrej.contracts import Message, Prompt
+from specrej_models.probe import ChatTemplate
 from tests.reward_service import tiny
 from tests.reward_service.tiny import BOS, EOS, TEXTS, load, save
 
@@ -33,7 +34,8 @@ PROMPTS = [
 
 def conversation(tokenizer: Any, **options: Any) -> Conversation:
     spec = ClassifierSpec(kind="classifier", name="r", directory=Path(), **options)
-    return Conversation(spec, tokenizer, max_tokens=100_000)
+    template = ChatTemplate(tokenizer, len(tokenizer))
+    return Conversation(spec, tokenizer, 100_000, template)
 
 
 @pytest.mark.parametrize("special_tokens", ["template", "tokenizer"])
@@ -61,7 +63,8 @@ def test_a_template_that_changes_the_prompt_is_used_as_it_is() -> None:
     """Guards against the tokens of another prompt: this one writes it by the response."""
     tokenizer = tiny.make_tokenizer(None)
     tokenizer.chat_template = (
-        f"{{{{ messages[-1].content[:3] }}}}{EOS}{{{{ messages[-1].content }}}}{EOS}"
+        f"{{{{ messages[-1].content[:3] }}}}{EOS}"
+        f"{{% for m in messages %}}{{{{ m.content }}}}{EOS}{{% endfor %}}"
     )
     made = conversation(tokenizer)
     prompt = PROMPTS[0]

@@ -212,11 +212,13 @@ def test_names_that_do_not_fit_are_refused_with_those_that_exist(tmp_path: Path)
         ({"head": "v_head", "head_layers": ["summary.2", "summary.0"]}, "do not fit each other"),
         ({"head": "v_head.summary", "label": 1}, "has 1 labels, none is 1"),
         ({"head": "v_head.summary", "append_token": "<|reward|>"}, "append_token .* must be one"),
-        ({"logit_of": 999}, "logit_of 999 is not a token"),
+        ({"logit_of": 3}, "tensors that the model does not use: v_head.summary.0.bias"),
     ]
     for options, message in refused:
         with pytest.raises(ValueError, match=message):
             load("classifier", directory, **options)
+    with pytest.raises(ValueError, match="logit_of 999 is not a token"):
+        load("classifier", tiny.save_language_model(tmp_path / "lm"), logit_of=999)
     by_number = load("classifier", directory, head="v_head.summary")
     layers = ["summary.0", "summary.2"]
     by_name = load("classifier", directory, head="v_head", head_layers=layers, label=0)

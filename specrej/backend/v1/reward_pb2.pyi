@@ -369,6 +369,7 @@ class RewardDescription(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name in requests."""
     fingerprint: _builtins.str
@@ -377,6 +378,10 @@ class RewardDescription(_message.Message):
     """What it measures, in a sentence."""
     max_batch: _builtins.int
     """Maximum number of responses or candidates per batch."""
+    @_builtins.property
+    def probe(self) -> _common_pb2.ModelProbe:
+        """What was found out when its model was loaded."""
+
     def __init__(
         self,
         *,
@@ -384,10 +389,11 @@ class RewardDescription(_message.Message):
         fingerprint: _builtins.str = ...,
         description: _builtins.str = ...,
         max_batch: _builtins.int = ...,
+        probe: _common_pb2.ModelProbe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "max_batch", b"max_batch", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "max_batch", b"max_batch", "name", b"name", "probe", b"probe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,437 @@
+"""What is examined when a model is loaded: files, tensors, end tokens, chat template, vocabulary.
+
+A model that would write other tokens or other scores than it was trained for is refused, with one
+sentence and the names. What is harmless is a warning, and what is found out is a `ModelProbe`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from specrej.contracts import Message, ModelProbe
+from specrej.contracts.errors import InvalidRequest, Violation
+
+log = logging.getLogger(__name__)
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_READ = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+# Types of numbers, as safetensors files name them, that weights have without quantization.
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Buffers of old checkpoints, which models make themselves.
+_BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attention.bias", "masked_bias")
+# Heads that a backbone, loaded without them, has no use for.
+_PRETRAINING_HEADS = ("lm_head.", "cls.", "lm_predictions.", "mask_predictions.")
+_MOST_NAMES = 3
+# Keys of GGUF files: the scaling of positions, and tokens that end a turn.
+_ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
+# Errors whose texts are sentences; others need the names of their types.
+_WITH_REASONS = (TemplateError, SafetensorError, OSError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A model's files, and its config, tokenizer, chat template (None: it has none), end tokens."""
+
+    directory: Path
+    gguf_file: str  # empty: the directory is as transformers saves it
+    config: Any
+    tokenizer: Any
+    template: ChatTemplate | None
+    end_ids: frozenset[int]
+    probe: ModelProbe
+
+
+def examine(
+    directory: Path,
+    gguf_file: str = "",
+    *,
+    owner: str = "the model",
+    ends: bool = True,
+    uses_template: bool = True,
+    **options: Any,
+) -> Examined:
+    """Examine a model's files, but for its weights, and log what is found out.
+
+    owner: the name in violations; ends: it needs end tokens; options: of `from_pretrained`.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or is not of a model that can work.
+    """
+    listed: list[int | None] = _check_gguf(directory / gguf_file) if gguf_file else []
+    config = load_config(directory, gguf_file, **options)
+    options |= {"gguf_file": gguf_file} if gguf_file else {}
+    with _one_sentence(f"{directory}: its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+    sizes = config.get_text_config()
+    warnings = _check_vocabulary(tokenizer, sizes.vocab_size)
+    template = None
+    if uses_template and tokenizer.chat_template:
+        template = ChatTemplate(tokenizer, sizes.vocab_size, owner)
+        warnings += template.warnings
+    end_ids = frozenset[int]()
+    if ends:
+        listed += [tokenizer.eos_token_id, template.end_id if template else None]
+        end_ids, dropped = _find_ends(directory, config, listed, gguf_file)
+        warnings += dropped
+    probe = ModelProbe(
+        ends=tuple(_token(tokenizer, id_) for id_ in sorted(end_ids)),
+        template=template.form if template else "",
+        takes_system=bool(template and template.takes_system),
+        must_alternate=bool(template and template.must_alternate),
+        context_tokens=getattr(sizes, "max_position_embeddings", 0),
+        vocabulary=sizes.vocab_size,
+        warnings=tuple(warnings),
+    )
+    log.log(logging.WARNING if warnings else logging.INFO, "%s: %s", directory, probe)
+    return Examined(directory, gguf_file, config, tokenizer, template, end_ids, probe)
+
+
+def load_config(directory: Path, gguf_file: str = "", **options: Any) -> Any:
+    """The config of a model, whose files are checked before any of them is interpreted.
+
+    Raises:
+        OSError, ValueError: a file cannot be read.
+    """
+    if gguf_file:
+        options["gguf_file"] = gguf_file
+    else:
+        for path in sorted(path for pattern in _READ for path in directory.glob(pattern)):
+            _check_file(path)
+    with _one_sentence(f"{directory}: its config"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
+        config.get_text_config()
+    return config
+
+
+def load_weights(
+    auto_class: Any, directory: Path, *, spare: Collection[str] = (), **options: Any
+) -> Any:
+    """A model by one of transformers' Auto classes, with exactly the tensors of its files.
+
+    spare: beginnings of the names of tensors that this class need not use, such as heads that the
+    caller reads itself.
+
+    Raises:
+        ValueError: tensors are missing, left over, of other sizes or quantized.
+    """
+    if not options.get("gguf_file"):
+        check_tensors(directory)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it reports is checked here
+    try:
+        with _one_sentence(f"{directory}: its weights"):
+            model, loading = auto_class.from_pretrained(
+                directory,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    spare = (*spare, *(_PRETRAINING_HEADS if model.base_model is model else ()))
+    unexpected = [
+        name
+        for name in loading["unexpected_keys"]
+        if not name.startswith(spare) and not name.endswith(_BUFFERS)
+    ]
+    sizes = [
+        f"{name} ({_size(given)} in place of {_size(due)})"
+        for name, given, due in loading["mismatched_keys"]
+    ]
+    for problem, tensors in (
+        ("lacks", loading["missing_keys"]),
+        ("has other sizes of", sizes),
+        ("has tensors that the model does not use:", unexpected),
+    ):
+        if tensors:
+            raise ValueError(f"{directory}: {problem} {_named(tensors)}")
+    return model
+
+
+def check_tensors(directory: Path, *, reads_quantized: bool = False) -> None:
+    """Check that all weights are there, in types that the engine reads.
+
+    reads_quantized: it reads quantized weights, if the files name their method.
+
+    Raises:
+        ValueError: they are not; with their names.
+    """
+    method = _quantization(directory)
+    if method and not reads_quantized:
+        raise ValueError(
+            f"{directory}: is quantized by {method}, which is not supported here; use the"
+            " checkpoint that is not quantized"
+        )
+    packed: dict[str, list[str]] = {}
+    for path in _weights(directory):
+        with _one_sentence(str(path)), safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                kind = tensors.get_slice(name).get_dtype()
+                if kind not in _FLOATS and not name.endswith(_BUFFERS):
+                    packed.setdefault(kind, []).append(name)
+    if packed and not method:
+        kind, names = next(iter(packed.items()))
+        raise ValueError(
+            f"{directory}: has tensors of type {kind}, and no quantization_config that says how to"
+            f" read them: {_named(names)}"
+        )
+
+
+def _weights(directory: Path) -> list[Path]:
+    """The files that transformers reads."""
+    single = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(f"{directory}: has no model.safetensors; other weights are not loaded")
+    with _one_sentence(str(index)):
+        names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise ValueError(f"{directory}: lacks {_named(missing)}")
+    return [directory / name for name in names]
+
+
+def _quantization(directory: Path) -> str:
+    """The name of the method that the files are quantized by; empty: none is named."""
+    config, modelopt = directory / "config.json", directory / "hf_quant_config.json"
+    with _one_sentence(str(config)):
+        method: Any = json.loads(config.read_text()).get("quantization_config")
+    if modelopt.is_file():
+        return "modelopt"
+    return str(method.get("quant_method", "an unknown method")) if method else ""
+
+
+def check_finite(model: Any) -> None:
+    """Raises ValueError if a weight is not a number, or infinite; reads all weights."""
+    names = [name for name, weight in model.named_parameters() if not weight.sum().isfinite()]
+    if names:
+        raise ValueError(f"weights that are not finite: {_named(names)}")
+
+
+def _check_vocabulary(tokenizer: Any, vocabulary: int) -> list[str]:
+    """Warnings of added tokens beyond a model's vocabulary, which are text in prompts.
+
+    Raises:
+        ValueError: a token that ordinary text can have is beyond it.
+    """
+    added = tokenizer.added_tokens_decoder
+    beyond = {id_: text for text, id_ in tokenizer.get_vocab().items() if id_ >= vocabulary}
+    if not beyond:
+        return []
+    texts = [text for id_, text in sorted(beyond.items())]
+    has = f"tokens beyond the model's vocabulary of {vocabulary}: {_named(texts)}"
+    if not beyond.keys() <= added.keys():
+        raise ValueError(f"the tokenizer has {has}")
+    return [f"treated as text in prompts: {has}"]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template; what it takes is found out by conversations of known texts."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, owner: str = "the model") -> None:
+        """`owner` is named in violations.
+
+        Raises:
+            ValueError: it cannot write one user turn, or writes a token beyond the vocabulary.
+        """
+        self._tokenizer = tokenizer
+        self._owner = owner
+        self._takes_parts = False
+        self.form = "text"
+        if isinstance(tokenizer.chat_template, dict):
+            names = [*tokenizer.chat_template]
+            name = "default" if "default" in names else names[0]
+            tokenizer.chat_template = tokenizer.chat_template[name]
+            self.form = f"text, {name} of {', '.join(names)}"
+        self._violation = lru_cache(256)(self._find_violation)
+        if self._violation(("user",)):
+            self._takes_parts = True
+            self._violation.cache_clear()
+            self.form = self.form.replace("text", "content parts", 1)
+        if violation := self._violation(("user",)):
+            raise ValueError(f"{violation.description}: {violation.field}")
+        self.takes_system = not self._violation(("system", "user"))
+        self.must_alternate = bool(self._violation(("user", "user")))
+        self.warnings: list[str] = []
+        if self._violation(("user", "assistant", "user")):
+            self.warnings.append("the chat template takes one user turn only")
+        self.end_id = self._end_of_turn()
+        written = [self._probe(("user",)), self._probe(("user",), answers=False)]
+        ids = [id_ for text in written for id_ in self._ids(text) if id_ >= vocabulary]
+        if ids:
+            raise ValueError(
+                f"the chat template writes {_token(tokenizer, ids[0])}, token {ids[0]}, beyond the"
+                f" model's vocabulary of {vocabulary}"
+            )
+
+    def write(
+        self, conversations: Sequence[Sequence[Message]], *, answers: bool = False
+    ) -> list[str]:
+        """Conversations as text; `answers`: up to where an answer begins.
+
+        Raises:
+            InvalidRequest: the template refuses one, or would leave a turn out.
+        """
+        for turns in conversations:
+            if violation := self._violation(tuple(turn.role for turn in turns)):
+                raise InvalidRequest([violation])
+        try:
+            return self._write(conversations, answers=answers)
+        except Exception as error:
+            raise InvalidRequest([self._refused((), error)]) from error
+
+    def _write(self, conversations: Sequence[Sequence[Message]], *, answers: bool) -> list[str]:
+        def content(text: str) -> Any:
+            return [{"type": "text", "text": text}] if self._takes_parts else text
+
+        turns = [
+            [{"role": turn.role, "content": content(turn.content)} for turn in conversation]
+            for conversation in conversations
+        ]
+        written: list[str] = self._tokenizer.apply_chat_template(
+            turns, add_generation_prompt=answers, tokenize=False
+        )
+        return written
+
+    def _find_violation(self, roles: tuple[str, ...]) -> Violation | None:
+        """What prevents a conversation of these roles, if anything does."""
+        try:
+            written = self._probe(roles)
+        except Exception as error:
+            return self._refused(roles, error)
+        for number, role in enumerate(roles):
+            if _text(number) not in written:
+                reason = f"{self._owner}'s chat template leaves out a {role} turn here"
+                return Violation(f"prompt.messages[{number}].role", reason)
+        return None
+
+    def _refused(self, roles: Sequence[str], error: Exception) -> Violation:
+        # Templates reject what the model was not trained on, such as a system turn.
+        others = tuple(role for role in roles if role != "system")
+        is_system = "system" in roles and not self._violation(others)
+        where = f"[{roles.index('system')}].role" if is_system else ""
+        reason = f"{self._owner}'s chat template refuses them: {_line(error)}"
+        return Violation(f"prompt.messages{where}", reason)
+
+    def _probe(self, roles: Sequence[str], *, answers: bool | None = None) -> str:
+        turns = [Message(role, _text(number)) for number, role in enumerate(roles)]
+        answers = roles[-1] != "assistant" if answers is None else answers
+        return self._write([turns], answers=answers)[0]
+
+    def _end_of_turn(self) -> int | None:
+        """The added token that closes an assistant's turn."""
+        roles = ("user", "assistant")
+        if violation := self._violation(roles):
+            self.warnings.append(violation.description)
+            return None
+        closing = self._probe(roles).rpartition(_text(1))[2].lstrip()
+        for id_ in self._ids(closing):
+            if id_ in self._tokenizer.added_tokens_decoder:
+                return int(id_)
+            if self._tokenizer.decode([id_]).strip():
+                break
+        self.warnings.append("the chat template closes an assistant's turn without an end token")
+        return None
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[list[int]] = self._tokenizer([text], add_special_tokens=False)["input_ids"]
+        return ids[0]
+
+
+def _find_ends(
+    directory: Path, config: Any, listed: list[int | None], gguf_file: str = ""
+) -> tuple[frozenset[int], list[str]]:
+    """The tokens that end an answer, `listed` or by any of the configs, and warnings.
+
+    Raises:
+        ValueError: there is none.
+    """
+    sources = [config, config.get_text_config()]
+    if not gguf_file and (directory / "generation_config.json").is_file():
+        with _one_sentence(f"{directory}: generation_config.json"):
+            sources.append(GenerationConfig.from_pretrained(directory, local_files_only=True))
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        listed = [*listed, *(ids if isinstance(ids, list) else [ids])]
+    named = [id_ for id_ in listed if id_ is not None]
+    known = range(config.get_text_config().vocab_size)
+    ends = frozenset(id_ for id_ in named if id_ in known)
+    if not ends:
+        raise ValueError(f"{directory}: has no end token: set eos_token_id in its config.json")
+    dropped = ", ".join(dict.fromkeys(str(id_) for id_ in named if id_ not in known))
+    return ends, [f"end tokens that the vocabulary lacks are ignored: {dropped}"] if dropped else []
+
+
+def _check_gguf(gguf: Path) -> list[int | None]:
+    """The tokens that end a turn by a GGUF file.
+
+    Raises:
+        ValueError: it is damaged, or its positions are scaled, which transformers would ignore.
+    """
+    from gguf import GGUFReader
+
+    _check_file(gguf)
+    with _one_sentence(f"{gguf}: not a readable GGUF file:"):
+        reader = GGUFReader(gguf)
+    kinds = [f.contents() for key, f in reader.fields.items() if key.endswith(_ROPE)]
+    if any(tensor.name.startswith("rope_") for tensor in reader.tensors):
+        kinds.append("llama3")  # or longrope: factors of each frequency
+    for kind in kinds:
+        if kind != "none":
+            raise ValueError(
+                f'unsupported rope scaling "{kind}" in {gguf.name}; use the safetensors checkpoint'
+            )
+    return [f.contents() for key, f in reader.fields.items() if key.endswith(_EOT)]
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Turn all that libraries raise for damaged files into one line: ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} cannot be loaded: {_line(error)}") from error
+
+
+def _check_file(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError(f"{path}: is a pointer of Git LFS, not the file: run git lfs pull")
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, _WITH_REASONS) else f"{type(error).__name__}: {text}"
+
+
+def _token(tokenizer: Any, id_: int) -> str:
+    """Its text; of an id without a token, its number."""
+    return tokenizer.convert_ids_to_tokens(id_) or f"token {id_}"
+
+
+def _text(number: int) -> str:
+    return f"Probe {number}."
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _named(names: Collection[str]) -> str:
+    some = sorted(names)
+    more = len(some) - _MOST_NAMES
+    return ", ".join(some[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
