@@ -169,10 +169,11 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
         False, description="send the token to backends on other machines without TLS"
     )
-    default_schedule: Schedule = Field(
-        Schedule(),
+    default_schedule: Schedule | None = Field(
+        None,
         description="JSON of kind (memory, tokens, geometric), tokens, first, factor; such as "
-        '{"kind": "geometric", "first": 32, "factor": 2}',
+        '{"kind": "geometric", "first": 32, "factor": 2}; absent: geometric by 2 from 16, or 64'
+        " where the generator measured that a step hardly grows with its candidates",
     )
     default_n: Annotated[int, Field(ge=0, le=MAX_BATCH)] = Field(
         DEFAULT_N,
@@ -221,8 +222,8 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
 
     @field_validator("default_schedule")
     @classmethod
-    def _schedule_is_valid(cls, schedule: Schedule) -> Schedule:
-        _raise_if_any(check_schedule(schedule, "schedule"))
+    def _schedule_is_valid(cls, schedule: Schedule | None) -> Schedule | None:
+        _raise_if_any(check_schedule(schedule, "schedule") if schedule else ())
         return schedule
 
     @field_validator("composites")

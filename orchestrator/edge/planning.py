@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 # Of English text, by the tokenizers of common models; the generator alone tokenises.
 _TOKEN_CHARACTERS = 4
+_FLAT = 1.5  # most growth of a step that hardly grows with its candidates
 _REWARDS_PATH = "selection.rewards"
 _LIKELY = WeightedReward(LIKELIHOOD)
 # Of a backend that does not describe itself, or of another program on its port.
@@ -63,10 +64,16 @@ class Rewards(Protocol):
 class Defaults:
     """What requests get that do not name it; the docstrings of the settings describe each."""
 
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule | None = None  # None: by the generator
     n: int = DEFAULT_N
     max_tokens: int = DEFAULT_MAX_TOKENS
     reward: str = ""
+
+    def schedule_for(self, generator: GeneratorDescription) -> Schedule:
+        """Where a step costs the same for one candidate as for many, a cut saves tokens of which
+        only other requests have use; so the first one waits until prefixes predict more."""
+        is_flat = 0 < generator.step_growth < _FLAT
+        return self.schedule or Schedule(first=64 if is_flat else Schedule().first)
 
     def filled(
         self, request: GenerationRequest, generator: GeneratorDescription
@@ -74,7 +81,7 @@ class Defaults:
         """The request with what it leaves to the orchestrator, except the reward."""
         selection, sampling = request.selection, request.sampling
         if "schedule" in request.absent:
-            selection = replace(selection, schedule=self.schedule)
+            selection = replace(selection, schedule=self.schedule_for(generator))
         if "n" in request.absent:
             width = selection.branching.width if selection.branching else 0
             needed = max(self.n, selection.return_candidates, selection.min_answers, width)

@@ -79,13 +79,14 @@ class Orchestrator:
         Raises:
             SpecrejError: a backend is away.
         """
+        generator = await self._generator.describe()
         return ServiceDescription(
-            generator=await self._generator.describe(),
+            generator=generator,
             rewards=await self._planner.reward_names(),
             cache_available=await self._cache.redis.available(),
             running=self._admission.running,
             queued=self._admission.queued,
-            default_schedule=self._defaults.schedule,
+            default_schedule=self._defaults.schedule_for(generator),
             default_n=self._defaults.n,
             default_max_tokens=self._defaults.max_tokens,
             process_id=self._process_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from specrej.contracts import (
     GenerationRequest,
     Prompt,
     RewardDescription,
+    Schedule,
     Selection,
     WeightedReward,
     wire,
@@ -195,3 +197,20 @@ async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     assert (await cached_service.answer(small_request(selection=best_of_n))).cached
     described = await cached_service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     assert described.generator.whole_answers
+
+
+@pytest.mark.parametrize(
+    ("growth", "set_by_operator", "first"),
+    [(0.0, None, 16), (1.02, None, 64), (1.5, None, 16), (4.4, None, 16), (1.02, Schedule(), 16)],
+)
+async def test_the_default_schedule_is_the_generators(
+    growth: float, set_by_operator: Schedule | None, first: int
+) -> None:
+    """Guards against early cuts where they save no time, and a setting that is overruled."""
+    generator = replace(await ToyGenerator().describe(), step_growth=growth)
+    defaults = Defaults(set_by_operator)
+    assert defaults.schedule_for(generator) == Schedule(first=first)
+    request = GenerationRequest(Prompt.from_user("?"), absent=("schedule",))
+    assert defaults.filled(request, generator).selection.schedule.first == first
+    named = replace(request, absent=())
+    assert defaults.filled(named, generator).selection.schedule == Schedule()
