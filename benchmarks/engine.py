@@ -2,16 +2,18 @@
 
 Figures on the embedded model: eight sessions at once against the same eight one after another; a
 step after a long prompt against one after a short prompt. Compared runs take turns; figures are
-medians.
+medians. And, on the toy, the cost of an answer of 8,192 tokens that is streamed over all services.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,12 +23,27 @@ from generator_service.engine.commands import OpenCommand, PrefixBatch
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from generator_service.engine.thread import EngineThread
-from specrej.contracts import Sampling
+from generator_service.toy import ToyGenerator
+from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.service import Orchestrator
+from orchestrator.edge.servicer import OrchestratorServicer
+from reward_service.kinds.toy import ToyReward
+from specrej import Client, Finished, TextDelta
+from specrej.client.channel import open_channel
+from specrej.contracts import GeneratorDescription, Prompt, Sampling, SessionSpec
+from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej_models.probe import examine
+from tests.orchestrator.caching import new_cache
+from tests.serving import listening
+from tests.world import channel_to, generator_backend, reward_backend
 
 _FIGURES = {
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
+    "stream": (
+        "ms_per_token",
+        "8,192 streamed tokens: ms of processor time per token beyond the toy",
+    ),
 }
 
 
@@ -35,10 +52,11 @@ def main() -> None:
     arguments = parse_arguments(
         __doc__, rounds=(3, "measured rounds"), only=([*_FIGURES], "figures to measure")
     )
-    model = CausalLM.load(examine(MODEL), "cpu")
+    model = cache(partial(CausalLM.load, examine(MODEL), "cpu"))
     measures: dict[str, Callable[[], dict[str, float]]] = {
-        "sessions": lambda: _sessions(model, arguments.rounds),
-        "prompt": lambda: _prompt(model, arguments.rounds),
+        "sessions": lambda: _sessions(model(), arguments.rounds),
+        "prompt": lambda: _prompt(model(), arguments.rounds),
+        "stream": lambda: asyncio.run(_stream()),
     }
     results, rows = {}, []
     for name in arguments.only:
@@ -167,6 +185,88 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) ->
         "ratio": round(long_ms / short_ms, 3),
         "step_ms_after_40": round(short_ms, 1),
         "step_ms_after_512": round(long_ms, 1),
+    }
+
+
+class _LongToy(ToyGenerator):
+    """A toy whose answers may be long and do not end early."""
+
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), context_tokens=16_384)
+
+
+@asynccontextmanager
+async def _metered(port: int) -> AsyncIterator[tuple[str, list[int]]]:
+    """An address that leads to a local port, and the sizes of what the port sends."""
+    sizes: list[int] = []
+
+    async def pump(source: asyncio.StreamReader, to: asyncio.StreamWriter, into: list[int]) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                into.append(len(data))
+                to.write(data)
+                await to.drain()
+        to.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(back, writer, sizes), pump(reader, forth, []))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", sizes
+    finally:
+        server.close()
+
+
+async def _stream(num_tokens: int = 8192, step_s: float = 0.0005) -> dict[str, float]:
+    """One candidate's tokens over gRPC, and without: the difference is the processor time of the
+    servicer, the orchestrator and the client."""
+    toy, sampling = _LongToy(step_s=step_s), Sampling(num_tokens, ignore_eos=True)
+    began = time.process_time()
+    async with toy.open(SessionSpec(Prompt.from_user("Tell me."), 1, sampling, 16)) as session:
+        await session.extend(num_tokens)
+    toy_s = time.process_time() - began
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        backend = await enter(generator_backend(toy))
+        generator, from_generator = await enter(_metered(backend.port))
+        rewards = await enter(channel_to(await enter(reward_backend(ToyReward()))))
+        orchestrator = Orchestrator(
+            RemoteGenerator(await enter(open_channel(generator))),
+            RemoteRewards(rewards),
+            new_cache(""),
+            Admission(Limits(8, 64)),
+        )
+        address = await enter(listening(OrchestratorServicer(orchestrator).service()))
+        public, from_orchestrator = await enter(_metered(int(address.rpartition(":")[2])))
+        client, deltas, streamed = await enter(Client(public)), list[str](), 0
+        options: dict[str, Any] = {
+            "n": 1,
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "text_deltas": True,
+        }
+        began, began_s = time.process_time(), time.perf_counter()
+        async for event in client.stream("Tell me.", **options):
+            if isinstance(event, TextDelta):
+                deltas.append(event.text)
+                streamed = sum(from_orchestrator)
+            elif isinstance(event, Finished):
+                answer = event.generation.best
+        used_s, seconds = time.process_time() - began, time.perf_counter() - began_s
+    assert "".join(deltas) == answer.text and answer.num_tokens == num_tokens
+    text_bytes = len(answer.text.encode())
+    return {
+        "ms_per_token": round((used_s - toy_s) * 1e3 / num_tokens, 4),
+        "toy_ms_per_token": round(toy_s * 1e3 / num_tokens, 4),
+        "text_bytes": text_bytes,
+        "from_generator_bytes_per_text_and_ids": round(
+            sum(from_generator) / (text_bytes + num_tokens), 3
+        ),
+        "deltas_to_client_bytes_per_text": round(streamed / text_bytes, 3),
+        "all_to_client_bytes_per_text": round(sum(from_orchestrator) / text_bytes, 3),
+        "deltas_per_s": round(len(deltas) / seconds, 1),
     }
 
 

@@ -5,7 +5,8 @@ Validates every field, also of trusted callers. Works with any `Generator`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,14 @@ from typing import Any
 from specrej import telemetry
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.contracts import Generator, GeneratorDescription, Session, SessionSpec, wire
+from specrej.contracts import (
+    Generator,
+    GeneratorDescription,
+    Growth,
+    Session,
+    SessionSpec,
+    wire,
+)
 from specrej.contracts.errors import (
     InvalidRequest,
     OutOfOrder,
@@ -28,9 +36,10 @@ from specrej.contracts.validation import (
     check_sampling,
     check_top_logprobs,
 )
-from specrej.server.commands import answer_commands
+from specrej.server.commands import answer_commands, leased
 from specrej.server.serving import Context, Service
 from specrej.telemetry import names
+from specrej.threads import ended
 from specrej.v1 import common_pb2
 
 
@@ -57,7 +66,11 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         self, request_iterator: Any, context: Context
     ) -> None:
         async with AsyncExitStack() as resources:
-            commands = _Commands(self._loaded(), resources)
+
+            def write(part: pb.SessionResponse) -> Awaitable[None]:
+                return leased(context.write(part), self._lease_s)
+
+            commands = _Commands(self._loaded(), resources, write)
             await answer_commands(request_iterator, context, commands.answer, _stale, self._lease_s)
 
     async def Describe(  # noqa: N802
@@ -74,11 +87,21 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
 
 
 class _Commands:
-    """One stream's commands and the session they open; `resources` closes it with the stream."""
+    """One stream's commands and the session they open; `resources` closes it with the stream.
 
-    def __init__(self, generator: Generator, resources: AsyncExitStack) -> None:
+    `write` sends parts of answers.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        resources: AsyncExitStack,
+        write: Callable[[pb.SessionResponse], Awaitable[None]],
+    ) -> None:
         self._generator = generator
         self._resources = resources
+        self._write = write
+        self._texts = wire.StreamedTexts()
         self._session: Session | None = None
         self._max_tokens = 0
         self._max_candidates = 0
@@ -94,7 +117,7 @@ class _Commands:
                 case "open":
                     return await self._open(request.open)
                 case "extend":
-                    return await self._extend(request.extend)
+                    return await self._extend(request.extend, request.sequence)
                 case "prune":
                     return await self._prune(request.prune)
                 case _:
@@ -121,13 +144,23 @@ class _Commands:
         )
         return pb.SessionResponse(opened=opened)
 
-    async def _extend(self, command: pb.ExtendSession) -> pb.SessionResponse:
+    async def _extend(self, command: pb.ExtendSession, sequence: int) -> pb.SessionResponse:
         session = self._opened()
         if not 1 <= command.until_tokens <= self._max_tokens:
             description = f"must be 1 .. {self._max_tokens}, is {command.until_tokens}"
             raise InvalidRequest([Violation("extend.until_tokens", description)])
-        ended = await session.extend(command.until_tokens)
-        return pb.SessionResponse(prefix_batch=wire.to_message(ended, pb.PrefixBatch))
+        parts: asyncio.Queue[Growth | None] = asyncio.Queue()
+        report = parts.put_nowait if command.report else None
+        extending = asyncio.create_task(session.extend(command.until_tokens, report))
+        extending.add_done_callback(lambda _: parts.put_nowait(None))
+        try:
+            while part := await parts.get():
+                grown = self._texts.to_message(part, pb.SessionGrown)
+                await self._write(pb.SessionResponse(sequence=sequence, grown=grown))
+            batch = self._texts.to_message(await extending, pb.PrefixBatch)
+        finally:
+            await ended(extending)
+        return pb.SessionResponse(prefix_batch=batch)
 
     async def _prune(self, command: pb.PruneSession) -> pb.SessionResponse:
         session = self._opened()
@@ -139,6 +172,7 @@ class _Commands:
         self._last_id = ids[-1]
         room = max(0, self._max_candidates - len(command.keep))
         pruned = await session.prune(frozenset(command.keep), dict(forks[:room]))
+        self._texts.fork(dict(forks))
         refused = (*pruned.refused, *(number for number, _ in forks[room:]))
         pruned = replace(pruned, refused=refused)
         return pb.SessionResponse(pruned=wire.to_message(pruned, pb.SessionPruned))

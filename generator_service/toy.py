@@ -13,22 +13,32 @@ import asyncio
 import hashlib
 import itertools
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from generator_service.admission import AdmissionQueue, Demand
-from generator_service.engine.commands import GrowingCandidate, Load, OnStep, Step, named_tokens
+from generator_service.engine.commands import (
+    GrowingCandidate,
+    Load,
+    OnStep,
+    ReportRate,
+    Step,
+    named_tokens,
+)
 from specrej.contracts import (
     NO_FORKS,
     Candidate,
     FinishReason,
     Forks,
     GeneratorDescription,
+    Growth,
     Pruned,
+    Report,
     Round,
     RoundEnd,
     SessionSpec,
     SlotGauge,
+    TokenText,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.slots import SlotLedger
@@ -40,6 +50,22 @@ _TOKENS = [f" {word}".encode() for word in _WORDS]
 _FAILING_STEP = 10
 _AUTO_CANDIDATES = 8
 _CONTEXT_TOKENS = 4096
+
+
+class _Words:
+    """A `GrowingText`; words of `left_out` are no part of it."""
+
+    def __init__(self, left_out: Collection[int], text: str = "") -> None:
+        self._left_out = left_out
+        self._text = text
+
+    def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
+        words = [_WORDS[word] for word in token_ids if word not in self._left_out]
+        self._text = " ".join([self._text, *words] if self._text else words)
+        return self._text
+
+    def copy(self) -> _Words:
+        return _Words(self._left_out, self._text)
 
 
 class ToySession:
@@ -61,14 +87,16 @@ class ToySession:
         self._live: list[GrowingCandidate] = []
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
+        self._rate = ReportRate()
 
     def begin(self, n: int, *, reduced: bool) -> None:
         """It is admitted with `n` candidates."""
         self.n, self.reduced = n, reduced
-        self._live = [GrowingCandidate(number) for number in range(n)]
+        words = _Words(self._sampling.stop_token_ids)
+        self._live = [GrowingCandidate(number, text=words.copy()) for number in range(n)]
         self._unreported = list(self._live)
 
-    async def extend(self, until_tokens: int) -> Round:
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         until = min(until_tokens, self.max_tokens)
         ended_by = RoundEnd.DECISION_TOKEN
         while self._live and self._num_tokens < until:
@@ -80,11 +108,14 @@ class ToySession:
             rows = len(self._live)
             self._step()
             self._generator.on_step(Step(step_s, rows, generated=rows))
-        candidates = tuple(map(self._report, self._unreported))
-        tokens = named_tokens(candidates, _TOKENS.__getitem__) if self._sampling.logprobs else ()
+            if report and self._live and self._num_tokens < until and self._rate.is_due():
+                parts, tokens = self._report(self._live if len(self._unreported) == 1 else ())
+                num_live = len(self._live)
+                report(Growth(parts, self._num_tokens, num_live, self._gauge(), tokens))
+        candidates, tokens = self._report(self._unreported)
         self._unreported = list(self._live)
         ended_by = ended_by if self._live else RoundEnd.ALL_FINISHED
-        return Round(candidates, ended_by, self._num_tokens, self._gauge(), token_texts=tokens)
+        return Round(candidates, ended_by, self._num_tokens, self._gauge(), tokens)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         live = {candidate.id: candidate for candidate in self._live}
@@ -126,10 +157,12 @@ class ToySession:
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
 
-    def _report(self, candidate: GrowingCandidate) -> Candidate:
-        reported, stops = candidate.report(), self._sampling.stop_token_ids
-        text = " ".join(_WORDS[word] for word in reported.token_ids if word not in stops)
-        return reported.candidate(text, logprobs=self._sampling.logprobs)
+    def _report(
+        self, grown: Sequence[GrowingCandidate]
+    ) -> tuple[tuple[Candidate, ...], tuple[TokenText, ...]]:
+        has_logprobs = self._sampling.logprobs
+        candidates = tuple(one.report().candidate(logprobs=has_logprobs) for one in grown)
+        return candidates, named_tokens(candidates, _TOKENS.__getitem__) if has_logprobs else ()
 
     def _gauge(self) -> SlotGauge:
         own = self.prompt_tokens + self._ledger.owned_by(self.id)

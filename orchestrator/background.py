@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from specrej.contracts import (
@@ -67,15 +67,3 @@ def num_values(value: object) -> int:
             return len(value.candidates)
         case _:
             return 0
-
-
-async def ended(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait for its end, whatever that is.
-
-    `asyncio.wait` does not raise the task's CancelledError. Suppressing it around `await task`
-    would also suppress a cancellation of the caller.
-    """
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # otherwise asyncio logs it as lost

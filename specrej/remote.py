@@ -22,8 +22,10 @@ from specrej.contracts import (
     FinishReason,
     Forks,
     GeneratorDescription,
+    Growth,
     Prompt,
     Pruned,
+    Report,
     RewardDescription,
     Round,
     Scores,
@@ -78,8 +80,11 @@ class _CommandStream(Generic[Request, Response]):
         """Whether every command was answered, so that the stream can be closed in order."""
         return not self._is_waiting
 
-    async def call(self, **command: Any) -> Response:
-        """Send a command, given as a field of the request, and return its answer.
+    async def call(
+        self, receive: Callable[[Response], object] | None = None, **command: Any
+    ) -> Response:
+        """Send a command, given as a field of the request, and return its answer; `receive` is
+        called with each part that precedes it.
 
         Raises:
             SpecrejError: the error that the peer's status stands for.
@@ -93,7 +98,8 @@ class _CommandStream(Generic[Request, Response]):
         (kind,) = command
         try:
             await self._send(self._make(sequence=self._sequence, **command))
-            answer = await self._call.read()
+            while _is_part(answer := await self._call.read()) and receive:
+                receive(cast(Response, answer))
         except grpc.aio.AioRpcError as failure:
             raise self._failed(failure) from failure
         except asyncio.CancelledError:
@@ -148,6 +154,10 @@ class _CommandStream(Generic[Request, Response]):
             self._call = self._start(timeout=_backend_time_s())
             await asyncio.sleep(pause_s)
             await self._send(request)
+
+
+def _is_part(answer: Any) -> bool:
+    return answer is not grpc.aio.EOF and answer.WhichOneof("result") == "grown"
 
 
 def _backend_time_s() -> float | None:
@@ -214,13 +224,18 @@ class RemoteSession:
         self.prompt_tokens = opened.prompt_tokens
         self.max_tokens = opened.max_tokens
         self.reduced = opened.reduced
+        self._texts = wire.StreamedTexts()
 
-    async def extend(self, until_tokens: int) -> Round:
-        command = generator_pb2.ExtendSession(until_tokens=until_tokens)
-        answer = await self._stream.call(extend=command)
-        # Converting a thousand texts takes milliseconds: not on the event loop.
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+        def receive(part: generator_pb2.SessionResponse) -> None:
+            if report:
+                report(self._texts.from_message(part.grown, Growth))
+
+        command = generator_pb2.ExtendSession(until_tokens=until_tokens, report=report is not None)
         try:
-            return await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
+            batch = (await self._stream.call(receive, extend=command)).prefix_batch
+            # Converting a thousand texts takes milliseconds: not on the event loop.
+            return await asyncio.to_thread(self._texts.from_message, batch, Round)
         except ValueError as error:
             raise InternalError("a generator sent an invalid round") from error
 
@@ -233,6 +248,7 @@ class RemoteSession:
             ],
         )
         answer = await self._stream.call(prune=command)
+        self._texts.fork(forks)
         return wire.from_message(answer.pruned, Pruned)
 
 

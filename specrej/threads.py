@@ -1,4 +1,4 @@
-"""Threads that load models and compute, and the exit of a process while one runs.
+"""Threads that load models and compute, the exit of a process while one runs, and ends of tasks.
 
 Standard library only.
 """
@@ -88,3 +88,15 @@ def leave() -> None:
             child.kill()
         logging.shutdown()
         os._exit(0)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for its end, whatever that is.
+
+    `asyncio.wait` does not raise the task's CancelledError. Suppressing it around `await task`
+    would also suppress a cancellation of the caller.
+    """
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # otherwise asyncio logs it as lost

@@ -55,6 +55,7 @@ from specrej.contracts import (
     GeneratorDescription,
     Prompt,
     Pruned,
+    Report,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -224,7 +225,7 @@ class LongTexts(HeldGenerator):
         yield self
         self.num_closed += 1
 
-    async def extend(self, until_tokens: int) -> Round:
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         texts = (f"{number} ".ljust(self._num_characters, "é") for number in range(self.n))
         candidates = tuple(
             Candidate(number, text, 2000, -0.5, self._finish, tuple(range(2000)))

@@ -5,6 +5,8 @@ The own engine and vLLM share them.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -27,12 +29,23 @@ class CompletesStop(Protocol):
         """The same state, of another candidate."""
 
 
+class GrowingText(Protocol):
+    """One candidate's text; it receives each token once, in order."""
+
+    def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
+        """The text so far with the candidate's next tokens, without an incomplete last character.
+        If they finish it: without the end token or the stop text."""
+
+    def copy(self) -> Self:
+        """The same state, of another candidate."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenCommand:
     """A session to be opened.
 
-    `stop_texts` returns a new `CompletesStop` for one candidate; n = 0: the engine chooses the
-    number of candidates.
+    `stop_texts` returns a new `CompletesStop` for one candidate, `texts` a new `GrowingText`; n =
+    0: the engine chooses the number of candidates.
     """
 
     prompt_ids: Sequence[int]
@@ -44,6 +57,7 @@ class OpenCommand:
     adapter: str = ""
     bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
     grammar: CompiledGrammar | None = None  # of the sampling's structured output
+    texts: Callable[[], GrowingText] | None = None
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
@@ -52,8 +66,10 @@ class OpenCommand:
 
     def candidates(self, n: int) -> list[GrowingCandidate]:
         """`n` candidates without tokens."""
-        made = self.stop_texts
-        return [GrowingCandidate(number, made and made()) for number in range(n)]
+        stops, texts = self.stop_texts, self.texts
+        return [
+            GrowingCandidate(number, stops and stops(), texts and texts()) for number in range(n)
+        ]
 
     def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that are not drawn before min_tokens."""
@@ -96,6 +112,33 @@ class PrefixBatch:
     slots: SlotGauge
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixGrowth:
+    """A part of a round, as `contracts.Growth`."""
+
+    prefixes: tuple[GrowingCandidate, ...]
+    num_tokens: int
+    num_live: int
+    slots: SlotGauge
+
+
+class ReportRate:
+    """When a session reports growth: its first token at once, then at most 20 times a second."""
+
+    _PAUSE_S = 0.05
+
+    def __init__(self) -> None:
+        self._next_s = -math.inf
+
+    def is_due(self) -> bool:
+        """Whether to report now, which is then the latest report."""
+        now = time.monotonic()
+        is_due = now >= self._next_s
+        if is_due:
+            self._next_s = now + self._PAUSE_S
+        return is_due
+
+
 def named_tokens(
     candidates: Sequence[Candidate], bytes_of: Callable[[int], bytes]
 ) -> tuple[TokenText, ...]:
@@ -110,6 +153,7 @@ class GrowingCandidate:
 
     id: int
     completes_stop: CompletesStop | None = None
+    text: GrowingText | None = None
     token_ids: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)
     logprob: float = 0.0
@@ -127,6 +171,7 @@ class GrowingCandidate:
             self,
             id=candidate_id,
             completes_stop=self.completes_stop and self.completes_stop.copy(),
+            text=self.text and self.text.copy(),
             token_ids=list(self.token_ids),
             new_logprobs=list(self.new_logprobs),
             new_top=list(self.new_top),
@@ -138,20 +183,21 @@ class GrowingCandidate:
         self.logprob += logprob
 
     def report(self) -> GrowingCandidate:
-        """A copy as of now; each token is new in one report only."""
+        """A copy as of now, with the same `text`; each token is new in one report only."""
         reported = replace(self, completes_stop=None, token_ids=list(self.token_ids))
         self.new_logprobs, self.new_top = [], []
         return reported
 
-    def candidate(self, text: str, *, logprobs: bool) -> Candidate:
-        """The candidate with its text; log-probabilities of its new tokens only if requested."""
+    def candidate(self, *, logprobs: bool) -> Candidate:
+        """The candidate as reported; log-probabilities of its new tokens only if requested."""
+        new_token_ids = self.token_ids[len(self.token_ids) - self.num_new :]
         return Candidate(
             id=self.id,
-            text=text,
+            text=self.text.grown(new_token_ids, self.finish) if self.text else "",
             num_tokens=len(self.token_ids),
             logprob=self.logprob,
             finish=self.finish,
-            new_token_ids=tuple(self.token_ids[len(self.token_ids) - self.num_new :]),
+            new_token_ids=tuple(new_token_ids),
             new_logprobs=tuple(self.new_logprobs) if logprobs else (),
             new_top_token_ids=tuple(chain.from_iterable(ids for ids, _ in self.new_top)),
             new_top_logprobs=tuple(chain.from_iterable(values for _, values in self.new_top)),

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from generator_service.admission import AdmissionQueue
-from generator_service.engine.commands import OnStep, OpenCommand, Opened, PrefixBatch, Step
+from generator_service.engine.commands import (
+    OnStep,
+    OpenCommand,
+    Opened,
+    PrefixBatch,
+    PrefixGrowth,
+    Step,
+)
 from generator_service.engine.prompt_tree import PromptTree
 from generator_service.engine.sampling import most_probable, sample
 from generator_service.engine.session import Session, prompt_chunks
@@ -139,10 +146,16 @@ class Engine:
         return session
 
     def extend(
-        self, session_id: int, until_tokens: int, growing: Future[PrefixBatch] | None = None
+        self,
+        session_id: int,
+        until_tokens: int,
+        growing: Future[PrefixBatch] | None = None,
+        report: Callable[[PrefixGrowth], None] | None = None,
     ) -> Future[PrefixBatch]:
-        """Grow all live candidates to `until_tokens` new tokens (at most max_tokens), in steps."""
+        """Grow all live candidates to `until_tokens` new tokens (at most max_tokens), in steps;
+        `report` receives how far they are, as in `contracts.Session.extend`."""
         session = self._idle(session_id)
+        session.report = report
         session.until = min(until_tokens, session.command.sampling.max_tokens)
         self.queue.widen(session, len(session.rows))
         self.prompts.make_room()
@@ -268,6 +281,11 @@ class Engine:
         if session.rows:  # a prune may have come before the end of the prompt
             self._append(session, logits)
         self._end_round_if_over(session)
+        if session.growing and session.report and session.rate.is_due():
+            single = session.unreported if len(session.unreported) == 1 else ()
+            parts = tuple(candidate.report() for candidate in single)
+            live, gauge = len(session.rows), self.gauge(session.id)
+            session.report(PrefixGrowth(parts, session.num_tokens, live, gauge))
 
     def _append(self, session: Session, logits: Tensor) -> None:
         """Append each live candidate's next token; a finished candidate holds no slots."""

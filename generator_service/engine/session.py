@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from generator_service.admission import Demand, own_slots
-from generator_service.engine.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
+from generator_service.engine.commands import (
+    GrowingCandidate,
+    OpenCommand,
+    Opened,
+    PrefixBatch,
+    PrefixGrowth,
+    ReportRate,
+)
 from generator_service.engine.grammar import Matchers
 from generator_service.engine.prompt_tree import RadixNode
 from generator_service.engine.sampling import Adjustment, is_adjusted
@@ -24,6 +31,8 @@ class Session:
     command: OpenCommand
     opened: Future[Opened] = field(default_factory=Future)
     growing: Future[PrefixBatch] | None = None  # of the round under way
+    report: Callable[[PrefixGrowth], None] | None = None  # of the round under way
+    rate: ReportRate = field(default_factory=ReportRate)
     prompt: RadixNode[PromptKV] | None = None  # the last node of its path; None while it waits
     suffix: SuffixKV = field(init=False)  # set at admission
     is_reading: bool = True  # until the first tokens are drawn

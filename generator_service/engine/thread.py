@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from generator_service.engine.commands import OpenCommand, Opened, PrefixBatch
+from generator_service.engine.commands import OpenCommand, Opened, PrefixBatch, PrefixGrowth
 from generator_service.engine.engine import Engine, refuse, resolve
 from specrej.contracts import NO_FORKS, Forks, Pruned
 from specrej.contracts.errors import InternalError, SpecrejError, Unavailable
@@ -52,9 +52,17 @@ class EngineThread:
         session = self.engine.new_session(command)
         return session.id, self._send(session.opened, lambda: self.engine.open(session))
 
-    def extend(self, session_id: int, until_tokens: int) -> Future[PrefixBatch]:
+    def extend(
+        self,
+        session_id: int,
+        until_tokens: int,
+        report: Callable[[PrefixGrowth], None] | None = None,
+    ) -> Future[PrefixBatch]:
+        """As `Engine.extend`; the engine's thread calls `report`."""
         future: Future[PrefixBatch] = Future()
-        return self._send(future, lambda: self.engine.extend(session_id, until_tokens, future))
+        return self._send(
+            future, lambda: self.engine.extend(session_id, until_tokens, future, report)
+        )
 
     def prune(
         self, session_id: int, keep: Collection[int], forks: Forks = NO_FORKS

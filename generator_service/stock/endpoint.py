@@ -32,6 +32,7 @@ from specrej.contracts import (
     Forks,
     GeneratorDescription,
     Pruned,
+    Report,
     Round,
     RoundEnd,
     Sampling,
@@ -90,8 +91,8 @@ class EndpointSession:
         self._live = list(range(self.n))
         self.turn = asyncio.Lock()  # of the one candidate that waits for a place
 
-    async def extend(self, until_tokens: int) -> Round:
-        """All candidates at their ends, whatever `until_tokens` is."""
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+        """All candidates at their ends, whatever `until_tokens` is; without reports."""
         answer, spec = self._generator.answer, self._spec
         tasks = [asyncio.create_task(answer(spec, i, self)) for i in self._live]
         try:

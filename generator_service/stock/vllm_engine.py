@@ -130,10 +130,16 @@ class SessionRequests:
             *(command.sampling, self._adapter),
         )
 
-    def params(self, candidate: int, step: int, count: int) -> SamplingParams:
-        """Parameters of a request for `count` tokens, the first of which is number `step`."""
-        if self._params is None or self._params.max_tokens != count:
-            self._params = SamplingParams(
+    def params(
+        self, candidate: int, step: int, count: int, *, at_once: bool = False
+    ) -> SamplingParams:
+        """Parameters of a request for `count` tokens, the first of which is number `step`; it sends
+        each token `at_once`, or all at the end."""
+        at_once = at_once or self._command.stop_texts is not None
+        interval = 1 if at_once else max(2, count)
+        params = self._params
+        if params is None or (params.max_tokens, params.stream_interval) != (count, interval):
+            params = self._params = SamplingParams(
                 max_tokens=count,
                 temperature=0.0,  # KeyedDraws leaves one possible token
                 ignore_eos=True,
@@ -141,11 +147,10 @@ class SessionRequests:
                 detokenize=False,
                 logprobs=self._command.sampling.top_logprobs,  # and of the drawn token
                 output_kind=RequestOutputKind.DELTA,
-                # Each token at once only for stop texts, else all at the end.
-                stream_interval=1 if self._command.stop_texts is not None else max(2, count),
+                stream_interval=interval,
                 skip_clone=True,  # what a request changes is its own
             )
-        params = copy.copy(self._params)
+        params = copy.copy(params)
         params.extra_args = vllm_draw.arguments(self._common, candidate, step)
         return params
 
@@ -176,9 +181,10 @@ class CandidateRequest:
             self._inputs(), params, name, lora_request=adapter
         )
 
-    async def generate(self, count: int) -> AsyncGenerator[Token, None]:
-        """At most `count` more tokens, fewer if one of them ends the text; then it pauses."""
-        params = self._session.params(self._candidate, self._num_tokens, count)
+    async def generate(self, count: int, *, at_once: bool = False) -> AsyncGenerator[Token, None]:
+        """At most `count` more tokens, fewer if one of them ends the text; then it pauses. It
+        yields each token `at_once`, or all at the end."""
+        params = self._session.params(self._candidate, self._num_tokens, count, at_once=at_once)
         self._chunks.put_nowait(StreamingInput(self._next, params))
         finished, most = None, self._most
         while finished is None:

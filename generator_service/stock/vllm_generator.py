@@ -27,6 +27,8 @@ from generator_service.engine.commands import (
     OnStep,
     OpenCommand,
     PrefixBatch,
+    PrefixGrowth,
+    ReportRate,
 )
 from generator_service.engine.generator import Frontend
 from generator_service.engine.text import Text
@@ -37,6 +39,7 @@ from specrej.contracts import (
     Forks,
     GeneratorDescription,
     Pruned,
+    Report,
     Round,
     RoundEnd,
     SessionSpec,
@@ -50,6 +53,9 @@ from specrej_models.vllm_options import prepare_environment
 if TYPE_CHECKING:
     from generator_service.stock.vllm_engine import CandidateRequest, VLLMEngine
 
+# Tokens of a stride, of which a round with reports has several; with many candidates a stride has a
+# token per this many of them, since every stride ends and begins all requests.
+_STRIDE_TOKENS, _ROWS_PER_TOKEN = 4, 16
 # Engine arguments that name the nodes of one generator, and change no token.
 _OF_NODES = ("node_rank", "master_addr", "master_port")
 
@@ -76,6 +82,8 @@ class VLLMSession:
         self._ledger = generator.ledger
         self._is_busy = False
         self._is_closed = False
+        self._rate = ReportRate()
+        self._num_growing = 0  # candidates that were live when the round began
 
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
@@ -84,12 +92,14 @@ class VLLMSession:
         self._requests = {c.id: self._maker.request(c.id) for c in self.live}
         self.admitted.set_result(None)
 
-    async def extend(self, until_tokens: int) -> Round:
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         """As `Session.extend`; a failure or a cancellation ends the session."""
         reported = list(self.live)
+        self._num_growing = len(reported)
         self._enter()
         try:
-            ended_by = await self._grow(min(until_tokens, self.max_tokens))
+            until = min(until_tokens, self.max_tokens)
+            ended_by = await self._grow(until, report)
             self._generator.queue.admit_waiting()  # finished candidates have left rows
         except BaseException:
             self._is_closed = True
@@ -134,17 +144,22 @@ class VLLMSession:
         finally:
             self._generator.leave(self)
 
-    async def _grow(self, until: int) -> RoundEnd:
+    async def _grow(self, until: int, report: Report | None) -> RoundEnd:
         while self.live and self.num_tokens < until:
             self._generator.queue.widen(self, len(self.live))
             room = self._ledger.share_of(self.id) // len(self.live)
             reach = min(until, self.blocks.reach(room))
             if reach <= self.num_tokens:
                 return RoundEnd.SLOTS_FULL
-            await self._grow_to(reach)
+            if report and self._num_growing > 1:  # in strides: vLLM would send every token alone
+                stride = max(_STRIDE_TOKENS, self._num_growing // _ROWS_PER_TOKEN)
+                reach = min(reach, self.num_tokens + stride)
+            await self._grow_to(reach, report)
+            if self._num_growing > 1:
+                self._report((), report)
         return RoundEnd.DECISION_TOKEN if self.live else RoundEnd.ALL_FINISHED
 
-    async def _grow_to(self, until: int) -> None:
+    async def _grow_to(self, until: int, report: Report | None) -> None:
         """All live candidates to `until` tokens, for which there is room."""
         growing = list(self.live)
         count, before = until - self.num_tokens, self.num_tokens
@@ -154,7 +169,7 @@ class VLLMSession:
         try:
             async with asyncio.TaskGroup() as group:
                 for candidate in growing:
-                    group.create_task(self._receive(candidate, count))
+                    group.create_task(self._receive(candidate, count, report))
         except ExceptionGroup as group_of_errors:
             raise group_of_errors.exceptions[0] from None
         finally:
@@ -165,10 +180,13 @@ class VLLMSession:
         num_finished = len(growing) - len(self.live)
         self._ledger.give_back(self.id, num_finished * self.blocks.own(until))
 
-    async def _receive(self, candidate: GrowingCandidate, count: int) -> None:
+    async def _receive(
+        self, candidate: GrowingCandidate, count: int, report: Report | None
+    ) -> None:
         """Append up to `count` tokens from vLLM; abort the request once the candidate finishes."""
-        eos_ids = self._generator.engine.eos_ids
-        async with aclosing(self._requests[candidate.id].generate(count)) as tokens:
+        eos_ids, request = self._generator.engine.eos_ids, self._requests[candidate.id]
+        at_once = report is not None and self._num_growing == 1
+        async with aclosing(request.generate(count, at_once=at_once)) as tokens:
             async for token in tokens:
                 candidate.append(token.id, token.logprob)
                 if token.top:
@@ -177,8 +195,18 @@ class VLLMSession:
                 candidate.finish = self.command.finish_of(candidate, eos_ids)
                 if candidate.finish:
                     break
+                if self._num_growing == 1:
+                    self._report((candidate,), report)
         if candidate.finish:
             await self._abort([candidate])
+
+    def _report(self, grown: Sequence[GrowingCandidate], report: Report | None) -> None:
+        """Report a part of the round, if it is due: of its only candidate, or of all."""
+        if report and self.live and self._rate.is_due():
+            num_tokens = len(grown[0].token_ids) if grown else self.num_tokens
+            parts = tuple(candidate.report() for candidate in grown)
+            part = PrefixGrowth(parts, num_tokens, len(self.live), self._gauge())
+            report(self._generator.frontend.growth(part, self.command.sampling))
 
     async def _abort(self, candidates: Sequence[GrowingCandidate]) -> None:
         requests = [self._requests[candidate.id] for candidate in candidates]

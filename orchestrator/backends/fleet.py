@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.backends.placement import order
 from orchestrator.backends.resolving import Target
-from orchestrator.background import ended
 from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.contracts.errors import (
     InternalError,
@@ -30,6 +29,7 @@ from specrej.contracts.errors import (
     Unavailable,
 )
 from specrej.contracts.status import from_backend_error, is_answer
+from specrej.threads import ended
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from specrej.contracts import (
     GeneratorDescription,
     GeneratorLost,
     Pruned,
+    Report,
     Round,
     Session,
     SessionSpec,
@@ -88,9 +89,9 @@ class PlacedSession:
         self.reduced = session.reduced
         self.fingerprint = session.fingerprint
 
-    async def extend(self, until_tokens: int) -> Round:
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         async with self._answering():
-            return await self._session.extend(until_tokens)
+            return await self._session.extend(until_tokens, report)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         async with self._answering():

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from orchestrator.background import ended
 from orchestrator.cache.answers import Cache
 from orchestrator.cache.keys import PREFIX
 from orchestrator.cache.redis_client import RedisClient
@@ -22,6 +21,7 @@ from specrej import telemetry
 from specrej.contracts import AnswerSource, CacheControl, Degradation, Generation
 from specrej.contracts.errors import Cancelled, DeadlineExceeded, TooLate
 from specrej.telemetry import names
+from specrej.threads import ended
 
 T = TypeVar("T")
 

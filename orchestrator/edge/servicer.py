@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from orchestrator.background import converted, ended, in_thread
+from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
 from specrej.contracts import Event, Finished, Progress, RoundCompleted, wire
 from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
 from specrej.server.serving import Context, Service, time_left_s
+from specrej.threads import ended
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1 import orchestrator_pb2_grpc
 
@@ -49,7 +50,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def GenerateStream(  # type: ignore[override] # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:
-        # Not bounded, so the run never waits for a reader: two events, and one per round and token.
+        # Not bounded, so the run never waits for a reader: two events, one per round, and within
+        # rounds at most some 40 a second.
         events: asyncio.Queue[Event | None] = asyncio.Queue()
 
         def emit(event: Event) -> None:

@@ -6,13 +6,13 @@ grows.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specrej.contracts import (
     Candidate,
     CandidateText,
+    Growth,
     Progress,
     RankedCandidate,
     Round,
@@ -20,10 +20,6 @@ from specrej.contracts import (
     TextDelta,
 )
 
-# Tokens of a stride: what a caller sees at once.
-_STRIDE_TOKENS = 4
-# Every stride sends all texts, so with many candidates a stride has a token per this many of them.
-_ROWS_PER_TOKEN = 16
 # Characters of the texts of one round.
 _MAX_CHARACTERS = 262_144
 
@@ -42,7 +38,7 @@ class WithinRounds:
 
 
 class ProgressReporter:
-    """Reports one request's strides."""
+    """Reports how one request grows."""
 
     def __init__(self, within: WithinRounds, stop: Sequence[str]) -> None:
         """`stop` texts are not part of an answer: what may be the beginning of one is held back."""
@@ -51,24 +47,17 @@ class ProgressReporter:
         self.sent = ""  # text of the winner
         self._most_tokens = 0
 
-    def stride_tokens(self, rows: int, *, is_certain: bool) -> int:
-        """The most tokens of the next stride of `rows` candidates."""
-        if is_certain and self._within.text_deltas:
-            return 1
-        tokens = max(_STRIDE_TOKENS, rows // _ROWS_PER_TOKEN)
-        return tokens if self._within.progress else sys.maxsize
-
-    def report(self, grown: Round, *, is_certain: bool) -> None:
+    def report(self, grown: Growth, *, is_certain: bool) -> None:
         """Report what has grown in a round so far."""
         slots = grown.slots
         if self._within.progress:
-            num_live = sum(candidate.finish is None for candidate in grown.candidates)
             # A request that starts again at another generator does not fall back.
             self._most_tokens = max(self._most_tokens, grown.num_tokens)
-            progress = Progress(self._most_tokens, num_live, slots.session, slots.capacity)
+            progress = Progress(self._most_tokens, grown.num_live, slots.session, slots.capacity)
             self._within.emit(progress)
-        if is_certain and self._within.text_deltas and len(grown.candidates) == 1:
-            self._send(grown.candidates[0])
+        if is_certain and self._within.text_deltas:
+            for candidate in grown.candidates:
+                self._send(candidate)
 
     def texts(self, ended: Round, trace: RoundTrace) -> tuple[CandidateText, ...]:
         """Texts of a round's candidates, best first; none unless they are requested."""

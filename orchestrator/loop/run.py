@@ -45,6 +45,7 @@ from specrej.contracts import (
     GenerationRequest,
     Generator,
     GeneratorLost,
+    Growth,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -306,13 +307,17 @@ class _Run:
             times.append(self.clock())
             trace = state.trace(ended, freed, times, alpha, forks)
             span.set_attributes(_attributes(trace))
+        survivors = tuple(sorted(state.live))
+        if self.progress and self.progress.sent:  # the deltas have the best text
+            return RoundCompleted(trace, survivors, "")
         texts = self.progress.texts(ended, trace) if self.progress else ()
-        return RoundCompleted(trace, tuple(sorted(state.live)), state.best_text(), texts)
+        return RoundCompleted(trace, survivors, state.best_text(), texts)
 
     async def _extend(self) -> Round:
         """Grow to the next decision token, in strides short enough to notice a near deadline.
 
-        A stride that fails ends the round, and the next round raises its error.
+        A stride that fails ends the round with what was reported before, and the next round raises
+        its error.
 
         Raises:
             OutOfTime, SpecrejError: the first stride failed.
@@ -320,34 +325,30 @@ class _Run:
         if self._failure:
             raise self._failure
         position, rows = self.state.num_tokens, len(self.state.live)
-        until, whole = self.deadline.next_token(position), None
+        until = self.deadline.next_token(position)
         # Forks of the last candidate, too, could win.
         is_certain = rows == 1 and not self.state.ended and not self.request.selection.branching
+        growing = _GrowingRound(self.progress, is_certain)
         while True:
             num_tokens = self.deadline.stride_tokens(position, until, rows)
-            if self.progress:
-                most = self.progress.stride_tokens(rows, is_certain=is_certain)
-                num_tokens = min(num_tokens, most)
             try:
-                part = await self._stride(position, position + num_tokens, rows)
+                part = await self._stride(position, position + num_tokens, rows, growing)
             except (OutOfTime, SpecrejError) as error:
-                if not whole:
+                if not growing.whole:
                     raise
                 self._failure = error
-                return whole
-            whole = _joined(whole, part) if whole else part
-            if self.progress:
-                self.progress.report(whole, is_certain=is_certain)
+                return growing.whole
             position, rows = part.num_tokens, rows - _num_ended(part)
+            whole = growing.add(part, rows)
             if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
                 return whole
             if self.deadline.is_over or self.deadline.must_cut(position, until, rows):
                 self.deadline.hurried = True
                 return whole
 
-    async def _stride(self, position: int, until: int, rows: int) -> Round:
-        began = self.clock()
-        part = await _in_time(self.session.extend(until), self.deadline.patience_s)
+    async def _stride(self, position: int, until: int, rows: int, growing: _GrowingRound) -> Round:
+        began, report = self.clock(), growing.receive if growing.progress else None
+        part = await _in_time(self.session.extend(until, report), self.deadline.patience_s)
         _check(part, until, self.deadline.max_tokens)
         if rows == 1 and part.ended_by is RoundEnd.SLOTS_FULL and part.num_tokens == position:
             raise InternalError("a generator has no slot for the last candidate")
@@ -496,8 +497,36 @@ def _num_ended(part: Round) -> int:
     return sum(candidate.finish is not None for candidate in part.candidates)
 
 
-def _joined(first: Round, second: Round) -> Round:
-    """Two strides as one round."""
+@dataclass(slots=True)
+class _GrowingRound:
+    """A round's strides and their parts, reported as they arrive; `whole` is all of them so far."""
+
+    progress: ProgressReporter | None
+    is_certain: bool
+    whole: Round | None = None
+
+    def receive(self, part: Growth) -> None:
+        """Add a part of a stride."""
+        if part.candidates:
+            ended_by, texts = RoundEnd.DECISION_TOKEN, part.token_texts
+            so_far = Round(part.candidates, ended_by, part.num_tokens, part.slots, texts)
+            self.whole = _joined(self.whole, so_far)
+        if self.progress:
+            self.progress.report(part, is_certain=self.is_certain)
+
+    def add(self, stride: Round, num_live: int) -> Round:
+        """The round so far, with the rest of a stride."""
+        self.whole = whole = _joined(self.whole, stride)
+        if self.progress:
+            grown = Growth(whole.candidates, whole.num_tokens, num_live, whole.slots)
+            self.progress.report(grown, is_certain=self.is_certain)
+        return whole
+
+
+def _joined(first: Round | None, second: Round) -> Round:
+    """Two parts of a round as one."""
+    if not first:
+        return second
     candidates = {candidate.id: candidate for candidate in first.candidates}
     for later in second.candidates:
         if before := candidates.get(later.id):

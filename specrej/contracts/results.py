@@ -183,7 +183,8 @@ class CandidateText:
 class RoundCompleted:
     """Event: a round has ended. `best_text` is the best so far, complete or not.
 
-    `texts`, on request: of the round's candidates, rejected ones included, best first.
+    `texts`, on request: of the round's candidates, rejected ones included, best first. Both are
+    empty once `TextDelta` events have the text.
     """
 
     trace: RoundTrace

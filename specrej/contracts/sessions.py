@@ -97,6 +97,25 @@ class Round:
         return sum(len(candidate.new_token_ids) for candidate in self.candidates)
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A part of a round that goes on: live candidates have grown to `num_tokens`.
+
+    `candidates` has the only one of a round with one candidate, else none. Its tokens are new here
+    and not again in a later part or the round's end; its text is whole.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_tokens: int
+    num_live: int
+    slots: SlotGauge
+    token_texts: tuple[TokenText, ...] = ()
+
+
+# Receives the parts of a round, and returns at once.
+Report: TypeAlias = Callable[[Growth], None]
+
+
 # The id of a new candidate -> the id of the live candidate that it continues.
 Forks = Mapping[int, int]
 NO_FORKS: Forks = MappingProxyType({})
@@ -206,10 +225,12 @@ class Session(Protocol):
     def fingerprint(self) -> str:
         """The generator's, or empty in a process without a port."""
 
-    async def extend(self, until_tokens: int) -> Round:
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         """Grow all live candidates to `until_tokens` new tokens.
 
-        Ends earlier when the session's share of slots is full, or no candidate is live.
+        Ends earlier when the session's share of slots is full, or no candidate is live. `report`
+        receives the session's first token at once, then at most 20 parts a second; none from
+        generators of whole answers.
         """
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:

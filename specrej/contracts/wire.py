@@ -9,12 +9,12 @@ are not sent. `Generation` and `Event` have functions of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -59,6 +59,7 @@ _NANOSECONDS: Mapping[str, float] = {
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 R = TypeVar("R")
+Grown = TypeVar("Grown", c.Round, c.Growth)
 Violations = list[Violation] | None
 # From a field's value to the message's. None in place of one: the value is sent as it is.
 Encode = Callable[[Any], Any]
@@ -158,6 +159,50 @@ def event_from_message(message: pb.GenerateStreamResponse) -> c.Event:
             return c.Finished(generation_from_message(message.finished))
         case _:
             raise ValueError("an event of no known kind")
+
+
+class StreamedTexts:
+    """The latest texts of a session's candidates, kept at both ends of its stream: a prefix on it
+    has only what follows."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def fork(self, forks: c.Forks) -> None:
+        self._texts |= {n: self._texts.get(parent, "") for n, parent in forks.items()}
+
+    def to_message(self, grown: c.Round | c.Growth, message: type[M]) -> M:
+        """The message of a part or the end of a round."""
+        starts, candidates = [], []
+        for candidate in grown.candidates:
+            known, text = self._texts.get(candidate.id, ""), candidate.text
+            start = min(len(known), len(text))  # a stop text may take back the end of the known one
+            starts.append(start if text[:start] == known[:start] else 0)
+            candidates.append(replace(candidate, text=text[starts[-1] :]))
+        self._keep(grown.candidates)
+        encoded: Any = to_message(replace(grown, candidates=tuple(candidates)), message)
+        for prefix, start in zip(encoded.prefixes, starts, strict=True):
+            prefix.text_start = start
+        return cast(M, encoded)
+
+    def from_message(self, message: Any, contract: type[Grown]) -> Grown:
+        """The part or the end of a round, with whole texts.
+
+        Raises:
+            ValueError: as the function of this name, and for a start beyond the known text.
+        """
+        for prefix in message.prefixes:
+            known = self._texts.get(prefix.candidate_id, "")
+            if not 0 <= prefix.text_start <= len(known):
+                raise ValueError(f"text_start: {prefix.text_start} of {len(known)} characters")
+            prefix.text = known[: prefix.text_start] + prefix.text
+        grown = from_message(message, contract)
+        self._keep(grown.candidates)
+        return grown
+
+    def _keep(self, candidates: Iterable[c.Candidate]) -> None:
+        """Keep the texts of these; without any, those of a round that goes on."""
+        self._texts = {candidate.id: candidate.text for candidate in candidates} or self._texts
 
 
 # From contracts to messages; tables are computed once per pair of classes

@@ -40,7 +40,7 @@ async def answer_commands(
     """
     last: Response | None = None
     answer: Response
-    while (request := await _leased(anext(requests, None), lease_s)) is not None:
+    while (request := await leased(anext(requests, None), lease_s)) is not None:
         if request.sequence < 1:
             raise InvalidRequest([Violation("sequence", "must be at least 1")])
         if last is None or request.sequence > last.sequence:
@@ -54,10 +54,15 @@ async def answer_commands(
         else:
             answer = stale()
             answer.sequence = request.sequence
-        await _leased(context.write(answer), lease_s)
+        await leased(context.write(answer), lease_s)
 
 
-async def _leased(step: Awaitable[T], lease_s: float) -> T:
+async def leased(step: Awaitable[T], lease_s: float) -> T:
+    """What a read or a write of the peer returns.
+
+    Raises:
+        SessionExpired: the peer took `lease_s` seconds.
+    """
     lease = asyncio.timeout(lease_s)
     try:
         async with lease:

@@ -1120,9 +1120,11 @@ class GenerateStreamRequest(_message.Message):
     TEXT_DELTAS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     progress: _builtins.bool
-    """Whether Progress events are sent within rounds; default false."""
+    """Whether Progress events are sent within rounds, at most some 20 a second; default false."""
     text_deltas: _builtins.bool
-    """Whether the answer's text is sent in TextDelta events once it is certain; default false."""
+    """Whether the answer's text is sent in TextDelta events once it is certain, at most some 20 a
+    second; default false.
+    """
     texts: _builtins.bool
     """Whether RoundCompleted events have the texts of candidates; default false."""
     @_builtins.property
@@ -1301,7 +1303,7 @@ class RoundCompleted(_message.Message):
     BEST_TEXT_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     best_text: _builtins.str
-    """The best text so far, complete or not."""
+    """The best text so far, complete or not; empty once TextDelta events have it."""
     @_builtins.property
     def round(self) -> Global___RoundTrace:
         """The round in numbers."""
@@ -1313,7 +1315,7 @@ class RoundCompleted(_message.Message):
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateText]:
         """Texts so far of the candidates of `round`, before the cut, best first; at most 262144 characters in
-        all. On request, and left out if the client reads slowly.
+        all. On request, and left out if the client reads slowly, or once TextDelta events have the text.
         """
 
     def __init__(

@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from specrej.contracts import FinishReason, Regex, RoundEnd, Sampling, SessionSpec, TokenBias
+from generator_service.engine.commands import ReportRate
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    Growth,
+    Regex,
+    RoundEnd,
+    Sampling,
+    SessionSpec,
+    TokenBias,
+)
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
 from tests.conformance.conftest import also_endpoint, also_remote_own
 from tests.conformance.sessions import (
@@ -81,6 +92,34 @@ async def test_rounds_without_live_candidates_are_empty(subject: Subject) -> Non
         assert (await session.prune([])).freed_slots > 0
         ended = await session.extend(24)
         assert (ended.candidates, ended.ended_by) == ((), RoundEnd.ALL_FINISHED)
+
+
+@also_remote_own
+@pytest.mark.parametrize("sampling", [ENDLESS, replace(ENDLESS, logprobs=True, stop=("qq",))])
+async def test_parts_of_a_round_and_its_end_are_the_round(
+    subject: Subject, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against tokens and texts that are sent twice, lost or taken back where one candidate
+    is left, which is a fork here."""
+    monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
+    spec, ends, parts = SessionSpec(PROMPT, 4, sampling, 8), list[Candidate](), list[Growth]()
+    for report in (None, parts.append):
+        async with subject.generator.open(spec) as session:
+            await session.extend(6, report)
+            assert not any(part.candidates for part in parts)
+            await session.prune([], {4: 2}) if report else await session.prune([2], {4: 2})
+            ended = await session.extend(24, report)
+            ends.append(next(one for one in ended.candidates if one.id == 4))
+    grown = [one for part in parts for one in part.candidates]
+    assert {one.id for one in grown} == {4} and {part.num_live for part in parts} >= {1}
+    texts = [*(one.text for one in grown), ends[1].text]
+    assert all(later.startswith(text) for text, later in pairwise(texts))
+    whole = replace(
+        ends[1],
+        new_token_ids=tuple(i for one in [*grown, ends[1]] for i in one.new_token_ids),
+        new_logprobs=tuple(p for one in [*grown, ends[1]] for p in one.new_logprobs),
+    )
+    assert whole == ends[0]
 
 
 @also_remote_own

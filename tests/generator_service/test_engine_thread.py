@@ -159,6 +159,7 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
         encode=lambda prompt: released.wait() and PROMPT,
         sequences=lambda words: (),
         stop_texts=lambda stop: None,
+        answers=lambda sampling: None,
         grammars=lambda vocabulary: None,
     )
     card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))

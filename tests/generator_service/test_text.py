@@ -16,8 +16,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from generator_service.engine.text import Text
-from specrej.contracts import Message, Prompt
+from generator_service.engine.text import Text, TokenDecoder
+from specrej.contracts import FinishReason, Message, Prompt, Sampling
 from specrej.contracts.errors import InvalidRequest
 from specrej_models.probe import ChatTemplate, examine
 
@@ -109,6 +109,11 @@ def test_control_tokens_in_raw_text_are_text_unless_allowed(text: Text) -> None:
     assert whole_tokens(raw)[0] == 1
 
 
+def decoded(text: Text, token_ids: Sequence[int]) -> str:
+    """Of all tokens at once."""
+    return TokenDecoder(text)(token_ids)
+
+
 def completed_by(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
     """Numbers of the tokens, from 1, that complete a stop text.
 
@@ -127,7 +132,7 @@ def completed_by(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> l
 
 def completed_of_whole(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
     """As `completed_by`, from the text of all tokens up to each one."""
-    texts = [text.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]
+    texts = [decoded(text, token_ids[:end]) for end in range(len(token_ids) + 1)]
     return [
         number
         for number in range(1, len(texts))
@@ -167,7 +172,7 @@ def test_an_answer_keeps_its_first_space(answer: str) -> None:
     prompt = text.encode(Prompt(text="ab"))
     new = text.encode(Prompt(text=f"ab{answer}"))[len(prompt) :]
     assume([*prompt, *new] == text.encode(Prompt(text=f"ab{answer}")))
-    assert text.decode(new) == answer
+    assert decoded(text, new) == answer
     assert b"".join(map(text.token, new)).decode() == answer
 
 
@@ -199,12 +204,42 @@ def test_any_first_tokens_are_the_whole_characters_of_their_bytes(answer: str) -
     the vocabulary, such as \u0120 for a space, and characters that an incomplete one hides."""
     for text, before in ((cached_text(), "x"), (byte_fallback_text(), "a")):
         ids = text.encode(Prompt(text=before + answer))
-        assume(text.decode(ids).lstrip() == before + answer)  # not all bytes have a token
+        assume(decoded(text, ids).lstrip() == before + answer)  # not all bytes have a token
         for size in range(1, len(ids) + 1):
             whole = b"".join(map(text.token, ids[:size])).decode(errors="ignore")
-            assert text.decode(ids[:size]) == whole
-    ids = whole_tokens(answer)
-    assert cached_text().decode([*ids, END]) == cached_text().decode(ids)
+            assert decoded(text, ids[:size]) == whole
+
+
+TAILS = [[], [128], [128, 128]]
+SCRIPTS = "ab é…家東京مرحباشكرا👩\u200d👧🏽🙂n\u0303e\u0301\ufffd\n"
+
+
+@given(TOKENS, st.text(SCRIPTS, max_size=30), st.lists(st.integers(1, 9), max_size=60))
+@example([171, 102], "\ufffd\ufffd", [1])
+def test_texts_of_parts_are_those_of_whole_decoding(
+    any_tokens: list[int], answer: str, sizes: list[int]
+) -> None:
+    """Guards against characters cut at the border of two parts, texts that take back what was
+    sent, and the loss of a replacement mark that the model has written."""
+    bytewise = byte_fallback_text()
+    spelled = bytewise, bytewise.encode(Prompt(text=f"a{answer}"))
+    for text, ids in ((cached_text(), any_tokens), (cached_text(), torn_tokens(answer)), spelled):
+        growing, sent, start = text.answers(Sampling())(), "", 0
+        for size in [*sizes, len(ids)]:
+            part, start = ids[start : start + size], start + size
+            now = growing.copy().grown(part, None)
+            assert now == growing.grown(part, None) and now.startswith(sent)
+            sent = now
+        assert sent == decoded(text, ids)
+        if text is bytewise:
+            assert sent == f" a{answer}" or "<unk>" in sent
+        elif (whole := tokenizer().decode(ids, skip_special_tokens=True)) != sent:
+            # Only bytes that others can make a character are held back.
+            written = b"".join(text.token(i) for i in ids if i not in text.special_ids)
+            tails = [bytes([first, *rest]) for first in (128, 144, 160) for rest in TAILS]
+            completed = {(written + tail).decode(errors="replace") for tail in tails}
+            assert whole == sent + "\ufffd"
+            assert any(len(text) == len(whole) and text[-1] != "\ufffd" for text in completed)
 
 
 def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None:
@@ -213,12 +248,19 @@ def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None
     assert text.stop_texts([]) is None
     completed = completed_by(text, token_ids, ["."])
     assert len(completed) == 4
-    assert text.answer(token_ids, ["."]) == "one"
-    assert text.answer(token_ids, ["."], min_tokens=completed[0]) == "one"
-    assert text.answer(token_ids, ["."], min_tokens=completed[0] + 1) == "one. two"
-    assert text.answer(token_ids, ["."], min_tokens=completed[2]) == "one. two. three"
-    assert text.answer(token_ids, ["!"], min_tokens=3) == "one. two. three. four."
-    assert text.answer(token_ids, ["three", "two"]) == "one. "
+
+    def answer(stop: list[str], num_tokens: int) -> str:
+        growing = text.answers(Sampling(stop=tuple(stop), stop_token_ids=(17,)))()
+        growing.grown(token_ids[:2], None)
+        return growing.grown(token_ids[2:num_tokens], FinishReason.STOP)
+
+    assert answer(["."], completed[1]) == "one. two"
+    assert answer(["."], completed[2]) == "one. two. three"
+    assert answer(["!"], completed[3]) == "one. two. three. four."
+    (number,) = completed_by(text, token_ids, ["hree. f", "two. three. f"])
+    assert answer(["hree. f", "two. three. f"], number) == "one. "
+    whole = text.answers(Sampling())()
+    assert whole.grown([*token_ids, END], FinishReason.STOP) == "one. two. three. four."
 
 
 @pytest.mark.parametrize(

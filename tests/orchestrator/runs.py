@@ -19,8 +19,10 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
+    Growth,
     Normalization,
     Prompt,
+    Report,
     Round,
     RoundEnd,
     Sampling,
@@ -72,14 +74,19 @@ class FaultyGenerator(ToyGenerator):
         async with super().open(spec) as session:
             extend, num_tokens = session.extend, 0
 
-            async def faulty(until_tokens: int) -> Round:
+            async def faulty(until_tokens: int, report: Report | None = None) -> Round:
                 nonlocal num_tokens
-                if until_tokens > self.breaks_at:
+                until = min(until_tokens, self.breaks_at, self.hangs_at)
+                if until < until_tokens:
+                    if report and until > num_tokens:
+                        part = await extend(until)
+                        grown = part.candidates if len(part.candidates) == 1 else ()
+                        report(Growth(grown, until, len(part.candidates), part.slots))
+                    if until == self.hangs_at:
+                        await asyncio.Event().wait()
                     self.num_broken += 1
                     raise self.error("gone")
-                if until_tokens > self.hangs_at:
-                    await asyncio.Event().wait()
-                ended = await extend(until_tokens)
+                ended = await extend(until_tokens, report)
                 self.clock.now_s += (ended.num_tokens - num_tokens) * self.token_s
                 num_tokens = ended.num_tokens
                 return ended

@@ -322,7 +322,7 @@ async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_err
     wait without end for the missing candidate."""
     extend = ToySession.extend
 
-    async def faulty(session: ToySession, until_tokens: int) -> Round:
+    async def faulty(session: ToySession, until_tokens: int, _: Any) -> Round:
         ended = await extend(session, min(until_tokens, most_tokens))
         return replace(ended, candidates=ended.candidates[num_lost:])
 
@@ -346,7 +346,7 @@ async def test_a_generator_without_progress_is_an_internal_error(
     """Guards against thousands of rounds per second: a live candidate at max_tokens or after the
     end of all, one without new tokens, and one whose slots are always full."""
 
-    async def still(session: ToySession, until_tokens: int) -> Round:
+    async def still(session: ToySession, until_tokens: int, _: Any) -> Round:
         live = (Candidate(0, "a", num_tokens or until_tokens, -1.0),)
         reached = until_tokens if ended_by is RoundEnd.DECISION_TOKEN else 3
         return Round(live, ended_by, reached, SlotGauge(10, 10, 10))

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator_service.toy import ToyGenerator
+from generator_service.engine.commands import ReportRate
+from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from specrej.contracts import (
-    Algorithm,
     Candidate,
     FinishReason,
     GenerationRequest,
+    Growth,
     Progress,
     Round,
-    RoundEnd,
+    RoundCompleted,
     Schedule,
     SlotGauge,
     TextDelta,
 )
-from tests.orchestrator.runs import REQUESTS, FixedScorer, LetterScorer, answer, request
+from tests.orchestrator.runs import (
+    REQUESTS,
+    FixedScorer,
+    LetterScorer,
+    answer,
+    events_of,
+    request,
+)
 
 
 @given(REQUESTS, st.integers(2, 80))
@@ -53,30 +63,44 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
         assert "".join(delta.text for delta in deltas) == generation.best.text
 
 
-async def test_the_last_stretch_streams_token_by_token() -> None:
-    """From the moment one candidate is left and none has ended; before that nothing is certain."""
-    within: list[Progress | TextDelta] = []
-    long = request(8, 64, schedule=Schedule(first=4))
-    endless = ToyGenerator(end_every=10**9)
-    generation = await answer(long, endless, FixedScorer(), within=WithinRounds(within.append))
-    last_cut = next(t.decision_token for t in generation.rounds if t.num_live == 1)
-    deltas = [event.text for event in within if isinstance(event, TextDelta)]
-    assert len(deltas) == 64 - last_cut
-    assert len(deltas[0].split()) == last_cut + 1
-    assert {len(delta.split()) for delta in deltas[1:]} == {1}
-
-
-@pytest.mark.parametrize(("n", "num_strides"), [(8, 16), (64, 16), (640, 2)])
-async def test_the_progress_of_many_candidates_comes_in_longer_strides(
-    n: int, num_strides: int
+@pytest.mark.parametrize("n", [8, 640])
+async def test_the_last_stretch_streams_within_one_extend(
+    n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the generator, which decodes all texts after each stride: for a thousand candidates it
-    would do little else."""
+    """From the moment one candidate is left and none has ended; before that nothing is certain.
+    Guards against a call per token, and against all texts again in each report."""
+    monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
+    extend, calls = ToySession.extend, []
+
+    async def counted(*arguments: Any) -> Round:
+        calls.append(arguments)
+        return await extend(*arguments)
+
+    monkeypatch.setattr(ToySession, "extend", counted)
     within: list[Progress | TextDelta] = []
-    receiver = WithinRounds(within.append)
-    one_round = request(n, 64, algorithm=Algorithm.BEST_OF_N)
-    await answer(one_round, ToyGenerator(end_every=10**9), FixedScorer(), within=receiver)
-    assert len(within) == num_strides
+    long = request(n, 64, schedule=Schedule(tokens=(4, 8), kind="tokens"), alpha=1.0)
+    endless = ToyGenerator(end_every=10**9)
+    events = await events_of(long, endless, FixedScorer(), within=WithinRounds(within.append))
+    rounds = [event for event in events if isinstance(event, RoundCompleted)]
+    assert [event.trace.decision_token for event in rounds] == [4, 8, 64] and len(calls) == 3
+    deltas = [event.text for event in within if isinstance(event, TextDelta)]
+    assert [len(delta.split()) for delta in deltas] == [5, *[1] * 59]
+    assert len([event for event in within if isinstance(event, Progress)]) == 64
+    assert [bool(event.best_text) for event in rounds] == [True, False, False]  # sent already
+
+
+async def test_growth_is_reported_at_once_then_some_twenty_times_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a message per token of a fast engine, and a first token that waits."""
+    now_s = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    rate, reported = ReportRate(), []
+    for _ in range(1000):
+        if rate.is_due():
+            reported.append(now_s[0])
+        now_s[0] += 0.004
+    assert reported[0] == 100.0 and 70 < len(reported) <= 81
 
 
 async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
@@ -90,6 +114,6 @@ async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
         ("a b ENd.", FinishReason.STOP),
     ):
         candidate = Candidate(0, text, 1, 0.0, finish)
-        grown = Round((candidate,), RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 1, 1))
+        grown = Growth((candidate,), 1, 1, SlotGauge(1, 1, 1))
         reporter.report(grown, is_certain=True)
     assert [event.text for event in sent if isinstance(event, TextDelta)] == ["a b ", "E", "Nd."]

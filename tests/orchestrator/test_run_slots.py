@@ -11,7 +11,16 @@ from typing import Any, cast
 import pytest
 
 from generator_service.toy import ToyGenerator
-from specrej.contracts import Forks, Generator, Pruned, Round, RoundEnd, Schedule, SessionSpec
+from specrej.contracts import (
+    Forks,
+    Generator,
+    Pruned,
+    Report,
+    Round,
+    RoundEnd,
+    Schedule,
+    SessionSpec,
+)
 from tests.orchestrator.runs import PROMPT, FixedScorer, answer, request
 
 
@@ -32,7 +41,7 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
                 self.fingerprint = ""
                 yield self
 
-        async def extend(self, until_tokens: int) -> Round:
+        async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
             most = 8 * (120 // self.live)
             ended = await self.session.extend(min(until_tokens, most))
             is_full = most < until_tokens

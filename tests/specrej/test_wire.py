@@ -165,6 +165,27 @@ def test_unknown_enum_number_without_default_raises(number: int) -> None:
         wire.from_message(message, c.Round)
 
 
+TEXTS = st.dictionaries(st.integers(0, 3), st.text("ab🙂", max_size=6), max_size=4)
+
+
+@given(st.lists(st.tuples(TEXTS, st.dictionaries(st.integers(4, 6), st.integers(0, 5)))))
+def test_streamed_texts_arrive_whole(rounds: list[tuple[dict[int, str], dict[int, int]]]) -> None:
+    """Guards against texts joined to those of another candidate, a rejected one or a round before,
+    and against text that a fork's parent has sent already."""
+    sender, receiver, gauge = wire.StreamedTexts(), wire.StreamedTexts(), c.SlotGauge(1, 1, 1)
+    for texts, forks in rounds:
+        grown = c.Growth(tuple(c.Candidate(n, t, 1, 0.0) for n, t in texts.items()), 1, 1, gauge)
+        message = sent(sender.to_message(grown, generator_pb2.SessionGrown))
+        assert receiver.from_message(message, c.Growth) == grown
+        again = sender.to_message(grown, generator_pb2.SessionGrown)
+        assert not any(prefix.text for prefix in again.prefixes)
+        sender.fork(forks)
+        receiver.fork(forks)
+    beyond = generator_pb2.SessionGrown(prefixes=[generator_pb2.Prefix(text_start=99)])
+    with pytest.raises(ValueError, match="text_start"):
+        receiver.from_message(beyond, c.Growth)
+
+
 def test_times_are_durations_and_timestamps() -> None:
     """Guards against a unit mistaken by a thousand, and an absent time read as 0."""
     record = c.RequestRecord("r1", 1.5, c.Selection(), 64, elapsed_ms=2.25, queued_at_ms=0.0)

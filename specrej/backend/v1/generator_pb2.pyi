@@ -71,7 +71,7 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """The answer to the command with the same number."""
+    """The answer to the command with the same number, or a part of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -81,6 +81,7 @@ class SessionResponse(_message.Message):
     PRUNED_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
+    GROWN_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The number of the command that this answers."""
     @_builtins.property
@@ -103,6 +104,10 @@ class SessionResponse(_message.Message):
     def stale(self) -> Global___StaleCommand:
         """The command's number is older than the latest one."""
 
+    @_builtins.property
+    def grown(self) -> Global___SessionGrown:
+        """The round goes on; any number of these precede the `prefix_batch` of an extend with `report`."""
+
     def __init__(
         self,
         *,
@@ -112,12 +117,13 @@ class SessionResponse(_message.Message):
         pruned: Global___SessionPruned | None = ...,
         closed: Global___SessionClosed | None = ...,
         stale: Global___StaleCommand | None = ...,
+        grown: Global___SessionGrown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "opened", b"opened", "prefix_batch", b"prefix_batch", "pruned", b"pruned", "result", b"result", "stale", b"stale"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "grown", b"grown", "opened", b"opened", "prefix_batch", b"prefix_batch", "pruned", b"pruned", "result", b"result", "stale", b"stale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "opened", b"opened", "prefix_batch", b"prefix_batch", "pruned", b"pruned", "result", b"result", "sequence", b"sequence", "stale", b"stale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "grown", b"grown", "opened", b"opened", "prefix_batch", b"prefix_batch", "pruned", b"pruned", "result", b"result", "sequence", b"sequence", "stale", b"stale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "prefix_batch", "pruned", "closed", "stale"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "prefix_batch", "pruned", "closed", "stale", "grown"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -185,16 +191,20 @@ class ExtendSession(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UNTIL_TOKENS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     until_tokens: _builtins.int
     """The decision token: new tokens per candidate, counted from the prompt; 1 .. max_tokens."""
+    report: _builtins.bool
+    """Whether to send `grown`: for the session's first token at once, then at most 20 times a second."""
     def __init__(
         self,
         *,
         until_tokens: _builtins.int = ...,
+        report: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["until_tokens", b"until_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "until_tokens", b"until_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,6 +304,52 @@ class SessionOpened(_message.Message):
 Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
 
 @_typing.final
+class SessionGrown(_message.Message):
+    """A part of a round: how far the live candidates are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """New tokens per live candidate since the prompt."""
+    num_live: _builtins.int
+    """Candidates that are live now; 1 or more."""
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefix]:
+        """The only candidate of a round with one candidate; else empty. What is new in it is not sent
+        again in the round's batch.
+        """
+
+    @_builtins.property
+    def slots(self) -> _common_pb2.SlotGauge:
+        """Slots now."""
+
+    @_builtins.property
+    def token_texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
+        """As in PrefixBatch."""
+
+    def __init__(
+        self,
+        *,
+        prefixes: _abc.Iterable[Global___Prefix] | None = ...,
+        num_tokens: _builtins.int = ...,
+        num_live: _builtins.int = ...,
+        slots: _common_pb2.SlotGauge | None = ...,
+        token_texts: _abc.Iterable[Global___TokenText] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_live", b"num_live", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionGrown: _TypeAlias = SessionGrown  # noqa: Y015
+
+@_typing.final
 class PrefixBatch(_message.Message):
     """The prefixes of all candidates that were live when the round began."""
 
@@ -384,7 +440,7 @@ class Prefix(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
-    MEAN_LOGPROB_FIELD_NUMBER: _builtins.int
+    TEXT_START_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NEW_LOGPROBS_FIELD_NUMBER: _builtins.int
     NEW_TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -392,20 +448,22 @@ class Prefix(_message.Message):
     candidate_id: _builtins.int
     """The candidate's id; 0 or more."""
     text: _builtins.str
-    """The whole text so far, decoded at once, without stop text and end tokens."""
+    """The text so far, without stop text and end tokens, after its first `text_start` characters."""
     num_tokens: _builtins.int
     """All tokens so far."""
     cumulative_logprob: _builtins.float
     """Sum of the tokens' log-probabilities under the model (temperature 1, nothing adjusted or cut
     off).
     """
-    mean_logprob: _builtins.float
-    """cumulative_logprob / num_tokens."""
+    text_start: _builtins.int
+    """Characters (code points) at the beginning of the text that are those of the candidate's latest
+    prefix on this stream, or of its parent's if it is a new fork; 0 .. the length of that text.
+    """
     finish_reason: _common_pb2.FinishReason.ValueType
     """Unspecified while live."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens generated in this round."""
+        """Tokens generated in this round and not sent before."""
 
     @_builtins.property
     def new_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -431,7 +489,7 @@ class Prefix(_message.Message):
         text: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         cumulative_logprob: _builtins.float = ...,
-        mean_logprob: _builtins.float = ...,
+        text_start: _builtins.int = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         new_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         new_top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -439,7 +497,7 @@ class Prefix(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "mean_logprob", b"mean_logprob", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "new_top_logprobs", b"new_top_logprobs", "new_top_token_ids", b"new_top_token_ids", "num_tokens", b"num_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "new_top_logprobs", b"new_top_logprobs", "new_top_token_ids", b"new_top_token_ids", "num_tokens", b"num_tokens", "text", b"text", "text_start", b"text_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

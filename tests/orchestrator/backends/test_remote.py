@@ -22,6 +22,7 @@ from specrej.contracts import (
     Event,
     Finished,
     GenerationRequest,
+    Growth,
     RoundCompleted,
     RoundEnd,
     Sampling,
@@ -44,8 +45,9 @@ from specrej.contracts.errors import (
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.server.serving import Context
+from specrej.threads import ended
 from tests.orchestrator.runs import PROMPT, events_of, request
-from tests.serving import serving
+from tests.serving import serving, until
 from tests.specrej.fakes import FakeReward
 from tests.world import (
     BOUND_S,
@@ -135,6 +137,21 @@ async def test_slots_are_free_once_a_session_is_closed(service: World) -> None:
     assert service.generator.is_idle
     await remote_events_of(request(), service)
     assert service.generator.is_idle
+
+
+async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
+    """Guards against an extend that goes on at the generator, with a part to send, after its
+    caller has gone."""
+    parts: list[Growth] = []
+    generator, sampling = ToyGenerator(step_s=0.005, end_every=10**9), Sampling(4000)
+    async with remote_generator(generator) as remote:
+        async with remote.open(SessionSpec(PROMPT, 1, sampling, 8)) as session:
+            growing = asyncio.create_task(session.extend(4000, parts.append))
+            await until(lambda: len(parts) > 2)
+            await ended(growing)
+        await until(lambda: not generator.ledger.owned)
+    (first, second) = (part.candidates[0] for part in parts[:2])
+    assert first.num_tokens == 1 and second.text.startswith(f"{first.text} ")
 
 
 async def error_of_open(error: SpecrejError) -> SpecrejError:

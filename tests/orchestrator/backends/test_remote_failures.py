@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.background import ended
 from orchestrator.edge.planning import _LastDescription
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej import remote
@@ -20,6 +19,7 @@ from specrej.contracts import Sampling, SessionSpec
 from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
 from specrej.contracts.status import DETAILS_TRAILER
 from specrej.remote import RemoteGenerator, RemoteRewards
+from specrej.threads import ended
 from tests.orchestrator.runs import PROMPT, answer, request
 from tests.world import BOUND_S, World, dead_port
 
