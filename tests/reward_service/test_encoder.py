@@ -152,14 +152,12 @@ def test_cross_encoder_with_several_labels_needs_the_one_that_counts(tmp_path: P
     for options in ({}, {"label": 2}):
         with pytest.raises(ValueError, match="has 2 labels, label must be the index of one"):
             load("cross-encoder", tmp_path, **options)
-    first, last = [
-        score(load("cross-encoder", tmp_path, label=label), PROMPT, tiny.TEXTS).values
-        for label in (0, 1)
-    ]
+    rewards = [load("cross-encoder", tmp_path, label=label) for label in (0, 1)]
+    values = [score(reward, PROMPT, tiny.TEXTS[:1]).values[0] for reward in rewards]
     tokenizer, model = tiny.plain(tmp_path, AutoModelForSequenceClassification)
     encoded = tokenizer(
         [QUESTION], [tiny.TEXTS[0]], return_tensors="pt", return_token_type_ids=True
     )
     with torch.inference_mode():
         logits = model(**encoded).logits[0].tolist()
-    assert [first[0], last[0]] == pytest.approx(logits, abs=1e-4)
+    assert values == pytest.approx(logits, abs=1e-4)

@@ -16,17 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DebertaV2Config,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
 from tests.reward_service import tiny
-from tests.reward_service.tiny import PAD, PROMPT, TEXTS, batch, load
+from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
+from tests.reward_service.tiny import BOS, PAD, PROMPT, TEXTS, batch, load
 
 QUESTION = PROMPT.messages[0].content
 HIDDEN = tiny.SIZES["hidden_size"]
@@ -48,35 +44,21 @@ def two(width: int = HIDDEN) -> nn.Module:
     return nn.Sequential(nn.Linear(HIDDEN, width), nn.ReLU(), nn.Linear(width, 1))
 
 
-# How the cards make token ids.
-
-
-def by_template(tokenizer: Any, written: str) -> Any:
-    """`apply_chat_template` with tokens: nothing is added to what the template writes."""
-    return tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids
-
-
-def without_bos(tokenizer: Any, written: str) -> Any:
-    return tokenizer(written.replace(tokenizer.bos_token, ""), return_tensors="pt").input_ids
-
-
-def as_text(tokenizer: Any, written: str) -> Any:
-    return tokenizer(written, return_tensors="pt").input_ids
-
-
 @dataclass(frozen=True)
 class Card:
     """A model of one card.
 
     head: its module's name and itself, if transformers has no class for the model; auto_class: what
-    the checkpoint is saved from; num_bos: how many BOS the card's code reads; written: the
-    conversation, if not by the chat template; appended: the token after it.
+    the checkpoint is saved from; strips, adds: whether the card's code removes the template's BOS,
+    and whether its tokenizer adds one; num_bos: how many there are then; written: the conversation,
+    if not by the chat template; appended: the token after it.
     """
 
     family: str = "llama"
     auto_class: Any = AutoModelForSequenceClassification
     head: tuple[str, Callable[[], nn.Module]] | None = None
-    ids: Callable[[Any, str], Any] = by_template
+    adds: bool = False
+    strips: bool = False
     num_bos: int = 1
     template: str = tiny.TEMPLATE
     written: str = ""
@@ -113,7 +95,9 @@ class Card:
         turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
         written = self.written.format(QUESTION, text)
         written = written or tokenizer.apply_chat_template(turns, tokenize=False)
-        ids: Tensor = self.ids(tokenizer, written + self.appended)
+        written = written.replace(BOS, "") if self.strips else written
+        options = {"add_special_tokens": self.adds, "return_tensors": "pt"}
+        ids: Tensor = tokenizer(written + self.appended, **options).input_ids
         if tokenizer.bos_token:
             assert ids[0].tolist().count(tokenizer.bos_token_id) == self.num_bos
         if self.auto_class is AutoModelForCausalLM and not self.head:
@@ -134,10 +118,7 @@ class CrossEncoder(Card):
     """OpenAssistant's card: the question and the answer as a pair."""
 
     def save(self, directory: Path) -> Path:
-        config = DebertaV2Config(
-            **tiny.SIZES, max_position_embeddings=300, pad_token_id=0, type_vocab_size=0
-        )
-        return tiny.save(directory, config, tiny.make_tokenizer(PAD))
+        return save_cross_encoder(directory, CONFIGS["deberta"])
 
     @torch.inference_mode()
     def reward(self, directory: Path, text: str) -> float:
@@ -147,32 +128,29 @@ class CrossEncoder(Card):
 
 
 TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{% endfor %}"
+STRIPPED: dict[str, Any] = {"strips": True, "adds": True}
+TWO_BOS: dict[str, Any] = {"adds": True, "num_bos": 2}
+REGRESSION = (AutoModel, ("regression_head", one), True)
 CARDS = {
-    "Skywork-Reward-Llama-3.1-8B-v0.2": Card(ids=without_bos),
-    "Skywork-Reward-V2-Qwen3-8B": Card("qwen3", ids=as_text, changes={"head_dim": 8}),
-    "FsfairX-LLaMA3-RM-v0.1": Card(ids=without_bos),
-    "RM-Mistral-7B": Card("mistral", ids=without_bos),
+    "Skywork-Reward-Llama-3.1-8B-v0.2": Card(**STRIPPED),
+    "Skywork-Reward-V2-Qwen3-8B": Card("qwen3", **STRIPPED, changes={"head_dim": 8}),
+    "FsfairX-LLaMA3-RM-v0.1": Card(**STRIPPED),
+    "RM-Mistral-7B": Card("mistral", **STRIPPED),
     "Llama-3.1-Tulu-3-8B-RM": Card(template=TULU, num_bos=0),
     "AceMath-7B-RM": Card("qwen2"),
     "Qwen2.5-Math-RM-72B": Card("qwen2", AutoModel, ("score", two)),
     "INF-ORM-Llama3.1-70B": Card("llama", AutoModel, ("score", two)),
-    "GRM-Llama3-8B-rewardmodel-ft": Card(ids=as_text, num_bos=2),
+    "GRM-Llama3-8B-rewardmodel-ft": Card(**TWO_BOS),
     "GRM-llama3-8B-sftreg": Card(
-        "llama",
-        AutoModelForCausalLM,
-        ("v_head.summary", lambda: two(24)),
-        as_text,
-        num_bos=2,
+        auto_class=AutoModelForCausalLM,
+        head=("v_head.summary", lambda: two(24)),
         changes={"pad_token_id": 2},  # the last token of a conversation
+        **TWO_BOS,
     ),
-    "Eurus-RM-7b": Card(
-        "mistral", AutoModel, ("regression_head", one), as_text, written="[INST] {} [/INST] {}"
-    ),
-    "UltraRM-13b": Card(
-        "llama", AutoModel, ("regression_head", one), as_text, written="Human: {}\n\nAssistant: {}"
-    ),
+    "Eurus-RM-7b": Card("mistral", *REGRESSION, written="[INST] {} [/INST] {}"),
+    "UltraRM-13b": Card("llama", *REGRESSION, written="Human: {}\n\nAssistant: {}"),
     "Athene-RM-8B": Card(
-        "llama", AutoModel, ("v_head", one), as_text, 2, appended="<|reserved_special_token_1|>"
+        "llama", AutoModel, ("v_head", one), appended="<|reserved_special_token_1|>", **TWO_BOS
     ),
     "Llama-3.1-Nemotron-70B-Reward-HF": Card(auto_class=AutoModelForCausalLM),
     # In the layout of Llama, which the published checkpoint has not.

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from reward_service.kinds import vllm_classifier
 from reward_service.reward import RewardLost, score, score_batch
-from reward_service.specs import Resources
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest, Unavailable
@@ -127,11 +127,8 @@ def test_options_of_the_score_are_those_of_classifiers(
     tmp_path: Path, fake: list[list[int]]
 ) -> None:
     """Guards a label and an appended token, and a bias, which vLLM would leave out."""
-    options: dict[str, Any] = {"append_token": 7, "label": 1}
-    spec = tiny.SPECS.validate_python(
-        {"name": "r", "kind": "vllm-classifier", "directory": saved(tmp_path, 2), **options}
-    )
-    reward = spec.load(Resources())
+    load = partial(tiny.load, "vllm-classifier", saved(tmp_path, 2), append_token=7, label=1)
+    reward = load()
     assert score(reward, PROMPT, ["ab"]).values == (7.0,)
     (read,) = fake
     assert read[-2:] == [2, 7]
@@ -139,7 +136,7 @@ def test_options_of_the_score_are_those_of_classifiers(
     weights = load_file(tmp_path / "model.safetensors") | {"score.bias": torch.zeros(2)}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"score\.weight alone, not score\.bias"):
-        spec.load(Resources())
+        load()
 
 
 def test_a_failure_of_the_engine_is_raised_as_itself(
