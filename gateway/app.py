@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,7 +54,9 @@ _READ_S = 10.0  # for records and descriptions
 _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
 _CLIENT_LEFT = 499  # nginx's number
 # Headers of replies that pages of other origins may read.
-_SHOWN_HEADERS = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms")
+_IGNORED = "x-specrej-ignored"  # names of the request's fields without effect
+_SHOWN_HEADERS = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms", _IGNORED)
+_NAME, _MAX_NAMES = re.compile(r"[\w.-]{1,64}", re.ASCII), 32
 
 
 class Gateway:
@@ -122,68 +126,85 @@ class Gateway:
         self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False
     ) -> Response:
         token = await self._token(http)
-        request = parsed(kind, await self._bodies.read(http))
-        shows_all = request.specrej.events == "all"
+        settings = self._settings
+        ignored: dict[str, bool] = {}
+        body = await self._bodies.read(http)
+        request = parsed(kind, body, ignored, strict=settings.strict_fields)
+        presets, names = settings.presets, settings.model_names
+        calls = [call_of(request, presets, names, i) for i in range(request.num_prompts)]
+        call = calls[0]
+        shows_all = call.events == "all"
         if shows_all and not is_raw:
             raise InvalidRequest([Violation("specrej.events", "all is for /v1/specrej/stream")])
-        call = call_of(request, self._settings.presets)
         answer = Answer(
             request.model,
             call.num_choices,
             is_chat=kind is ChatRequest,
             logprobs=call.wants_logprobs,
+            num_prompts=len(calls),
         )
         try:
             if is_raw or request.stream:
                 # Other answers are sent whole at the end, so text deltas are not requested.
                 shows_deltas = is_raw or (call.num_choices == 1 and not call.wants_logprobs)
                 events = await self._events(
-                    http, call, token, shows_all=shows_all, shows_deltas=shows_deltas
+                    http, calls, token, shows_all=shows_all, shows_deltas=shows_deltas
                 )
                 if is_raw:
-                    return raw_stream(events, call)
-                return openai_stream(events, answer, request, call)
-            generating = self._client.generate(
-                call.prompt, timeout_s=call.timeout_s, token=token, **call.options
-            )
-            generation = await until_disconnected(http.receive, generating)
-            telemetry.note(id=generation.request_id, n=generation.n)
-            headers = {"x-request-id": generation.request_id}
+                    return _noted(raw_stream(events[0], call), ignored)
+                return _noted(openai_stream(events, answer, request, call), ignored)
+            generate = partial(self._client.generate, timeout_s=call.timeout_s, token=token)
+            works = [generate(one.prompt, **one.options) for one in calls]
+            generations = await until_disconnected(http.receive, _all(works))
+            first = generations[0]
+            telemetry.note(id=first.request_id, n=first.n)
+            headers = {"x-request-id": first.request_id}
 
             def response() -> Response:
-                return JSONResponse(answer.whole(generation), headers=headers)
+                return JSONResponse(answer.whole(generations), headers=headers)
 
-            return await in_thread(response, is_large=call.wants_logprobs)
+            made = await in_thread(response, is_large=call.wants_logprobs)
+            return _noted(made, ignored)
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), call.name_of)
 
     async def _events(
-        self, http: HTTPRequest, call: Call, token: str, *, shows_deltas: bool, shows_all: bool
-    ) -> Events:
-        """The events of a call; returns at the first one, or after `keep_alive_s` without one.
+        self,
+        http: HTTPRequest,
+        calls: Sequence[Call],
+        token: str,
+        *,
+        shows_deltas: bool,
+        shows_all: bool,
+    ) -> list[Events]:
+        """The events of calls; returns when each has one, or after `keep_alive_s`.
 
         `shows_deltas`: with new text; `shows_all`: with progress, and the texts of candidates.
 
         Raises:
-            SpecrejError: it failed before its first event.
+            SpecrejError: one failed before its first event.
             Disconnected: the client left.
         """
-        stream = self._client.stream(
-            call.prompt,
-            timeout_s=call.timeout_s,
-            token=token,
-            text_deltas=shows_deltas,
-            progress=shows_all,
-            texts=shows_all,
-            **call.options,
-        )
-        events = Events(stream, self._settings.keep_alive_s)
+        streams = [
+            self._client.stream(
+                call.prompt,
+                timeout_s=call.timeout_s,
+                token=token,
+                text_deltas=shows_deltas,
+                progress=shows_all,
+                texts=shows_all,
+                **call.options,
+            )
+            for call in calls
+        ]
+        several = [Events(stream, self._settings.keep_alive_s) for stream in streams]
         try:
-            await until_disconnected(http.receive, events.peek())
+            await until_disconnected(http.receive, _all([events.peek() for events in several]))
         except BaseException:
-            await events.aclose()
+            for events in several:
+                await events.aclose()
             raise
-        return events
+        return several
 
     async def _token(self, http: HTTPRequest) -> str:
         """The bearer token to forward, or none.
@@ -274,6 +295,7 @@ class Gateway:
     async def _models(self, http: HTTPRequest) -> list[JSON]:
         described = await self._read(http, self._client.describe)
         names = (described.generator.model, *described.generator.adapters)
+        names = (*self._settings.model_names, *names)
         suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
         common = {"object": "model", "created": 0, "owned_by": "specrej"}
         return [{"id": name + suffix, **common} for name in names for suffix in suffixes]
@@ -292,6 +314,25 @@ class Gateway:
 
     async def nowhere(self, http: HTTPRequest) -> Response:
         raise HTTPError(404, "unknown route", "not_found")
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first failure, or a cancellation, cancels the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _noted(response: Response, ignored: Iterable[str]) -> Response:
+    """The response with the names of fields without effect; unusual ones as "?"."""
+    names = dict.fromkeys(name if _NAME.fullmatch(name) else "?" for name in sorted(ignored))
+    if names:
+        response.headers[_IGNORED] = ", ".join([*names][:_MAX_NAMES])
+    return response
 
 
 async def _wrong_method(method: str, http: HTTPRequest) -> Response:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -36,12 +39,14 @@ from specrej.contracts import (
     MAX_SEED,
     CacheControl,
     Generation,
+    Grammar,
     JsonObject,
     JsonSchema,
     Message,
     Options,
     Prompt,
     RankedCandidate,
+    Regex,
     RoundCompleted,
     Sampling,
     StructuredOutput,
@@ -84,18 +89,15 @@ Rule = Maps | Ignored | Refused
 
 _TOOLS = "is not supported: tools do not work here"
 _AUDIO = "is not supported: there is only text"
-_THOUGHT = "is not supported: no setting of the models here"
 _HOSTING = "a feature of OpenAI's hosting"
 _OF_ANSWERS = "part of an answer"
+_OUTPUT = Maps("sampling.structured_output")
 
 # Options that only a field of OpenAI's sets. `specrej` has all others.
 _OWN = {
     *("model", "return_candidates", "max_tokens", "temperature", "top_p", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"),
 }
-# Options that are fields of OpenAI's and of `specrej`, which has more values; not both at once.
-_BOTH = {"selection.n": "best_of", "sampling.structured_output": "response_format"}
-
 # Tags of the two forms of rewards, and pydantic's mark of a wrong key: not parts of a field's path.
 _BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
 
@@ -110,13 +112,24 @@ def _rule_of(field: FieldInfo) -> Rule | None:
     return next((item for item in field.metadata if isinstance(item, Rule)), None)
 
 
+def _note(info: ValidationInfo, names: Iterable[str], *, is_unknown: bool) -> None:
+    """Note fields without effect; the context is `ignored` of `parsed`."""
+    if info.context is not None:
+        info.context.update(dict.fromkeys(names, is_unknown))
+
+
 class _Checked(BaseModel):
     """Fields with rules, and options with the ranges of the contract.
 
     All are checked while a request is parsed, so that its errors are reported together.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _note_unknown(self, info: ValidationInfo) -> Self:
+        _note(info, self.model_extra or (), is_unknown=True)
+        return self
 
     @field_validator("*")
     @classmethod
@@ -125,6 +138,8 @@ class _Checked(BaseModel):
         rule = _rule_of(cls.model_fields[name])
         if isinstance(rule, Refused) and value is not None and value not in rule.harmless:
             raise ValueError(rule.why)
+        if isinstance(rule, Ignored) and value is not None:
+            _note(info, (name,), is_unknown=False)
         path = rule.path if isinstance(rule, Maps) else name
         option = declared_options().get(path.rpartition(".")[2])
         accepted = option and option.accepted
@@ -159,23 +174,68 @@ def _options_of(part: str = "") -> dict[str, Any]:
 class _Extension(_Checked):
     """What OpenAI's API has no field for."""
 
+    model_config = ConfigDict(extra="forbid")
+
     timeout_s: Annotated[float | None, Field(gt=0)] = None
-    events: Literal["rounds", "reasoning", "all"] | None = None
-    allow_special_tokens: bool = False
+    events: Literal["rounds", "reasoning", "all", "none"] | None = None
+    allow_special_tokens: bool | None = None
 
 
 Extension: type[_Extension] = create_model("Extension", __base__=_Extension, **_options_of())
 
-# What a preset may carry. Its source is a setting: texts of JSON become enums and tuples.
-Preset: type[BaseModel] = create_model(
-    "Preset",
-    __config__=ConfigDict(extra="forbid", allow_inf_nan=False),
-    **_options_of("selection."),
-)
+
+class _Preset(BaseModel):
+    """What a preset may carry. Its source is a setting: texts of JSON become enums and tuples."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    events: Literal["rounds", "reasoning", "none"] | None = None
+
+
+Preset: type[_Preset] = create_model("Preset", __base__=_Preset, **_options_of("selection."))
 
 
 def _texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+# vLLM's number for an absent value.
+_UNLESS_UNSET = BeforeValidator(lambda value: None if value == -1 else value)
+
+
+_MaxTokens = Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1), _UNLESS_UNSET]
+
+
+def _by_kind(given: Mapping[str, Any] | None) -> StructuredOutput | None:
+    """vLLM's structured outputs."""
+    if given is None:
+        return None
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    match [(kind, given[kind]) for kind in kinds if given.get(kind) not in (None, False)]:
+        case [("json", str(schema))]:
+            return JsonSchema(schema)
+        case [("json", dict(schema))]:
+            return _schema(schema)
+        case [("regex", str(pattern))]:
+            return Regex(pattern)
+        case [("choice", [_, *_] as texts)] if all(isinstance(text, str) for text in texts):
+            return Regex("|".join(map(re.escape, texts)))
+        case [("grammar", str(lark))]:
+            return Grammar(lark)
+        case [("json_object", True)]:
+            return JsonObject()
+    raise ValueError("must have a value of one kind: json, regex, choice, grammar or json_object")
+
+
+def _guided(kind: str) -> Any:
+    """A structured output of that kind."""
+    made = AfterValidator(lambda given: None if given is None else _by_kind({kind: given}))
+    return Annotated[Any, _OUTPUT, made]
+
+
+def _schema(schema: dict[str, Any]) -> JsonSchema:
+    """A schema without the white space and the escapes that would lengthen it."""
+    return JsonSchema(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
 
 class Request(_Checked):
@@ -184,17 +244,29 @@ class Request(_Checked):
     model: Annotated[str, Maps("model"), Field(min_length=1)]
     n: Annotated[int | None, Maps("selection.return_candidates")] = None
     best_of: Annotated[int | None, Maps("selection.n"), Field(ge=1)] = None
-    max_tokens: Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1)] = None
+    max_tokens: _MaxTokens = None
     temperature: Annotated[float | None, Maps("sampling.temperature")] = None
     top_p: Annotated[float | None, Maps("sampling.top_p")] = None
     stop: Annotated[list[str] | None, Maps("sampling.stop"), BeforeValidator(_texts)] = None
     presence_penalty: Annotated[float | None, Maps("sampling.presence_penalty")] = None
     frequency_penalty: Annotated[float | None, Maps("sampling.frequency_penalty")] = None
     logit_bias: Annotated[dict[int, float] | None, Maps("sampling.logit_bias")] = None
-    seed: Annotated[int | None, Maps("sampling.seed")] = None
+    seed: Annotated[int | None, Maps("sampling.seed"), _UNLESS_UNSET] = None
+    top_k: Annotated[int | None, Maps("sampling.top_k"), _UNLESS_UNSET] = None
+    min_p: Annotated[float | None, Maps("sampling.min_p")] = None
+    repetition_penalty: Annotated[float | None, Maps("sampling.repetition_penalty")] = None
+    min_tokens: Annotated[int | None, Maps("sampling.min_tokens")] = None
+    ignore_eos: Annotated[bool | None, Maps("sampling.ignore_eos")] = None
+    stop_token_ids: Annotated[list[int] | None, Maps("sampling.stop_token_ids")] = None
+    bad_words: Annotated[list[str] | None, Maps("sampling.bad_words")] = None
+    structured_outputs: Annotated[dict[str, Any] | None, _OUTPUT, AfterValidator(_by_kind)] = None
+    guided_json: _guided("json") = None  # type: ignore[valid-type]
+    guided_regex: _guided("regex") = None  # type: ignore[valid-type]
+    guided_choice: _guided("choice") = None  # type: ignore[valid-type]
+    guided_grammar: _guided("grammar") = None  # type: ignore[valid-type]
     stream: Annotated[bool | None, Maps("stream")] = None
     stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
-    specrej: Annotated[Extension, Maps("specrej")] = Field(default_factory=Extension)
+    specrej: Annotated[Extension | None, Maps("specrej")] = None
 
     audio: Annotated[Any, Refused(_AUDIO)] = None
     echo: Annotated[Any, Refused("is not supported: prompts are not repeated", (False,))] = None
@@ -202,40 +274,48 @@ class Request(_Checked):
     functions: Annotated[Any, Refused(_TOOLS, ([],))] = None
     modalities: Annotated[Any, Refused(_AUDIO, (["text"],))] = None
     moderation: Annotated[Any, Refused("is not supported: answers are not moderated")] = None
-    reasoning_effort: Annotated[Any, Refused(_THOUGHT, ("none",))] = None
-    store: Annotated[Any, Refused("is not supported: conversations are not stored", (False,))] = (
-        None
-    )
     suffix: Annotated[Any, Refused("is not supported: text is only continued", ("",))] = None
     tool_choice: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
     tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    verbosity: Annotated[Any, Refused(_THOUGHT, ("medium",))] = None
     web_search_options: Annotated[Any, Refused("is not supported: there is no search")] = None
 
+    chat_template_kwargs: Annotated[Any, Ignored("templates have their defaults")] = None
     metadata: Annotated[Any, Ignored("it labels stored conversations")] = None
     parallel_tool_calls: Annotated[Any, Ignored("there are no tools")] = None
     prediction: Annotated[Any, Ignored("it changes the speed only")] = None
     prompt_cache_key: Annotated[Any, Ignored("equal beginnings are shared without it")] = None
     prompt_cache_options: Annotated[Any, Ignored(_HOSTING)] = None
     prompt_cache_retention: Annotated[Any, Ignored(_HOSTING)] = None
+    reasoning_effort: Annotated[Any, Ignored("no setting of the models here")] = None
     safety_identifier: Annotated[Any, Ignored(_HOSTING)] = None
     service_tier: Annotated[Any, Ignored(_HOSTING)] = None
+    store: Annotated[Any, Ignored("conversations are not stored")] = None
     user: Annotated[Any, Ignored("the token identifies the tenant")] = None
+    verbosity: Annotated[Any, Ignored("no setting of the models here")] = None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts to answer, each by a call of its own."""
+        return len(getattr(self, "prompt", [None]))
+
+    @property
+    def extension(self) -> Any:
+        """`specrej`, or an empty one."""
+        return self.specrej or Extension()
 
 
-# Of parts of a text; the last one is ignored.
+# Of parts of a text; others are ignored.
 PART_FIELDS = {"type", "text", "prompt_cache_breakpoint"}
 
 
-def _joined(value: object) -> object:
+def _joined(value: object, info: ValidationInfo) -> object:
     """The text of a message: a string, or the parts of one."""
     if not isinstance(value, list):
         return "" if value is None else value
     texts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
     if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text, or parts of type text: no images, audio or files")
-    if unknown := sorted({name for part in value for name in part} - PART_FIELDS):
-        raise ValueError(f"its parts have unknown fields: {', '.join(unknown)}")
+    _note(info, {name for part in value for name in part} - PART_FIELDS, is_unknown=True)
     return "".join(map(str, texts))
 
 
@@ -269,11 +349,6 @@ class SchemaFormat(_Checked):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
-    @property
-    def text(self) -> str:
-        """The schema without the white space and the escapes that would lengthen it."""
-        return json.dumps(self.schema_, ensure_ascii=False, separators=(",", ":"))
-
 
 class ResponseFormat(_Checked):
     type: Literal["text", "json_object", "json_schema"]
@@ -288,30 +363,36 @@ class ResponseFormat(_Checked):
     @property
     def output(self) -> StructuredOutput | None:
         if self.json_schema:
-            return JsonSchema(self.json_schema.text)
+            return _schema(self.json_schema.schema_)
         return JsonObject() if self.type == "json_object" else None
 
 
 class ChatRequest(Request):
     """A conversation."""
 
-    response_format: Annotated[ResponseFormat | None, Maps("sampling.structured_output")] = None
+    response_format: Annotated[
+        ResponseFormat | None, _OUTPUT, AfterValidator(lambda given: given and given.output)
+    ] = None
     messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1)] = None
+    max_completion_tokens: _MaxTokens = None
     logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
 
-def _one(value: object) -> object:
-    if isinstance(value, list) and not (len(value) == 1 and isinstance(value[0], str)):
-        raise ValueError("must be one text: neither token ids nor several prompts")
-    return value[0] if isinstance(value, list) else value
+_PROMPTS = Field(min_length=1, max_length=16)
+
+
+def _prompts(value: object) -> object:
+    texts = _texts(value)
+    if isinstance(texts, list) and not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("must be a text or a list of texts, not empty: no token ids")
+    return texts
 
 
 class CompletionRequest(Request):
-    """Raw text, without the model's chat template. `logprobs`: so many of each step's tokens."""
+    """Raw texts, without the model's chat template. `logprobs`: so many of each step's tokens."""
 
-    prompt: Annotated[str, Maps("prompt.text"), BeforeValidator(_one), Field(min_length=1)]
+    prompt: Annotated[list[str], Maps("prompt.text"), BeforeValidator(_prompts), _PROMPTS]
     logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
 
 
@@ -320,14 +401,19 @@ R = TypeVar("R", bound=Request)
 _MAX_ERRORS = 1000  # of a request: more are not listed, and no objects are made for them
 
 
-def parsed(model: type[R], body: bytes) -> R:
-    """The request in a JSON body.
+def parsed(
+    model: type[R], body: bytes, ignored: dict[str, bool] | None = None, *, strict: bool = False
+) -> R:
+    """The request in a JSON body; `strict` refuses unknown fields.
+
+    `ignored` receives the names of those without effect, and whether they are unknown.
 
     Raises:
-        InvalidRequest: every field that is unknown, refused, of a wrong type or out of range.
+        InvalidRequest: every field that is refused, of a wrong type or out of range.
     """
+    ignored = {} if ignored is None else ignored
     try:
-        request = model.model_validate_json(body)
+        request = model.model_validate_json(body, context=ignored)
     except ValidationError as error:
         if error.error_count() > _MAX_ERRORS:
             text = f"has more than {_MAX_ERRORS} invalid fields"
@@ -336,6 +422,8 @@ def parsed(model: type[R], body: bytes) -> R:
         texts = (item["msg"].removeprefix("Value error, ") for item in problems)
         raise_if_any(map(Violation, (_name(item["loc"]) for item in problems), texts))
         raise
+    unknown = sorted(name for name, is_unknown in ignored.items() if strict and is_unknown)
+    raise_if_any(Violation(name, "is unknown") for name in unknown)
     raise_if_any(_contradictions(request))
     return request
 
@@ -348,14 +436,24 @@ def _name(location: tuple[int | str, ...]) -> str:
 
 
 def _contradictions(request: Request) -> Iterator[Violation]:
-    if None not in (request.max_tokens, getattr(request, "max_completion_tokens", None)):
-        yield Violation("max_tokens", "is max_completion_tokens: set one of them")
     if request.stream_options and not request.stream:
         yield Violation("stream_options", "needs stream: true")
-    for path, name in _BOTH.items():
-        option = path.rpartition(".")[2]
-        if None not in (getattr(request, name, None), getattr(request.specrej, option, None)):
-            yield Violation(f"specrej.{option}", f"is {name}: set one of them")
+    fields = [(name, option, value) for name, option, value in _options_set(request)]
+    known = {option: (name, value) for name, option, value in reversed(fields)}
+    given = [(f"specrej.{name}", name, value) for name, value in request.extension]
+    for name, option, value in (*fields, *given):
+        first, of_first = known.get(option, ("", value))
+        if value is not None and value != of_first:
+            yield Violation(name, f"is {first}: set one of them")
+
+
+def _options_set(request: Request) -> Iterator[tuple[str, str, Any]]:
+    """The fields that set options, with the option's name and its value."""
+    for name, rule in rules_of(type(request)).items():
+        value = getattr(request, name)
+        option = rule.path.rpartition(".")[2] if isinstance(rule, Maps) else ""
+        if value is not None and option in declared_options():
+            yield name, option, value
 
 
 # Calls
@@ -372,6 +470,7 @@ class Call:
     options: Options
     timeout_s: float | None
     sources: Mapping[str, str]
+    events: str = ""  # what a stream shows of rounds
 
     @property
     def num_choices(self) -> int:
@@ -390,8 +489,13 @@ class Call:
         return f"specrej.{option}" if option and part in ("sampling", "selection") else path
 
 
-def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
-    """The call for a request.
+def call_of(
+    request: Request,
+    presets: Mapping[str, Any],
+    names: Mapping[str, str] = MappingProxyType({}),
+    index: int = 0,
+) -> Call:
+    """The call for prompt `index` of a request; `names` are other names of models.
 
     Raises:
         InvalidRequest: fewer candidates than choices, several choices at temperature 0, or more
@@ -401,20 +505,18 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
     options: dict[str, Any] = {}
     sources: dict[str, str] = {}
     model, _, preset = request.model.rpartition(":")
-    has_preset = bool(model) and preset in presets
+    has_preset = bool(model) and preset in presets and request.model not in names
     parts = [(presets[preset], f"model: {preset}.")] if has_preset else []
-    for part, prefix in (*parts, (request.specrej, "specrej.")):
+    shown = [part.events for part, _ in parts if isinstance(request, ChatRequest)]
+    for part, prefix in (*parts, (request.extension, "specrej.")):
         for name in part.model_fields_set & paths.keys():
             if (value := getattr(part, name)) is not None:
                 options[name] = value
                 sources[paths[name]] = prefix + name
     for name, rule in rules_of(type(request)).items():
-        value = getattr(request, name)
-        if isinstance(rule, Maps) and value is not None:
+        if isinstance(rule, Maps) and getattr(request, name) is not None:
             sources[rule.path] = name
-            option = rule.path.rpartition(".")[2]
-            if option in paths:
-                options[option] = value
+    options |= {option: value for _, option, value in _options_set(request)}
     of_preset = {name for name in options if sources.get(paths[name], "").startswith("model: ")}
     for name in of_preset & _unfit(options):
         del options[name]
@@ -423,22 +525,25 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
     sources.setdefault("sampling.top_logprobs", "logprobs")
     sources.setdefault("sampling.max_tokens", "max_tokens")
     sources["prompt.allow_special_tokens"] = "specrej.allow_special_tokens"
-    options["model"] = model if has_preset else request.model
+    model = model if has_preset else request.model
+    options["model"] = names.get(model, model)
     if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
         raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
     _fill_in(options)
-    call = Call(_prompt(request), options, request.specrej.timeout_s, sources)
+    events = next(filter(None, (request.extension.events, *shown)), "none").removeprefix("none")
+    call = Call(_prompt(request, index), options, request.extension.timeout_s, sources, events)
     if 0 < call.options.get("n", 0) < call.num_choices:
         text = f"must be at least n, the number of choices ({call.num_choices})"
         raise InvalidRequest([Violation(call.name_of("selection.n"), text)])
-    raise_if_any(_too_large(call))
+    raise_if_any(_too_large(call, request.num_prompts))
     return call
 
 
-def _too_large(call: Call) -> Iterator[Violation]:
+def _too_large(call: Call, num_prompts: int) -> Iterator[Violation]:
     options = call.options
     per_token = 1 + options.get("top_logprobs", 0) if call.wants_logprobs else 0
-    num_tokens = call.num_choices * options.get("max_tokens", Sampling().max_tokens)
+    num_choices = num_prompts * call.num_choices
+    num_tokens = num_choices * options.get("max_tokens", Sampling().max_tokens)
     if num_tokens * per_token > MAX_LOGPROBS:
         # Without their number, which may have too many digits for a text.
         most = f"the choices may have at most {MAX_LOGPROBS} log-probabilities"
@@ -458,18 +563,16 @@ def _fill_in(options: dict[str, Any]) -> None:
     if options.get("temperature") != 0 and "seed" not in options:
         options["seed"] = secrets.randbelow(MAX_SEED)
         options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
-    if isinstance(given := options.get("structured_output"), ResponseFormat):
-        options["structured_output"] = given.output
     if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
         options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:
         options.setdefault("min_answers", num_choices)
 
 
-def _prompt(request: Request) -> Prompt:
-    special = request.specrej.allow_special_tokens
+def _prompt(request: Request, index: int) -> Prompt:
+    special = bool(request.extension.allow_special_tokens)
     if isinstance(request, CompletionRequest):
-        return Prompt(text=request.prompt, allow_special_tokens=special)
+        return Prompt(text=request.prompt[index], allow_special_tokens=special)
     assert isinstance(request, ChatRequest)
     turns = tuple(Message(message.role, message.content) for message in request.messages)
     return Prompt(messages=turns, allow_special_tokens=special)
@@ -524,29 +627,36 @@ def _num_equal(first: str, second: str) -> int:
 
 
 class Answer:
-    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions."""
+    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions.
 
-    def __init__(self, model: str, num_choices: int, *, is_chat: bool, logprobs: bool) -> None:
+    It has `num_choices` of each prompt, those of the first one first.
+    """
+
+    def __init__(
+        self, model: str, num_choices: int, *, is_chat: bool, logprobs: bool, num_prompts: int = 1
+    ) -> None:
         self._model = model
         self._num_choices = num_choices
         self._is_chat = is_chat
         self._logprobs = logprobs
         self._created = int(time.time())
-        self._sent = ""  # of the only choice
+        self._sent = [""] * num_prompts  # of the only choice
 
-    def whole(self, generation: Generation) -> JSON:
-        """The body of a request that does not stream.
+    def whole(self, generations: Sequence[Generation]) -> JSON:
+        """The body of a request that does not stream; a generation for each prompt.
 
         Raises:
             InvalidRequest: fewer candidates are complete than choices were requested.
         """
         choices: list[JSON] = []
-        for index, candidate in enumerate(self._chosen(generation)):
+        chosen = chain.from_iterable(map(self._chosen, generations))
+        for index, candidate in enumerate(chosen):
             message = {"role": "assistant", "content": candidate.text, "refusal": None}
             text = {"message": message} if self._is_chat else {"text": candidate.text}
             choices.append({"index": index, **text, **self._end(candidate)})
-        body = self._chunk(generation.request_id, choices)
-        return {**body, "object": body["object"].removesuffix(".chunk"), **self._about(generation)}
+        body = self._chunk(generations[0].request_id, choices)
+        about = self._about(generations)
+        return {**body, "object": body["object"].removesuffix(".chunk"), **about}
 
     def opening(self, request_id: str) -> Iterator[JSON]:
         """The first chunk of each choice, with its role."""
@@ -564,28 +674,29 @@ class Answer:
         )
         return self._delta(request_id, 0, {"reasoning_content": line})
 
-    def delta(self, request_id: str, text: str) -> Iterator[JSON]:
+    def delta(self, request_id: str, text: str, prompt: int = 0) -> Iterator[JSON]:
         """The next part of the text, if there is one choice; log-probabilities come at its end."""
         if self._num_choices == 1 and not self._logprobs:
-            self._sent += text
-            yield self._delta(request_id, 0, {"content": text})
+            self._sent[prompt] += text
+            yield self._delta(request_id, prompt, {"content": text})
 
-    def closing(
-        self, request_id: str, generation: Generation, include_usage: bool
-    ) -> Iterator[JSON]:
-        """What was not sent of the text of each choice, its end, and the usage if requested."""
-        for index, candidate in enumerate(self._chosen(generation)):
+    def closing(self, request_id: str, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
+        """What was not sent of the text of each choice, and its end."""
+        sent = self._sent[prompt]
+        for index, candidate in enumerate(self._chosen(generation), prompt * self._num_choices):
             end = self._end(candidate)
             # The sent text differs from the answer's where later bytes made an earlier character
             # invalid.
-            rest = candidate.text[_num_equal(self._sent, candidate.text) :]
+            rest = candidate.text[_num_equal(sent, candidate.text) :]
             logprobs = end.pop("logprobs")
-            if rest or logprobs or not self._sent:
+            if rest or logprobs or not sent:
                 yield self._delta(request_id, index, {"content": rest}, logprobs)
             last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
             yield self._chunk(request_id, [{"index": index, **last, **end, "logprobs": None}])
-        if include_usage:
-            yield self._chunk(request_id, []) | self._about(generation)
+
+    def usage(self, request_id: str, generations: Sequence[Generation]) -> JSON:
+        """The last chunk, if it was requested."""
+        return self._chunk(request_id, []) | self._about(generations)
 
     def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
         completed = len(generation.candidates)
@@ -619,21 +730,26 @@ class Answer:
             end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
         return end
 
-    def _about(self, generation: Generation) -> JSON:
+    def _about(self, generations: Sequence[Generation]) -> JSON:
         """The usage of the returned choices, and what OpenAI's objects have no field for."""
-        prompt = generation.usage.prompt_tokens
-        completion = sum(candidate.num_tokens for candidate in self._chosen(generation))
-        # The candidates and rounds of a large answer take seconds, and are omitted.
-        plain = wire.to_plain(replace(generation, candidates=generation.candidates[:1], rounds=()))
-        omitted = ("text", "score", "finish_reason", "candidates", "rounds")
-        rest = {name: value for name, value in plain.items() if name not in omitted}
-        scores = [candidate.score for candidate in self._chosen(generation)]
+        prompt = sum(generation.usage.prompt_tokens for generation in generations)
+        chosen = chain.from_iterable(map(self._chosen, generations))
+        completion = sum(candidate.num_tokens for candidate in chosen)
+        parts = [*map(self._more, generations)]
         return {
             "usage": {
                 "prompt_tokens": prompt,
                 "completion_tokens": completion,
                 "total_tokens": prompt + completion,
             },
-            "system_fingerprint": generation.generator_fingerprint,
-            "specrej": {**rest, "scores": scores},
+            "system_fingerprint": generations[0].generator_fingerprint,
+            "specrej": parts[0] if len(parts) == 1 else parts,
         }
+
+    def _more(self, generation: Generation) -> JSON:
+        # The candidates and rounds of a large answer take seconds, and are omitted.
+        plain = wire.to_plain(replace(generation, candidates=generation.candidates[:1], rounds=()))
+        omitted = ("text", "score", "finish_reason", "candidates", "rounds")
+        rest = {name: value for name, value in plain.items() if name not in omitted}
+        scores = [candidate.score for candidate in self._chosen(generation)]
+        return {**rest, "scores": scores}

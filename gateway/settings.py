@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from gateway.completions import Preset
@@ -14,6 +14,11 @@ from specrej.security import Credentials, check_credentials, is_loopback, may_se
 from specrej.settings import Port, ProcessSettings, Seconds
 
 PresetName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+
+
+def _named(value: object) -> object:
+    """Names in a list are the served model's."""
+    return dict.fromkeys(value, "") if isinstance(value, list) else value
 
 
 class GatewaySettings(ProcessSettings):
@@ -26,7 +31,8 @@ class GatewaySettings(ProcessSettings):
       {"bon-32": {"n": 32, "algorithm": "best-of-n"},
        "careful": {"n": 64, "alpha": 0.3, "schedule": {"kind": "geometric", "first": 32},
                    "rewards": {"relevance": 1, "harmless": 0.5}}}
-    A request selects one by the name of its model: MODEL:bon-32.
+    A request selects one by the name of its model: MODEL:bon-32. With events (rounds, reasoning)
+    its streams show rounds.
 
     Tokens are not checked here: the orchestrator's tokens file decides. Without allow_anonymous,
     requests without a token end here, and all requests if the orchestrator has no tokens file.
@@ -51,8 +57,21 @@ class GatewaySettings(ProcessSettings):
         description="forward tokens in plaintext, too, to an orchestrator on another machine; else"
         " they are dropped there",
     )
+    model_names: Annotated[dict[str, str], BeforeValidator(_named)] = Field(
+        {},
+        description="JSON list of other names of the model, or object of names and models or"
+        " adapters; /v1/models lists them first",
+    )
+    strict_fields: CliImplicitFlag[bool] = Field(
+        False,
+        description="refuse requests with unknown fields; else the header x-specrej-ignored of the"
+        " answer lists them",
+    )
     presets: dict[PresetName, Preset] = Field(
-        {"bon-32": {"n": 32, "algorithm": "best-of-n"}, "sr-32": {"n": 32}},
+        {
+            "bon-32": {"n": 32, "algorithm": "best-of-n"},
+            "sr-32": {"n": 32, "events": "reasoning"},
+        },
         validate_default=True,
         description="JSON object of selections by their names",
     )
@@ -119,7 +138,7 @@ class GatewaySettings(ProcessSettings):
     @classmethod
     def _presets_are_valid(cls, presets: dict[str, Any]) -> dict[str, Any]:
         for name, preset in presets.items():
-            given = {key: value for key, value in preset if value is not None}
+            given = {key: value for key, value in preset if value is not None and key != "events"}
             rewards = given.get("rewards", ())
             if isinstance(rewards, dict):
                 rewards = tuple(

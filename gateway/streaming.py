@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from gateway.completions import Answer, Call, Request, in_thread
 from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
 from specrej import telemetry
-from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
+from specrej.contracts import Admitted, Event, Finished, Generation, RoundCompleted, TextDelta, wire
 
 E = TypeVar("E", bound=Event)
 Parts = AsyncGenerator[bytes, None]
@@ -76,11 +76,13 @@ class EventStream(Response):
     A failure of the call is a last part with OpenAI's body, under `error_name`.
     """
 
-    def __init__(self, events: Events, parts: Parts, call: Call, error_name: str = "") -> None:
+    def __init__(
+        self, events: Sequence[Events], parts: Parts, call: Call, error_name: str = ""
+    ) -> None:
         # Proxies such as nginx must not collect events.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        if events.request_id:
-            headers["x-request-id"] = events.request_id
+        if events[0].request_id:
+            headers["x-request-id"] = events[0].request_id
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events, self._parts, self._call = events, parts, call
@@ -90,7 +92,8 @@ class EventStream(Response):
         try:
             await until_disconnected(receive, self._send(send))
         finally:
-            await self._events.aclose()
+            for events in self._events:
+                await events.aclose()
 
     async def _send(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
@@ -106,34 +109,77 @@ class EventStream(Response):
         await send({**body, "more_body": False})
 
 
-def openai_stream(events: Events, answer: Answer, request: Request, call: Call) -> EventStream:
-    """Chunks as OpenAI's clients read them."""
+def openai_stream(
+    several: Sequence[Events], answer: Answer, request: Request, call: Call
+) -> EventStream:
+    """Chunks as OpenAI's clients read them; the events of each prompt."""
     # A call without an event in time has no id yet, and all chunks must have the same.
-    request_id, style = events.request_id or uuid.uuid4().hex, request.specrej.events
+    request_id = several[0].request_id or uuid.uuid4().hex
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
+    generations: dict[int, Generation] = {}
 
     async def parts() -> Parts:
         for chunk in answer.opening(request_id):
             yield _part(chunk)
-        async for event in events.all():
-            match event:
-                case None:
-                    yield _COMMENT
-                case TextDelta(_, text):
-                    for chunk in answer.delta(request_id, text):
-                        yield _part(chunk)
-                case RoundCompleted() if style:
-                    yield await _converted(
-                        event, lambda done: _part(answer.round(request_id, done, style))
-                    )
-                case Finished(generation):
-                    chunks = answer.closing(request_id, generation, include_usage)
-                    convert: Callable[[], list[bytes]] = partial(list, map(_part, chunks))
-                    for part in await in_thread(convert, is_large=call.wants_logprobs):
-                        yield part
+        each = [
+            _parts_of(prompt, events, answer, call, request_id, generations)
+            for prompt, events in enumerate(several)
+        ]
+        async with aclosing(_merged(each)) as merged:
+            async for part in merged:
+                yield part
+        if include_usage:
+            made = [generations[prompt] for prompt in range(len(several))]
+            last = partial(answer.usage, request_id, made)
+            yield _part(await in_thread(last, is_large=call.wants_logprobs))
         yield b"data: [DONE]\n\n"
 
-    return EventStream(events, parts(), call)
+    return EventStream(several, parts(), call)
+
+
+async def _parts_of(
+    prompt: int,
+    events: Events,
+    answer: Answer,
+    call: Call,
+    request_id: str,
+    generations: dict[int, Generation],
+) -> Parts:
+    """The parts of one prompt, whose generation is added to `generations`."""
+    async for event in events.all():
+        match event:
+            case None:
+                yield _COMMENT
+            case TextDelta(_, text):
+                for chunk in answer.delta(request_id, text, prompt):
+                    yield _part(chunk)
+            case RoundCompleted() if call.events:
+                yield await _converted(
+                    event, lambda done: _part(answer.round(request_id, done, call.events))
+                )
+            case Finished(generation):
+                generations[prompt] = generation
+                chunks = answer.closing(request_id, generation, prompt)
+                convert: Callable[[], list[bytes]] = partial(list, map(_part, chunks))
+                for part in await in_thread(convert, is_large=call.wants_logprobs):
+                    yield part
+
+
+async def _merged(several: Sequence[Parts]) -> Parts:
+    """All parts, each as it comes."""
+    waiting = {asyncio.ensure_future(anext(parts)): parts for parts in several}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                parts = waiting.pop(task)
+                with suppress(StopAsyncIteration):
+                    yield task.result()
+                    waiting[asyncio.ensure_future(anext(parts))] = parts
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def raw_stream(events: Events, call: Call) -> EventStream:
@@ -148,7 +194,7 @@ def raw_stream(events: Events, call: Call) -> EventStream:
             else:
                 yield await _converted(event, _named_part)
 
-    return EventStream(events, parts(), call, "error")
+    return EventStream([events], parts(), call, "error")
 
 
 async def _converted(event: E, convert: Callable[[E], bytes]) -> bytes:

@@ -13,7 +13,7 @@ from gateway.completions import Answer, ChatRequest, call_of, parsed
 from gateway.connection import Disconnected
 from gateway.streaming import Events, _part, raw_stream
 from specrej.contracts import Event
-from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, whole_reply
+from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
 from tests.specrej.fakes import EVENTS, GENERATION, ONE, FakeOrchestrator
 
 
@@ -29,14 +29,14 @@ def test_no_text_is_sent_twice() -> None:
     """Guards against a whole second text where the first one's last bytes became invalid."""
     answer = Answer("toy", 1, is_chat=True, logprobs=False)
     assert [*answer.delta("r", "the be\u2019")]
-    rest, _ = answer.closing("r", ONE, include_usage=False)
+    rest, _ = answer.closing("r", ONE)
     assert rest["choices"][0]["delta"] == {"content": "st"}
 
 
 def test_the_usage_counts_all_choices() -> None:
     answer = Answer("toy", 2, is_chat=True, logprobs=False)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
-    assert answer.whole(GENERATION)["usage"] == usage
+    assert answer.whole([GENERATION])["usage"] == usage
 
 
 async def test_a_client_that_leaves_ends_its_call_at_once() -> None:
@@ -78,3 +78,43 @@ async def test_text_is_requested_where_it_is_sent(
         for path in (CHAT, "/v1/specrej/stream"):
             await whole_reply(server.port, path, {**STREAM, **body})
     assert [stream.text_deltas for stream in orchestrator.streams] == [is_sent, True]
+
+
+async def test_names_and_fields_of_other_servers(
+    orchestrator: FakeOrchestrator, address: str
+) -> None:
+    """Guards programs that were written for another server, and readers of its headers."""
+    fields = {"user": "u", "colour": 1, "a\r\nb: c": 2, "top_k": 3}
+    body = BODY | fields | {"model": "gpt-4o"}
+    async with gateway_at(address, model_names=["gpt-4o"]) as server:
+        _, headers, answer = await post(server.port, CHAT, body)
+        assert (headers["x-specrej-ignored"], answer["model"]) == ("?, colour, user", "gpt-4o")
+        assert (orchestrator.requests[-1].model, orchestrator.requests[-1].sampling.top_k) == (
+            "",
+            3,
+        )
+        streamed = await whole_reply(server.port, CHAT, body | {"stream": True})
+        assert b"x-specrej-ignored: ?, colour, user\r\n" in streamed
+        _, _, models = await get(server.port, "/v1/models")
+        assert [model["id"] for model in models["data"]][::3] == ["gpt-4o", "tiny"]
+    async with gateway_at(address, strict_fields=True) as server:
+        status, _, answer = await post(server.port, CHAT, BODY | fields)
+        assert (status, answer["error"]["param"]) == (400, "a\r\nb: c")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shows"),
+    [
+        (CHAT, {}, True),
+        (CHAT, {"specrej": {"events": "none"}}, False),
+        (CHAT, {"model": "toy:bon-32"}, False),
+        ("/v1/completions", {"prompt": "x"}, False),
+    ],
+)
+async def test_a_preset_shows_rounds_in_chats(
+    address: str, path: str, body: dict[str, Any], shows: bool
+) -> None:
+    """Guards against chunks that clients of completions do not know, and progress without end."""
+    async with gateway_at(address) as server:
+        streamed = await whole_reply(server.port, path, {**STREAM, "model": "toy:sr-32", **body})
+    assert (b"reasoning_content" in streamed, b"[DONE]" in streamed) == (shows, True)

@@ -83,7 +83,7 @@ def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
     )
     usage = c.Usage(1, 3, 3, 0, 0, 3)
     generation = c.Generation((candidate,), (), usage, c.Timings(), 1)
-    answer: Any = Answer("model", 1, is_chat=False, logprobs=True).whole(generation)
+    answer: Any = Answer("model", 1, is_chat=False, logprobs=True).whole([generation])
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
 
 
