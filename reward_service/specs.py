@@ -192,10 +192,12 @@ class CausalSpec(LocalSpec):
 class LabelledSpec(CausalSpec):
     """A decoder-only model with a logit for each label, read at the end of the conversation.
 
-    append_token: a token after the conversation, to read the logits at; label_weights: the weight
-    of each label's logit in the score; label: the one that counts, in place of weights.
+    logit_of: the token whose logit, by the model's language model head, is the score; append_token:
+    a token after the conversation, to read the logits at; label_weights: the weight of each label's
+    logit in the score; label: the one that counts, in place of weights.
     """
 
+    logit_of: OneToken | None = None
     append_token: OneToken | None = None
     label: Label = None
     label_weights: LabelWeights = (1.0,)
@@ -205,7 +207,12 @@ class LabelledSpec(CausalSpec):
     def _has_a_label_or_weights(self) -> Self:
         if self.label is not None and "label_weights" in self.model_fields_set:
             raise ValueError("label and label_weights exclude each other")
+        if self._has_one_label() and (self.label or len(self.label_weights) > 1):
+            raise ValueError("has one label: label must be 0, label_weights one number")
         return self
+
+    def _has_one_label(self) -> bool:
+        return self.logit_of is not None
 
 
 class ClassifierSpec(LabelledSpec):
@@ -213,8 +220,7 @@ class ClassifierSpec(LabelledSpec):
 
     head: the name of the head's module, or tensor, in the checkpoint; head_layers: the names of its
     linear layers below that, in order, with a ReLU between them, by default its numbered ones or
-    itself; head_file: a head that `specrej train-reward` wrote; logit_of: the token whose logit,
-    by the model's language model head, is the score.
+    itself; head_file: a head that `specrej train-reward` wrote.
     """
 
     loader = "classifier:load_classifier"
@@ -222,16 +228,16 @@ class ClassifierSpec(LabelledSpec):
     head: str = Field("score", min_length=1)
     head_layers: tuple[str, ...] = ()
     head_file: Path | None = None
-    logit_of: OneToken | None = None
 
     @model_validator(mode="after")
     def _has_one_head(self) -> Self:
         heads = self.model_fields_set & {"head", "head_file", "logit_of"}
         if len(heads) > 1 or (self.head_layers and heads - {"head"}):
             raise ValueError("head with head_layers, head_file and logit_of exclude each other")
-        if heads - {"head"} and (self.label or len(self.label_weights) > 1):
-            raise ValueError("has one label: label must be 0, label_weights one number")
         return self
+
+    def _has_one_label(self) -> bool:
+        return bool(self.head_file) or super()._has_one_label()
 
 
 class VLLMClassifierSpec(LabelledSpec):

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from reward_service.checkpoint import load_head
-from reward_service.conversation import Conversation, Turns, load_conversation
+from reward_service.conversation import Conversation, Turns, load_conversation, single_token
 from reward_service.kinds.classifier import check_labels, num_read, weighted
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import Resources, VLLMClassifierSpec
@@ -117,12 +117,16 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
     config = AutoConfig.from_pretrained(
         spec.directory, local_files_only=True, trust_remote_code=spec.trust_remote_code
     )
-    check_labels(spec, config.num_labels)
     check_tensors(spec.directory, reads_quantized=True)
-    if others := load_head(spec.directory, "score").keys() - {"weight"}:
-        reason = f"vLLM reads score.weight alone, not score.{min(others)}: use kind classifier"
-        raise ValueError(f"{spec.directory}: {reason}")
     conversation = load_conversation(spec, config)
+    text_config = config.get_text_config()
+    if spec.logit_of is None:
+        check_labels(spec, config.num_labels)
+        if others := load_head(spec.directory, "score").keys() - {"weight"}:
+            reason = f"vLLM reads score.weight alone, not score.{min(others)}: use kind classifier"
+            raise ValueError(f"{spec.directory}: {reason}")
+    elif getattr(text_config, "final_logit_softcapping", None):
+        raise ValueError(f"{spec.directory}: vLLM does not bound logit_of: use kind classifier")
     if longest := spec.vllm_options.get("max_model_len"):
         conversation.max_tokens = min(conversation.max_tokens, int(longest))
     arguments: dict[str, Any] = {
@@ -136,12 +140,23 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         "trust_remote_code": spec.trust_remote_code,
         "scheduler_cls": f"{__name__}.{scheduler.__name__}",
     }
+    if spec.logit_of is not None:
+        token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")
+        arguments["hf_overrides"] = {
+            "architectures": [
+                name.replace("ForCausalLM", "ForSequenceClassification")
+                for name in config.architectures
+            ],
+            "classifier_from_token": [conversation.tokenizer.convert_ids_to_tokens(token)],
+            "method": "no_post_processing",
+            "num_labels": 1,
+        }
     _, _, number = resources.device.partition(":")
     if number:
         arguments["device_ids"] = [int(number)]
     if resources.device == "cpu":
         block = BLOCK_TOKENS["cpu"]
-        sizes = ModelSizes.of(config.get_text_config())
+        sizes = ModelSizes.of(text_config)
         kept = max(resources.kept_tokens, 2 * conversation.max_tokens) + block
         arguments |= {"dtype": "float32", "block_size": block}
         arguments["kv_cache_memory_bytes"] = kept * sizes.slot_bytes(4)
@@ -151,5 +166,6 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
-    pad_id = None if conversation.appended else config.get_text_config().pad_token_id
+    reads_last = conversation.appended or spec.logit_of is not None
+    pad_id = None if reads_last else text_config.pad_token_id
     return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)

@@ -49,7 +49,7 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", CLASSIFIER % '"label": 1, "label_weights": [1, 2]', "exclude each other"),
         ("rewards", ON_VLLM % '"head": "v_head"', "0.vllm-classifier.head"),
         ("rewards", ON_VLLM % '"head_layers": ["0"]', "0.vllm-classifier.head_layers"),
-        ("rewards", ON_VLLM % '"logit_of": 0', "0.vllm-classifier.logit_of"),
+        ("rewards", ON_VLLM % '"head_file": "h"', "0.vllm-classifier.head_file"),
         ("rewards", CLASSIFIER % '"transform": {"kind": "cube"}', "'identity' or 'sigmoid'"),
         ("rewards", CLASSIFIER % '"transform": {"scale": NaN}', "finite"),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),

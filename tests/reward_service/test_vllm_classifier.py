@@ -179,6 +179,21 @@ def test_scores_are_those_of_our_own_classifier(directory: Path, by_vllm: Any) -
 
 
 @needs_vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+def test_a_token_of_the_language_model_scores_as_on_our_own_network(tmp_path: Path) -> None:
+    """Guards the row of the head, and the last token, which is the padding here."""
+    config = make_config("llama", 2, head_dim=32)
+    tiny.save_language_model(tmp_path, config, make_tokenizer(tiny.EOS))
+    options: dict[str, Any] = {"logit_of": "a", "label_weights": [1.0]}
+    expected = score(loaded("classifier", tmp_path, **options), PROMPT, TEXTS).values
+    reward = loaded("vllm-classifier", tmp_path, vllm_options={"enforce_eager": True}, **options)
+    values = score(reward, PROMPT, TEXTS).values
+    reward.close()
+    assert values == pytest.approx(expected, abs=1e-3)
+    assert max(values) - min(values) > 0.1, "equal scores would prove nothing"
+
+
+@needs_vllm
 async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> None:
     """And they are not computed again."""
     own = loaded("classifier", directory)
