@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
 
 from reward_service.specs import LocalSpec, Resources
 from specrej_models.model import bound_positions
-from specrej_models.probe import load_config, load_weights
+from specrej_models.probe import load_config, load_weights, one_sentence, weights_of
 
 # The tensor in the file of a head that `training` writes, [hidden].
 HEAD_TENSOR = "head"
@@ -65,15 +65,12 @@ def load_head(source: Path, name: str, device: str = "cpu") -> dict[str, Tensor]
     """
     head: dict[str, Tensor] = {}
     parts: set[str] = set()
-    for path in [source] if source.is_file() else sorted(source.glob("model*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                keys: list[str] = list(tensors.keys())
-                parts |= {key.split(".")[0] for key in keys}
-                for key in [key for key in keys if f"{key}.".startswith(f"{name}.")]:
-                    head[key[len(name) + 1 :]] = tensors.get_tensor(key).float().to(device)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a file of weights: {error}") from None
+    for path in [source] if source.is_file() else weights_of(source):
+        with one_sentence(str(path)), safe_open(path, framework="pt") as tensors:
+            keys: list[str] = list(tensors.keys())
+            parts |= {key.split(".")[0] for key in keys}
+            for key in [key for key in keys if f"{key}.".startswith(f"{name}.")]:
+                head[key[len(name) + 1 :]] = tensors.get_tensor(key).float().to(device)
     if not head:
         raise ValueError(f"{source}: lacks the weights {name}, has {', '.join(sorted(parts))}")
     return head

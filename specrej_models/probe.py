@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from specrej.contracts import Message, ModelProbe
@@ -34,6 +35,8 @@ _BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attention.bias", "masked_b
 # Heads that a backbone, loaded without them, has no use for.
 _PRETRAINING_HEADS = ("lm_head.", "cls.", "lm_predictions.", "mask_predictions.")
 _MOST_NAMES = 3
+# Types of rotary positions that models of transformers translate, beside those it computes.
+_MORE_ROPES = ("default", "mrope", "su")
 # Keys of GGUF files: the scaling of positions, and tokens that end a turn.
 _ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
 # Errors whose texts are sentences; others need the names of their types.
@@ -72,7 +75,7 @@ def examine(
     listed: list[int | None] = _check_gguf(directory / gguf_file) if gguf_file else []
     config = load_config(directory, gguf_file, **options)
     options |= {"gguf_file": gguf_file} if gguf_file else {}
-    with _one_sentence(f"{directory}: its tokenizer"):
+    with one_sentence(f"{directory}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
     sizes = config.get_text_config()
     warnings = _check_vocabulary(tokenizer, sizes.vocab_size)
@@ -109,7 +112,7 @@ def load_config(directory: Path, gguf_file: str = "", **options: Any) -> Any:
     else:
         for path in sorted(path for pattern in _READ for path in directory.glob(pattern)):
             _check_file(path)
-    with _one_sentence(f"{directory}: its config"):
+    with one_sentence(f"{directory}: its config"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
         config.get_text_config()
     return config
@@ -128,10 +131,11 @@ def load_weights(
     """
     if not options.get("gguf_file"):
         check_tensors(directory)
+        _check_rope(directory, _config_file(directory))
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it reports is checked here
     try:
-        with _one_sentence(f"{directory}: its weights"):
+        with one_sentence(f"{directory}: its weights"):
             model, loading = auto_class.from_pretrained(
                 directory,
                 local_files_only=True,
@@ -176,8 +180,8 @@ def check_tensors(directory: Path, *, reads_quantized: bool = False) -> None:
             " checkpoint that is not quantized"
         )
     packed: dict[str, list[str]] = {}
-    for path in _weights(directory):
-        with _one_sentence(str(path)), safe_open(path, framework="pt") as tensors:
+    for path in weights_of(directory):
+        with one_sentence(str(path)), safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 kind = tensors.get_slice(name).get_dtype()
                 if kind not in _FLOATS and not name.endswith(_BUFFERS):
@@ -190,29 +194,49 @@ def check_tensors(directory: Path, *, reads_quantized: bool = False) -> None:
         )
 
 
-def _weights(directory: Path) -> list[Path]:
-    """The files that transformers reads."""
+def weights_of(directory: Path) -> list[Path]:
+    """The files with a model's weights that transformers reads.
+
+    Raises:
+        OSError, ValueError: they are not there, or cannot be read.
+    """
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ValueError(f"{directory}: has no model.safetensors; other weights are not loaded")
-    with _one_sentence(str(index)):
-        names = sorted({*json.loads(index.read_text())["weight_map"].values()})
-    if missing := [name for name in names if not (directory / name).is_file()]:
+    paths = [single]
+    if not single.is_file():
+        if not index.is_file():
+            raise ValueError(f"{directory}: has no model.safetensors; other weights are not loaded")
+        with one_sentence(str(index)):
+            names = {*json.loads(index.read_text())["weight_map"].values()}
+        paths = [directory / name for name in sorted(names)]
+    if missing := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{directory}: lacks {_named(missing)}")
-    return [directory / name for name in names]
+    for path in paths:
+        _check_file(path)
+    return paths
 
 
 def _quantization(directory: Path) -> str:
     """The name of the method that the files are quantized by; empty: none is named."""
-    config, modelopt = directory / "config.json", directory / "hf_quant_config.json"
-    with _one_sentence(str(config)):
-        method: Any = json.loads(config.read_text()).get("quantization_config")
-    if modelopt.is_file():
+    if (directory / "hf_quant_config.json").is_file():
         return "modelopt"
+    method = _config_file(directory).get("quantization_config")
     return str(method.get("quant_method", "an unknown method")) if method else ""
+
+
+def _check_rope(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if positions are scaled in a way that transformers does not know."""
+    known = {*ROPE_INIT_FUNCTIONS, *_MORE_ROPES}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in known:
+        names = ", ".join(sorted(known))
+        raise ValueError(f'{directory}: unknown rope type "{kind}"; known: {names}')
+
+
+def _config_file(directory: Path) -> dict[str, Any]:
+    with one_sentence(str(directory / "config.json")):
+        return dict(json.loads((directory / "config.json").read_text()))
 
 
 def check_finite(model: Any) -> None:
@@ -263,13 +287,17 @@ class ChatTemplate:
             self._violation.cache_clear()
             self.form = self.form.replace("text", "content parts", 1)
         if violation := self._violation(("user",)):
-            raise ValueError(f"{violation.description}: {violation.field}")
+            raise ValueError(f"one user turn: {violation.description}")
         self.takes_system = not self._violation(("system", "user"))
         self.must_alternate = bool(self._violation(("user", "user")))
         self.warnings: list[str] = []
-        if self._violation(("user", "assistant", "user")):
-            self.warnings.append("the chat template takes one user turn only")
-        self.end_id = self._end_of_turn()
+        self.end_id: int | None = None
+        if violation := self._violation(("user", "assistant")):
+            self.warnings.append(violation.description)
+        else:
+            self.end_id = self._end_of_turn()
+            if self._violation(("user", "assistant", "user")):
+                self.warnings.append("the chat template takes one user turn only")
         written = [self._probe(("user",)), self._probe(("user",), answers=False)]
         ids = [id_ for text in written for id_ in self._ids(text) if id_ >= vocabulary]
         if ids:
@@ -313,10 +341,17 @@ class ChatTemplate:
             written = self._probe(roles)
         except Exception as error:
             return self._refused(roles, error)
-        for number, role in enumerate(roles):
-            if _text(number) not in written:
+        places = [written.find(_text(number)) for number in range(len(roles))]
+        before = -1
+        for number, (role, place) in enumerate(zip(roles, places, strict=True)):
+            if place < 0:
                 reason = f"{self._owner}'s chat template leaves out a {role} turn here"
                 return Violation(f"prompt.messages[{number}].role", reason)
+            if role != "system":  # some templates write it into the last user turn
+                if place < before:
+                    reason = f"{self._owner}'s chat template changes the order of turns"
+                    return Violation(f"prompt.messages[{number}]", reason)
+                before = place
         return None
 
     def _refused(self, roles: Sequence[str], error: Exception) -> Violation:
@@ -334,11 +369,7 @@ class ChatTemplate:
 
     def _end_of_turn(self) -> int | None:
         """The added token that closes an assistant's turn."""
-        roles = ("user", "assistant")
-        if violation := self._violation(roles):
-            self.warnings.append(violation.description)
-            return None
-        closing = self._probe(roles).rpartition(_text(1))[2].lstrip()
+        closing = self._probe(("user", "assistant")).rpartition(_text(1))[2].lstrip()
         for id_ in self._ids(closing):
             if id_ in self._tokenizer.added_tokens_decoder:
                 return int(id_)
@@ -362,7 +393,7 @@ def _find_ends(
     """
     sources = [config, config.get_text_config()]
     if not gguf_file and (directory / "generation_config.json").is_file():
-        with _one_sentence(f"{directory}: generation_config.json"):
+        with one_sentence(f"{directory}: generation_config.json"):
             sources.append(GenerationConfig.from_pretrained(directory, local_files_only=True))
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -385,7 +416,7 @@ def _check_gguf(gguf: Path) -> list[int | None]:
     from gguf import GGUFReader
 
     _check_file(gguf)
-    with _one_sentence(f"{gguf}: not a readable GGUF file:"):
+    with one_sentence(str(gguf)):
         reader = GGUFReader(gguf)
     kinds = [f.contents() for key, f in reader.fields.items() if key.endswith(_ROPE)]
     if any(tensor.name.startswith("rope_") for tensor in reader.tensors):
@@ -399,7 +430,7 @@ def _check_gguf(gguf: Path) -> list[int | None]:
 
 
 @contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
+def one_sentence(what: str) -> Iterator[None]:
     """Turn all that libraries raise for damaged files into one line: ValueError."""
     try:
         yield
