@@ -131,6 +131,8 @@ TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{
 STRIPPED: dict[str, Any] = {"strips": True, "adds": True}
 TWO_BOS: dict[str, Any] = {"adds": True, "num_bos": 2}
 REGRESSION = (AutoModel, ("regression_head", one), True)
+# The code of Eurus, UltraRM, Athene, GRM, INF-ORM, Qwen2.5-Math-RM and InternLM2's `get_score` was
+# read for this, and the cards of FsfairX, GRM and AceMath; of the others, what is known of them.
 CARDS = {
     "Skywork-Reward-Llama-3.1-8B-v0.2": Card(**STRIPPED),
     "Skywork-Reward-V2-Qwen3-8B": Card("qwen3", **STRIPPED, changes={"head_dim": 8}),
