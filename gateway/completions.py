@@ -524,6 +524,8 @@ def call_of(
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
     sources.setdefault("sampling.max_tokens", "max_tokens")
+    for number, token_id in enumerate(request.logit_bias or ()):
+        sources[f"sampling.logit_bias[{number}]"] = f"logit_bias.{token_id}"
     sources["prompt.allow_special_tokens"] = "specrej.allow_special_tokens"
     model = model if has_preset else request.model
     options["model"] = names.get(model, model)

@@ -261,6 +261,12 @@ class Bodies:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # any web page may send other types to this port
             raise HTTPError(415, "content-type must be application/json", "unsupported_media_type")
+        if coding := request.headers.get("content-encoding", "").lower().replace("identity", ""):
+            raise HTTPError(
+                415,
+                f"content-encoding {coding[:40]} is not supported: send plain JSON",
+                "unsupported_media_type",
+            )
         body = bytearray()
         try:
             async with asyncio.timeout(self._seconds):

@@ -106,7 +106,16 @@ async def test_other_types_of_bodies_are_refused(
         status, headers, _ = await response_to(server.port, data)
         assert status == 415
         assert not [name for name in headers if name.startswith("access-control")]
-    assert not orchestrator.requests
+        kind = b"application/json"
+        for coding, status in (("gzip", 415), ("gzip, br", 415), ("identity", 200)):
+            coded = kind + f"\r\ncontent-encoding: {coding}".encode()
+            data = request(CHAT, BODY).replace(kind, coded)
+            answered, _, answer = await response_to(server.port, data)
+            assert answered == status
+            if status == 415:
+                text = f"content-encoding {coding} is not supported: send plain JSON"
+                assert answer["error"]["message"] == text
+    assert len(orchestrator.requests) == 1
 
 
 async def test_other_origins_only_if_they_are_set(address: str) -> None:

@@ -191,7 +191,7 @@ def test_options_arrive_as_the_clients() -> None:
     assert call.name_of("selection.n") == "model: sr-32.n"
     assert call.name_of("selection.rewards[0].weight") == "specrej.rewards[0].weight"
     assert call.name_of("sampling.min_tokens") == "specrej.min_tokens"
-    assert call.name_of("sampling.logit_bias[1].bias") == "logit_bias[1].bias"
+    assert call.name_of("sampling.logit_bias[1].bias") == "logit_bias.7.bias"
     assert call.name_of("sampling.max_tokens") == "max_tokens"  # its default, too
 
 

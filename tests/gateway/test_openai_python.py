@@ -202,7 +202,7 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
         ({"temperature": 1.99999, "top_p": 0}, "top_p"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"stop": [""]}, "stop[0]"),
-        ({"logit_bias": {"3": 1, "-1": 1}}, "logit_bias[1].token_id"),
+        ({"logit_bias": {"3": 1, "-1": 1}}, "logit_bias.-1.token_id"),
         ({"extra_body": extra(stop_token_ids=[10**6])}, "specrej.stop_token_ids[0]"),
         ({"messages": [*ASK, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
