@@ -25,7 +25,7 @@ PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
 # Packages of the schema, and of the stubs generated from it.
-STUBS := specrej/v1 specrej/backend/v1
+STUBS := specrej/v1 specrej/backend/v1 gateway/page/fields.js
 
 HELM_SHA256 := 28cc13abaf134c3a7e37f070c939be8d9cdc9825c3c8b8b2d35161073bcd4578
 KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437

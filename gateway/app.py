@@ -270,8 +270,9 @@ class Gateway:
         return JSONResponse({"records": [wire.to_plain(record) for record in records]})
 
     async def describe(self, http: HTTPRequest) -> Response:
-        """The service: generator, rewards, load, and for operators its backends."""
-        return JSONResponse(wire.to_plain(await self._read(http, self._client.describe)))
+        """The service: generator, rewards, load, for operators its backends; and `docs_url`."""
+        described = wire.to_plain(await self._read(http, self._client.describe))
+        return JSONResponse({**described, "docs_url": self._settings.docs_url})
 
     async def page(self, http: HTTPRequest) -> Response:
         """The page to watch requests."""

@@ -95,6 +95,11 @@ class GatewaySettings(ProcessSettings):
     max_header_bytes: int = Field(
         16384, ge=1024, le=2**20, description="most bytes of a request's headers"
     )
+    docs_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="address of the documents, for a link of the page",
+    )
     cors_origins: str = Field(
         "", description="origins, separated by commas, whose pages may call; empty: none"
     )

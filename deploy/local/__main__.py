@@ -24,7 +24,7 @@ from specrej.contracts import Generation, Options
 from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.security import credentials_from
 
-_PROMPT = "Give three tips for staying focused while studying."
+_PROMPT = "How do plants make their food?"
 _OPTIONS = Options(n=32, max_tokens=256, temperature=0.7, seed=1)
 _STARTING = "starting valkey, generator, reward service, orchestrator and gateway"
 _DEFAULT = Ports()

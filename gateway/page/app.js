@@ -1,7 +1,7 @@
 // The page: routes by the address's hash, runs requests, replays records.
 
 import { get, setToken, stream, token } from './api.js';
-import { arrange, bodyOf, byBestOfN, codeOf, drawSeed, offer } from './ask.js';
+import { arrange, bodyOf, byBestOfN, codeOf, drawSeed, explain, offer } from './ask.js';
 import { count, h, isStill, seconds, set, setText } from './dom.js';
 import { Operate } from './operate.js';
 import { cost, initial, reduce } from './reduce.js';
@@ -11,12 +11,13 @@ import './race.js';
 
 const KEPT = 32; // runs of this page whose events are kept
 const WATCHED_MS = 250; // between drawings of the comparison
+const RETRY_MS = 2000; // between looks at a model that loads
 
 const NAMES = { 'speculative-rejection': 'Speculative Rejection', 'best-of-n': 'Best-of-N' };
 
 const $ = (id) => document.getElementById(id);
 const form = $('ask');
-const remembered = new Map(); // events by request id: unlike records, they have texts
+const remembered = new Map(); // {events, prompt} by request id: unlike records, with texts
 let runs = [];
 let isSent = false; // whether the form's current request has been sent
 
@@ -56,6 +57,7 @@ class Run {
 
   async start(body) {
     this.reset();
+    this.prompt = body.messages[0].content;
     const { abort } = this;
     const take = (name, data) => abort === this.abort && this.take(name, data); // unless replaced
     this.isBusy = true;
@@ -87,7 +89,7 @@ class Run {
   keep() {
     const { id } = this.state;
     if (!id) return;
-    remembered.set(id, this.events);
+    remembered.set(id, { events: this.events, prompt: this.prompt });
     if (remembered.size > KEPT) remembered.delete(remembered.keys().next().value);
     this.race.find('actions').replaceChildren(h('a', { href: `#record=${id}`, text: 'Replay' }));
   }
@@ -100,8 +102,8 @@ const other = new Run($('other'));
 
 async function ask(event) {
   event.preventDefault();
+  if ($('run').disabled) return;
   stop();
-  if (!form.elements.model.value) await describe();
   if (isSent) renew();
   isSent = true;
   const body = bodyOf(form),
@@ -143,6 +145,13 @@ function compare() {
     gap = sides[0].reward - sides[1].reward;
   const difference =
     Math.abs(gap) < 5e-4 ? 'the same' : `${gap > 0 ? '+' : '−'}${fixed(Math.abs(gap))}`;
+  const verdictOf = (name, [ours, theirs]) => {
+    if (name === 'reward') return [difference, gap <= -5e-4];
+    const isMore = ours > theirs;
+    const ratio = Math.max(ours, theirs) / Math.max(1e-9, Math.min(ours, theirs));
+    const word = { seconds: ['faster', 'slower'], tokens: ['fewer', 'more'] }[name][+isMore];
+    return [`${ratio.toFixed(1)} times ${word}`, isMore];
+  };
   for (const [name, format] of Object.entries({ seconds, tokens: count, reward: fixed })) {
     const values = sides.map((side) => side[name]),
       row = $(`compare-${name}`);
@@ -152,9 +161,10 @@ function compare() {
       meter.max = Math.max(0, ...values) || Number(meter.min === 0);
       meter.value = values[index];
     });
-    const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)} times`;
-    const verdicts = { seconds: `${ratio} faster`, tokens: `${ratio} fewer`, reward: difference };
-    setText(row.querySelector('.verdict'), isDone ? verdicts[name] : isOver ? '–' : '…');
+    const [text, isLoss] = verdictOf(name, values);
+    const verdict = row.querySelector('.verdict');
+    set(verdict, { class: `verdict ${isDone && isLoss ? 'bad' : 'accent'}` });
+    setText(verdict, isDone ? text : isOver ? '–' : '…');
   }
 }
 
@@ -189,6 +199,10 @@ form.addEventListener('invalid', show, true);
 $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
+$('share').addEventListener('click', async () => {
+  const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  setText($('share'), copied ? 'Copied' : 'Copy the address of this page');
+});
 $('copy').addEventListener('click', async () => {
   try {
     await navigator.clipboard.writeText(code());
@@ -204,6 +218,8 @@ $('copy').addEventListener('click', async () => {
 
 let player = new Player([]);
 let lastFrame = 0;
+
+const brief = (text) => (text.length > 80 ? `${text.slice(0, 79)}…` : text);
 
 async function list() {
   const { records } = await get('v1/specrej/records');
@@ -221,7 +237,8 @@ async function list() {
     const current = { 'aria-current': location.hash === href && 'true' };
     const time = new Date(record.started_unix_s * 1000).toLocaleTimeString();
     const link = h('a', { href, ...current, text: `${kind} of ${n || '?'}` });
-    const lines = [time, facts.filter(Boolean).join(' · ')];
+    const prompt = remembered.get(record.request_id)?.prompt;
+    const lines = [prompt && brief(prompt), time, facts.filter(Boolean).join(' · ')].filter(Boolean);
     return h('li', {}, link, ...lines.map((text) => h('p', { class: 'muted', text })));
   });
   const none = h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' });
@@ -231,13 +248,16 @@ async function list() {
 async function replay(id) {
   const path = `v1/specrej/records/${encodeURIComponent(id)}`;
   const failed = (error) => [{ at: 0, name: 'error', data: { error } }];
-  const events = remembered.get(id) ?? (await get(path).then(eventsOf, failed));
+  const own = remembered.get(id);
+  const events = own?.events ?? (await get(path).then(eventsOf, failed));
   if (location.hash !== `#record=${id}`) return;
   player = new Player(events);
   player.speed = Number($('speed').value);
   $('past').removeAttribute('idle');
   $('past').label = `Replay of ${id.slice(0, 8)}`;
   $('player').hidden = false;
+  setText($('asked'), own?.prompt ?? '');
+  setText($('share'), 'Copy link');
   play(!isStill.matches);
 }
 
@@ -300,10 +320,20 @@ async function describe() {
     const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
     offer(form, description);
+    set($('docs'), { href: description.docs_url || null });
+    $('docs').hidden = !description.docs_url;
+    $('run').disabled = false;
+    setText($('run'), 'Run');
+    for (const race of document.querySelectorAll('[idle=loading]')) {
+      race.setAttribute('idle', 'ready');
+      race.show(initial(), () => 0);
+    }
     showCode();
   } catch (error) {
     setText($('service'), error.message);
+    setText($('run'), error.needsToken ? 'No token' : 'Loading');
     if (error.needsToken) askToken();
+    else setTimeout(describe, RETRY_MS); // the model loads, or a service starts
   }
 }
 
@@ -323,6 +353,7 @@ $('token').addEventListener('close', ({ target }) => {
 });
 addEventListener('hashchange', route);
 
+explain(form);
 arrange(form);
 renew();
 describe();

@@ -1,8 +1,28 @@
 // The form: what it shows for the chosen options, the request that it stands for, and code for it.
 
 import { h, set, setText } from './dom.js';
+import { FIELDS } from './fields.js';
 
 const ORCHESTRATOR_PORT = 50050; // by default
+
+// A mark after each field's name, which shows the schema's comment on it.
+export function explain(form) {
+  for (const part of form.querySelectorAll('[data-help]')) {
+    const text = FIELDS[part.dataset.help];
+    const name = part.firstChild.textContent.trim() || part.textContent.trim();
+    const field = part.querySelector('input, select');
+    const mark = h('span', { class: 'help', title: text, text: '?', 'aria-hidden': 'true' });
+    const note = h('small', { id: `about-${field?.name ?? 'rewards'}`, text, hidden: true });
+    mark.addEventListener('click', (event) => {
+      event.preventDefault(); // the label would focus or check its field
+      note.hidden = !note.hidden;
+    });
+    if (field) set(field, { 'aria-label': name, 'aria-describedby': note.id });
+    if (field && field !== part.firstChild) field.before(mark);
+    else part.append(mark);
+    part.append(note);
+  }
+}
 
 // Draw the seed of requests whose field is empty.
 export function drawSeed(form) {

@@ -5,7 +5,7 @@ import './density.js';
 import './lanes.js';
 import { count, h, isStill, seconds, set, setText } from './dom.js';
 import { cost, DENSE, initial, scoreOf, tokensOf } from './reduce.js';
-import { described, fateOf, fixed, markOf, sentence } from './words.js';
+import { described, fateOf, fixed, lossOf, markOf, sentence } from './words.js';
 
 const EASE_MS = 110;
 
@@ -99,6 +99,7 @@ export class Race extends HTMLElement {
     const ms = state.totalMs ?? this.#clock();
     this.#write({
       live: state.n ? `${state.numLive} / ${state.n}` : '–',
+      'best-head': isFinal ? 'reward' : 'best of the round',
       best: fixed(state.best),
       made: state.n ? count(made) : '–',
       'saved-head': isFinal ? 'tokens saved' : 'saved so far',
@@ -127,6 +128,7 @@ export class Race extends HTMLElement {
   }
 
   #slots({ slots, capacity }) {
+    this.find('slots').parentElement.hidden = !slots.length;
     const most = Math.max(0, ...slots.map((item) => item.session));
     const isNear = capacity < 3 * most; // else its line would flatten the others
     const line = isNear ? 'dashed: ' : '';
@@ -145,6 +147,7 @@ export class Race extends HTMLElement {
       }),
     );
     const lines = [0, 1, 2, 3].map((index) => points.map((point) => point[index]));
+    this.find('rewards').parentElement.hidden = !points.length;
     const best = rounds.length ? `best ${fixed(rounds.at(-1).best_score)}` : 'no rewards yet';
     this.find('rewards').show(lines, best);
   }
@@ -163,7 +166,7 @@ export class Race extends HTMLElement {
     const hint = state.phase === 'running' ? 'Texts come with the end of a round.' : '';
     this.#write({
       'card-head': `Candidate ${lane.id}`,
-      'fate-text': described(lane),
+      'fate-text': [described(lane), lossOf(state, lane)].filter(Boolean).join('; '),
       'text-so-far': lane.text.trim() || hint,
     });
     const use = this.find('card').querySelector('use');

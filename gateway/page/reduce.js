@@ -101,7 +101,9 @@ function round(state, at, { round: trace, survivors, best_text: bestText, texts 
     const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;
     const score = { round: trace.number, token: tokens, score: traced?.score };
     const scores = traced ? [...old.scores, score] : old.scores;
-    return { ...old, fate, tokens, scores, text: written.get(old.id) ?? old.text };
+    // Once the text is certain, only its parts are sent.
+    const text = written.get(old.id) ?? (old.id === state.winner ? state.answer : old.text);
+    return { ...old, fate, tokens, scores, text };
   });
   const numRows = addForks(lanes, trace, state.numRows);
   const all = lanes.flatMap((each) => each.scores.map(({ score }) => score)).sort((a, b) => a - b);

@@ -12,7 +12,10 @@ export function sentence(state) {
   if (state.phase === 'finished') {
     const made = cost(state).made.toLocaleString('en');
     const reward = `with reward ${fixed(state.best)}`;
-    return `Candidate ${state.winner} of ${state.n} is the answer, ${reward}, of ${made} tokens.`;
+    const answer = `Candidate ${state.winner} of ${state.n} is the answer, ${reward}, of ${made} tokens.`;
+    const losses = state.lanes.map((lane) => ({ lane, loss: lossOf(state, lane) }));
+    const [top] = losses.filter(({ loss }) => loss).sort((x, y) => topOf(y.lane).score - topOf(x.lane).score);
+    return top ? `${answer} Candidate ${top.lane.id} is not: ${top.loss}.` : answer;
   }
   if (!trace)
     return state.n ? `${state.n} candidates have started.` : 'Each candidate gets a lane here.';
@@ -30,6 +33,27 @@ export function described(lane) {
   const end = isLive(lane) ? '' : ` at token ${lane.tokens}`;
   const parent = lane.parent === null ? '' : `, a fork of ${lane.parent} from token ${lane.from}`;
   return `${fateOf(lane)}${end}, reward ${fixed(scoreOf(lane))}${parent}`;
+}
+
+const topOf = ({ scores }) => scores.reduce((top, each) => (each.score > top.score ? each : top));
+
+// Why a candidate that had a higher reward than the answer is not the answer; empty for others.
+export function lossOf(state, lane) {
+  const isOver = state.phase === 'finished' && lane.id !== state.winner && lane.scores.length;
+  if (!isOver || !(topOf(lane).score > state.best + 5e-4)) return '';
+  const [last, top] = [lane.scores.at(-1), topOf(lane)];
+  if (last.score <= state.best + 5e-4) {
+    const fall = `its reward fell from ${fixed(top.score)} at token ${top.token}`;
+    return `${fall} to ${fixed(last.score)} at token ${last.token}`;
+  }
+  const reward = `its reward was ${fixed(last.score)}`;
+  if (lane.fate === 'vetoed') return `${reward}, but a reward vetoed it`;
+  if (lane.fate === 'finished') return `${reward}, but complete answers without a veto were preferred`;
+  if (lane.fate !== 'rejected') return `${reward}, but the deadline came before its end`;
+  const { candidates } = state.rounds.find(({ number }) => number === last.round);
+  const rank = 1 + candidates.findIndex((traced) => traced.candidate_id === lane.id);
+  const cut = `number ${rank} of ${candidates.length} at token ${last.token}, and rejected`;
+  return `${reward}, ${cut}: rewards of longer texts can be lower`;
 }
 
 // The color of a score; null: not scored yet.

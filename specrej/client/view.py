@@ -63,14 +63,16 @@ def cells(trace: RoundTrace, n: int) -> dict[str, str]:
 
 
 def survivors_bar(trace: RoundTrace, n: int) -> str:
-    """A bar of `n` candidates: live, lost or finished in this round, gone before.
+    """A bar of `n` candidates: live, finished or lost in this round, gone before.
 
-    At least one cell is live if a candidate is, however many there were.
+    At least one cell is live, and one finished, if a candidate is and there is room.
     """
     total = max(n, trace.num_started, 1)
     live = _bar_cells(trace.num_live, total)
-    started = max(live, _bar_cells(trace.num_started, total))
-    return "█" * live + "▒" * (started - live) + "░" * (BAR_CELLS - started)
+    finished = min(BAR_CELLS - live, _bar_cells(trace.num_finished, total))
+    lost = max(0, _bar_cells(trace.num_started, total) - live - finished)
+    ended = _MARKS[Fate.FINISHED] * finished + "▒" * lost
+    return "█" * live + ended + "░" * (BAR_CELLS - live - len(ended))
 
 
 def _bar_cells(candidates: int, total: int) -> int:

@@ -46,6 +46,7 @@ def printed(renderable: RenderableType, width: int = 120) -> str:
             "  slots 1,544 (\N{MINUS SIGN}512)  tok/s 361",
         ),
         ({"num_finished": 3, "num_rejected": 1}, "live 8→4  finished 3  best"),
+        ({"num_finished": 2, "num_rejected": 2}, "candidates ██◆▒░░░░░░░░░░░░"),
         ({"freed_slots": 0, "extend_ms": 0.0}, "slots 1,544  tok/s 0"),
         ({"forks": (c.Fork(8, 1),), "num_vetoed": 2}, "live 8→4 (1 forks) (2 vetoed)"),
     ],
@@ -61,8 +62,11 @@ def test_the_bar_is_whole_and_shows_survivors(n: int, data: st.DataObject) -> No
     """Guards against bars of changing length, and against one survivor of many shown as none."""
     started = data.draw(st.integers(0, max(n, 1)))
     live = data.draw(st.integers(0, started))
-    bar = survivors_bar(trace(1, num_started=started, num_live=live), n)
+    finished = data.draw(st.integers(0, started - live))
+    done = trace(1, num_started=started, num_live=live, num_finished=finished)
+    bar = survivors_bar(done, n)
     assert len(bar) == BAR_CELLS
+    assert ("◆" in bar) == (finished > 0 and bar != "█" * BAR_CELLS)
     assert ("█" in bar) == (live > 0)
 
 

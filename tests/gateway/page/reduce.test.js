@@ -7,7 +7,7 @@ import test from 'node:test';
 const page = new URL('../../../gateway/page/', import.meta.url);
 const { cost, initial, isLive, level, reduce, scoreOf } = await import(new URL('reduce.js', page));
 const { columnsOf } = await import(new URL('columns.js', page));
-const { described, sentence } = await import(new URL('words.js', page));
+const { described, lossOf, sentence } = await import(new URL('words.js', page));
 const { eventsOf, Player } = await import(new URL('replay.js', page));
 
 const folder = new URL('streams/', import.meta.url);
@@ -38,6 +38,20 @@ function fatesOf(finished) {
 }
 
 test('there are recorded streams', () => assert.deepEqual(names.sort(), ['branching', 'cached', 'certain', 'rejection', 'stopped', 'vetoed']));
+
+test('a candidate that was above the answer has a reason, others have none', () => {
+  const states = names.map((name) => fold(recorded(name).events)).filter(({ phase }) => phase === 'finished');
+  const reasons = states.flatMap((state) => state.lanes.map((lane) => {
+    const isHigher = lane.id !== state.winner && lane.scores.some(({ score }) => score > state.best + 1e-3);
+    assert.equal(Boolean(lossOf(state, lane)), isHigher, lossOf(state, lane));
+    return lossOf(state, lane);
+  }));
+  assert.ok(reasons.some((reason) => /number \d+ of \d+ at token \d+, and rejected/.test(reason)));
+  const fallen = { ...states[0].lanes[0], id: 999, scores: [{ score: states[0].best + 0.1, token: 16 }, { score: states[0].best - 0.1, token: 32 }] };
+  assert.match(lossOf(states[0], fallen), /fell from \d\.\d+ at token 16 to \d\.\d+ at token 32/);
+  assert.match(lossOf(states[0], { ...fallen, fate: 'vetoed', scores: fallen.scores.slice(0, 1) }), /vetoed/);
+  assert.ok(states.some((state) => /is the answer.* Candidate \d+ is not: its reward/.test(sentence(state))));
+});
 
 for (const name of names) {
   const { events, record } = recorded(name);

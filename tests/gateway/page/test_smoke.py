@@ -105,6 +105,44 @@ async def test_a_token_stays_in_the_session_and_goes_to_the_gateway(
     await fresh.load()
 
 
+async def test_a_page_that_comes_before_the_model_waits_for_it(fresh: Window, stack: Stack) -> None:
+    """Guards against a request without a model, and a form that stays empty once it is there."""
+    async with gateway_at("127.0.0.1:1", allow_anonymous=True) as early:
+        client = early._gateway._client
+        await fresh.load(url=f"http://127.0.0.1:{early.port}")
+        await fresh.until("document.getElementById('service').textContent")
+        assert await fresh.text("#run") == "Loading"
+        await fresh.js("document.querySelector('form').requestSubmit()")
+        await fresh.js("document.querySelector('#ask > details').open = true")
+        async with Client(stack.orchestrator_address) as early._gateway._client:
+            await fresh.until("document.getElementById('run').textContent === 'Run'")
+            assert await fresh.js("return document.querySelector('[name=model]').value")
+            about = "document.getElementById('about-alpha')"
+            await fresh.js(f"{about}.parentElement.querySelector('.help').click()")
+            assert "rejected at each decision token" in await fresh.js(f"return {about}.innerText")
+        early._gateway._client = client
+        assert (await fresh.state())["phase"] == "waiting"
+    await fresh.load()
+    await fresh.requests()  # of the other gateway
+    assert all("50" in entry["message"] for entry in await fresh.page.log())
+
+
+async def test_own_prompts_are_listed_and_empty_charts_hidden(fresh: Window) -> None:
+    """Guards against requests that only their times tell apart, and charts of nothing."""
+    charts = "[...document.querySelectorAll('#live specrej-chart')]"
+    num_shown = f"return {charts}.filter((chart) => chart.checkVisibility()).length"
+    await fresh.frames(2)
+    assert await fresh.js(num_shown) == 0
+    await fresh.run(**{**SEEDED, "prompt": "What is rare?"})
+    assert await fresh.ended() == "finished"
+    assert await fresh.js(num_shown) == 2
+    await fresh.go(f"#record={(await fresh.state())['id']}")
+    await fresh.until("document.getElementById('recent').textContent.includes('What is rare?')")
+    assert await fresh.text("#asked") == "What is rare?"
+    await fresh.press("Copy link")
+    await fresh.until("document.getElementById('share').textContent !== 'Copy link'")
+
+
 async def test_errors_are_shown_with_their_field(fresh: Window) -> None:
     """Guards against a request that seems to wait for ever."""
     await fresh.run(n=4, max_tokens=16, schedule="tokens", tokens="9, 8")
