@@ -375,6 +375,8 @@ class ChatRequest(Request):
     ] = None
     messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
     max_completion_tokens: _MaxTokens = None
+    continue_final_message: Annotated[bool | None, Maps("prompt.continue_final")] = None
+    add_generation_prompt: Annotated[bool | None, Maps("prompt")] = None
     logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
@@ -438,6 +440,9 @@ def _name(location: tuple[int | str, ...]) -> str:
 def _contradictions(request: Request) -> Iterator[Violation]:
     if request.stream_options and not request.stream:
         yield Violation("stream_options", "needs stream: true")
+    begins = getattr(request, "add_generation_prompt", None)
+    if begins is False and not getattr(request, "continue_final_message", None):
+        yield Violation("add_generation_prompt", "false needs continue_final_message: true")
     fields = [(name, option, value) for name, option, value in _options_set(request)]
     known = {option: (name, value) for name, option, value in reversed(fields)}
     given = [(f"specrej.{name}", name, value) for name, value in request.extension]
@@ -577,7 +582,8 @@ def _prompt(request: Request, index: int) -> Prompt:
         return Prompt(text=request.prompt[index], allow_special_tokens=special)
     assert isinstance(request, ChatRequest)
     turns = tuple(Message(message.role, message.content) for message in request.messages)
-    return Prompt(messages=turns, allow_special_tokens=special)
+    continues = bool(request.continue_final_message)
+    return Prompt(messages=turns, allow_special_tokens=special, continue_final=continues)
 
 
 # Answers

@@ -47,7 +47,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         self.check_loaded()
         prompt = wire.from_message(request.prompt, Prompt)
-        raise_if_any([*check_prompt(prompt), *self._check_size(request.responses, "responses")])
+        raise_if_any([*_check_question(prompt), *self._check_size(request.responses, "responses")])
         responses = list(request.responses)
         worker = self.find(request.reward)
         scores = await worker.score(prompt, responses, whole=not request.unfinished)
@@ -130,7 +130,7 @@ class _ScoringStream:
         if self._session is not None:
             raise OutOfOrder("the session is open already")
         prompt = wire.from_message(request.prompt, Prompt)
-        raise_if_any(check_prompt(prompt, "open.prompt"))
+        raise_if_any(_check_question(prompt, "open.prompt"))
         worker = self._servicer.find(request.reward)
         self._session = await self._stack.enter_async_context(worker.open(prompt))
         return pb.ScoringOpened(fingerprint=worker.description.fingerprint)
@@ -148,3 +148,9 @@ class _ScoringStream:
         return pb.BatchScores(
             scores=scores.values, computed_tokens=scores.computed_tokens, compare=scores.compare
         )
+
+
+def _check_question(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
+    yield from check_prompt(prompt, path)
+    if prompt.continue_final:
+        yield Violation(f"{path}.continue_final", "must be false: responses have all of the answer")

@@ -307,9 +307,14 @@ class ChatTemplate:
             )
 
     def write(
-        self, conversations: Sequence[Sequence[Message]], *, answers: bool = False
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        answers: bool = False,
+        continues: bool = False,
     ) -> list[str]:
-        """Conversations as text; `answers`: up to where an answer begins.
+        """Conversations as text; `answers`: up to where an answer begins; `continues`: up to the
+        end of the last turn's text.
 
         Raises:
             InvalidRequest: the template refuses one, or would leave a turn out.
@@ -318,11 +323,13 @@ class ChatTemplate:
             if violation := self._violation(tuple(turn.role for turn in turns)):
                 raise InvalidRequest([violation])
         try:
-            return self._write(conversations, answers=answers)
+            return self._write(conversations, answers=answers, continues=continues)
         except Exception as error:
             raise InvalidRequest([self._refused((), error)]) from error
 
-    def _write(self, conversations: Sequence[Sequence[Message]], *, answers: bool) -> list[str]:
+    def _write(
+        self, conversations: Sequence[Sequence[Message]], *, answers: bool, continues: bool = False
+    ) -> list[str]:
         def content(text: str) -> Any:
             return [{"type": "text", "text": text}] if self._takes_parts else text
 
@@ -331,7 +338,10 @@ class ChatTemplate:
             for conversation in conversations
         ]
         written: list[str] = self._tokenizer.apply_chat_template(
-            turns, add_generation_prompt=answers, tokenize=False
+            turns,
+            add_generation_prompt=answers,
+            continue_final_message=continues,
+            tokenize=False,
         )
         return written
 

@@ -81,7 +81,8 @@ class Text:
                 [Violation("prompt.messages", "the model has no chat template: use prompt.text")]
             )
         turns = [Message(turn.role, as_text(turn.content)) for turn in prompt.messages]
-        (rendered,) = self._template.write([turns], answers=True)
+        continues = prompt.continue_final
+        (rendered,) = self._template.write([turns], answers=not continues, continues=continues)
         # The template has written the special tokens already.
         return self._encode(rendered, add_special_tokens=False)
 

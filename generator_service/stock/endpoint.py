@@ -288,6 +288,8 @@ def _request(
         body["logprobs"] = 0 if spec.prompt.text else True
     if spec.prompt.text:
         return "/completions", {**body, "prompt": spec.prompt.text}
+    if spec.prompt.continue_final:  # as vLLM's API has it
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
     turns = [{"role": turn.role, "content": turn.content} for turn in spec.prompt.messages]
     return "/chat/completions", {**body, "messages": turns}
 

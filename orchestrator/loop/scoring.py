@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -71,7 +71,7 @@ class RequestScorer:
     ) -> None:
         """`scorers`: at least one. `patience_s`: the longest wait for their opening."""
         self._scorers = scorers
-        self._prompt = prompt
+        self._prompt, self._beginning = prompt.question, prompt.beginning
         self._may_fall_back = may_fall_back
         self._patience_s = patience_s
         self._exit = AsyncExitStack()
@@ -106,7 +106,7 @@ class RequestScorer:
         if self._sessions:
             try:
                 async with asyncio.timeout(patience_s):
-                    parts = await _all_checked(self._sessions, candidates)
+                    parts = await _all_checked(self._sessions, self._begun(candidates))
                 return RawScores(
                     tuple(zip(*(part.values for part in parts), strict=True)),
                     sum(part.computed_tokens for part in parts),
@@ -116,6 +116,11 @@ class RequestScorer:
             except _REWARD_FAILED as error:
                 self._fall_back(error)
         return _likelihoods(candidates)
+
+    def _begun(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates with the text that they continue."""
+        before = self._beginning
+        return [replace(c, text=before + c.text) for c in candidates] if before else candidates
 
     def replaced(self, candidates: Sequence[Candidate], error: Exception) -> RawScores:
         """The likelihoods in place of late scores, or of an invalid sum; raises `error` if not

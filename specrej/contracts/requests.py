@@ -50,17 +50,29 @@ class Prompt:
     """A conversation or raw text, exactly one of the two.
 
     Control tokens such as `<|im_start|>` in either are text, unless `allow_special_tokens` is set,
-    which only raw text may have.
+    which only raw text may have. With `continue_final` the last turn is the assistant's, and
+    answers continue its text.
     """
 
     messages: tuple[Message, ...] = ()
     text: str = ""
     allow_special_tokens: bool = False
+    continue_final: bool = False
 
     @classmethod
     def from_user(cls, content: str) -> Prompt:
         """A conversation of one user turn."""
         return cls(messages=(Message("user", content),))
+
+    @property
+    def question(self) -> Prompt:
+        """The prompt without the beginning of its answers."""
+        return Prompt(self.messages[:-1]) if self.continue_final else self
+
+    @property
+    def beginning(self) -> str:
+        """The text that answers continue."""
+        return self.messages[-1].content if self.continue_final else ""
 
     @property
     def turns(self) -> tuple[Message, ...]:

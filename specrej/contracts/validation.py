@@ -133,13 +133,19 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
             yield Violation(f"{where}.role", f"must be one of {', '.join(ROLES)}")
         if message.role == "user" and not message.content.strip():
             yield Violation(f"{where}.content", "must not be blank")
-    if prompt.messages and prompt.messages[-1].role != "user":
-        yield Violation(
-            f"{path}.messages[{len(prompt.messages) - 1}].role", "must be user (last turn)"
-        )
+    if prompt.messages or prompt.continue_final:
+        yield from _check_last_turns(prompt, path)
     size = len(prompt.text) + sum(len(message.content) for message in prompt.messages)
     if size > MAX_PROMPT_CHARACTERS:
         yield Violation(path, f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {size}")
+
+
+def _check_last_turns(prompt: Prompt, path: str) -> Iterator[Violation]:
+    roles = ["user", "assistant"] if prompt.continue_final else ["user"]
+    if [turn.role for turn in prompt.messages[-len(roles) :]] != roles:
+        last = max(0, len(prompt.messages) - 1)
+        accepted = f"must be {' before '.join(roles)} (last turn)"
+        yield Violation(f"{path}.messages[{last}].role", accepted)
 
 
 def check_sampling(

@@ -108,16 +108,21 @@ class Prompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Raw text, tokenised without a template; not blank."""
     allow_special_tokens: _builtins.bool
     """Read control tokens in the raw text as such: for callers that write the template themselves, and
     trust all of the text. Refused with messages; part of the cache key.
     """
+    continue_final: _builtins.bool
+    """The last turn is the assistant's, and answers continue its text, which they do not repeat. Rewards
+    read it as the beginning of every response; structured_output applies to the new text alone.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """A conversation, rendered with the model's own chat template; the last turn is the user's; at
-        most 1024.
+        """A conversation, rendered with the model's own chat template; the last turn is the user's, with
+        continue_final the one before it; at most 1024.
         """
 
     def __init__(
@@ -126,10 +131,11 @@ class Prompt(_message.Message):
         messages: _abc.Iterable[Global___Message] | None = ...,
         text: _builtins.str = ...,
         allow_special_tokens: _builtins.bool = ...,
+        continue_final: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special_tokens", b"allow_special_tokens", "messages", b"messages", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special_tokens", b"allow_special_tokens", "continue_final", b"continue_final", "messages", b"messages", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

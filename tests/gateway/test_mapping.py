@@ -381,3 +381,13 @@ def test_fields_of_vllm_arrive(given: dict[str, Any], options: dict[str, Any]) -
 @pytest.mark.parametrize("given", [{"json": {}, "regex": "a"}, {}, {"regex": 1}, {"choice": []}])
 def test_a_structured_output_is_of_one_kind(given: dict[str, Any]) -> None:
     assert violations(structured_outputs=given).keys() == {"structured_outputs"}
+
+
+def test_the_last_turn_of_the_assistant_can_be_continued() -> None:
+    """Guards against an answer that begins anew, as clients of vLLM ask for its continuation."""
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
+    fields = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    prompt = call_of(chat(**fields), PRESETS).prompt
+    assert (prompt.continue_final, prompt.beginning) == (True, "Because")
+    fields["continue_final_message"] = False
+    assert violations(**fields).keys() == {"add_generation_prompt"}

@@ -86,6 +86,18 @@ def test_messages_go_through_the_chat_template_once(text: Text) -> None:
     assert rendered == expected + "<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("beginning", ["Sure: ", "<|im_end|>", ""])
+def test_an_answer_is_continued_where_its_beginning_ends(text: Text, beginning: str) -> None:
+    """Guards against a new turn after the beginning, and one that ends by a control token."""
+    asked = (Message("user", "Hi!"),)
+    begun = Prompt((*asked, Message("assistant", beginning)), continue_final=True)
+    rendered = tokenizer().decode(text.encode(Prompt(asked))) + beginning
+    assert tokenizer().decode(text.encode(begun)).rstrip() == rendered.rstrip()
+    special = tokenizer().added_tokens_decoder
+    count = [sum(i in special for i in text.encode(p)) for p in (begun, Prompt(asked))]
+    assert count[0] == count[1]
+
+
 # Two noncharacters are marks, which are removed from callers' texts.
 UNMARKED = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1"))
 

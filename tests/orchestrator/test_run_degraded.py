@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from specrej.contracts import (
     FinishReason,
     Forks,
     GeneratorLost,
+    Message,
+    Prompt,
     Schedule,
     Scores,
     SessionSpec,
@@ -199,6 +202,26 @@ async def test_the_likelihood_replaces_scores_whose_sum_overflows() -> None:
     assert generation.degradations == (Degradation.REWARD,)
     with pytest.raises(RewardInvalid):
         await answer(replace(weighted, allow_degraded=False), ToyGenerator(), huge)
+
+
+async def test_rewards_read_the_beginning_as_a_part_of_the_answers() -> None:
+    """Guards against rewards that judge the second half of a sentence, and a prompt that ends with
+    an assistant's turn, which their templates would close."""
+    seen: list[Any] = []
+
+    @asynccontextmanager
+    async def scorer(prompt: Prompt) -> AsyncIterator[Any]:
+        async def score(candidates: Sequence[Candidate]) -> Scores:
+            seen.append((prompt, [candidate.text for candidate in candidates]))
+            return Scores((0.5,) * len(candidates))
+
+        yield SimpleNamespace(score=score)
+
+    user = Message("user", "Why?")
+    begun = Prompt((user, Message("assistant", "Because ")), continue_final=True)
+    async with RequestScorer([scorer], begun) as session:
+        await session.score([Candidate(0, "it rains.", 3, -1.0)])
+    assert seen == [(Prompt((user,)), ["Because it rains."])]
 
 
 async def test_a_failing_reward_cancels_the_others() -> None:

@@ -121,6 +121,13 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
         yield replace(GOOD, prompt=prompt), field
     yield with_turns(("tool", "a"), ("user", "b")), "prompt.messages[0].role"
     yield with_turns(("user", "a"), ("assistant", "b")), "prompt.messages[1].role"
+    for turns, field in (
+        ((("user", "a"),), "messages[0].role"),
+        ((("assistant", "a"),), "messages[0].role"),
+        ((("user", "a"), ("assistant", "b"), ("assistant", "c")), "messages[2].role"),
+    ):
+        begun = with_turns(*turns)
+        yield replace(begun, prompt=replace(begun.prompt, continue_final=True)), f"prompt.{field}"
     turns = ("user", " "), ("assistant", "b"), ("user", "c")
     yield with_turns(*turns), "prompt.messages[0].content"
 
