@@ -18,7 +18,7 @@ from specrej.backend.v1 import generator_pb2_grpc
 from specrej.contracts import (
     Generator,
     GeneratorDescription,
-    Growth,
+    Round,
     Session,
     SessionSpec,
     wire,
@@ -149,15 +149,15 @@ class _Commands:
         if not 1 <= command.until_tokens <= self._max_tokens:
             description = f"must be 1 .. {self._max_tokens}, is {command.until_tokens}"
             raise InvalidRequest([Violation("extend.until_tokens", description)])
-        parts: asyncio.Queue[Growth | None] = asyncio.Queue()
+        parts: asyncio.Queue[Round | None] = asyncio.Queue()
         report = parts.put_nowait if command.report else None
         extending = asyncio.create_task(session.extend(command.until_tokens, report))
         extending.add_done_callback(lambda _: parts.put_nowait(None))
         try:
             while part := await parts.get():
-                grown = self._texts.to_message(part, pb.SessionGrown)
+                grown = self._texts.to_message(part)
                 await self._write(pb.SessionResponse(sequence=sequence, grown=grown))
-            batch = self._texts.to_message(await extending, pb.PrefixBatch)
+            batch = self._texts.to_message(await extending)
         finally:
             await ended(extending)
         return pb.SessionResponse(prefix_batch=batch)

@@ -27,18 +27,15 @@ from generator_service.engine.commands import (
 )
 from specrej.contracts import (
     NO_FORKS,
-    Candidate,
     FinishReason,
     Forks,
     GeneratorDescription,
-    Growth,
     Pruned,
     Report,
     Round,
     RoundEnd,
     SessionSpec,
     SlotGauge,
-    TokenText,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.slots import SlotLedger
@@ -109,13 +106,11 @@ class ToySession:
             self._step()
             self._generator.on_step(Step(step_s, rows, generated=rows))
             if report and self._live and self._num_tokens < until and self._rate.is_due():
-                parts, tokens = self._report(self._live if len(self._unreported) == 1 else ())
-                num_live = len(self._live)
-                report(Growth(parts, self._num_tokens, num_live, self._gauge(), tokens))
-        candidates, tokens = self._report(self._unreported)
+                grown = self._live if len(self._unreported) == 1 else ()
+                report(self._round(grown, num_live=len(self._live)))
+        ended = self._round(self._unreported, ended_by if self._live else RoundEnd.ALL_FINISHED)
         self._unreported = list(self._live)
-        ended_by = ended_by if self._live else RoundEnd.ALL_FINISHED
-        return Round(candidates, ended_by, self._num_tokens, self._gauge(), tokens)
+        return ended
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         live = {candidate.id: candidate for candidate in self._live}
@@ -157,12 +152,16 @@ class ToySession:
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
 
-    def _report(
-        self, grown: Sequence[GrowingCandidate]
-    ) -> tuple[tuple[Candidate, ...], tuple[TokenText, ...]]:
-        has_logprobs = self._sampling.logprobs
+    def _round(
+        self,
+        grown: Sequence[GrowingCandidate],
+        ended_by: RoundEnd = RoundEnd.DECISION_TOKEN,
+        num_live: int = 0,
+    ) -> Round:
+        has_logprobs, position = self._sampling.logprobs, (self._num_tokens, self._gauge())
         candidates = tuple(one.report().candidate(logprobs=has_logprobs) for one in grown)
-        return candidates, named_tokens(candidates, _TOKENS.__getitem__) if has_logprobs else ()
+        tokens = named_tokens(candidates, _TOKENS.__getitem__) if has_logprobs else ()
+        return Round(candidates, ended_by, *position, tokens, num_live=num_live)
 
     def _gauge(self) -> SlotGauge:
         own = self.prompt_tokens + self._ledger.owned_by(self.id)

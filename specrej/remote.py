@@ -22,7 +22,6 @@ from specrej.contracts import (
     FinishReason,
     Forks,
     GeneratorDescription,
-    Growth,
     Prompt,
     Pruned,
     Report,
@@ -229,13 +228,13 @@ class RemoteSession:
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         def receive(part: generator_pb2.SessionResponse) -> None:
             if report:
-                report(self._texts.from_message(part.grown, Growth))
+                report(self._texts.from_message(part.grown))
 
         command = generator_pb2.ExtendSession(until_tokens=until_tokens, report=report is not None)
         try:
             batch = (await self._stream.call(receive, extend=command)).prefix_batch
             # Converting a thousand texts takes milliseconds: not on the event loop.
-            return await asyncio.to_thread(self._texts.from_message, batch, Round)
+            return await asyncio.to_thread(self._texts.from_message, batch)
         except ValueError as error:
             raise InternalError("a generator sent an invalid round") from error
 

@@ -104,22 +104,13 @@ Top = tuple[Sequence[int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class PrefixBatch:
-    """A round's result: a copy of each candidate that was live when the round began."""
+    """A round's result, or a part of one, as `contracts.Round`; candidates are copies."""
 
     prefixes: tuple[GrowingCandidate, ...]
     ended_by: RoundEnd
     num_tokens: int
     slots: SlotGauge
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixGrowth:
-    """A part of a round, as `contracts.Growth`."""
-
-    prefixes: tuple[GrowingCandidate, ...]
-    num_tokens: int
-    num_live: int
-    slots: SlotGauge
+    num_live: int = 0
 
 
 class ReportRate:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from generator_service.admission import AdmissionQueue
 from generator_service.engine.commands import (
+    GrowingCandidate,
     OnStep,
     OpenCommand,
     Opened,
     PrefixBatch,
-    PrefixGrowth,
     Step,
 )
 from generator_service.engine.prompt_tree import PromptTree
@@ -150,7 +150,7 @@ class Engine:
         session_id: int,
         until_tokens: int,
         growing: Future[PrefixBatch] | None = None,
-        report: Callable[[PrefixGrowth], None] | None = None,
+        report: Callable[[PrefixBatch], None] | None = None,
     ) -> Future[PrefixBatch]:
         """Grow all live candidates to `until_tokens` new tokens (at most max_tokens), in steps;
         `report` receives how far they are, as in `contracts.Session.extend`."""
@@ -282,10 +282,8 @@ class Engine:
             self._append(session, logits)
         self._end_round_if_over(session)
         if session.growing and session.report and session.rate.is_due():
-            single = session.unreported if len(session.unreported) == 1 else ()
-            parts = tuple(candidate.report() for candidate in single)
-            live, gauge = len(session.rows), self.gauge(session.id)
-            session.report(PrefixGrowth(parts, session.num_tokens, live, gauge))
+            grown = session.unreported if len(session.unreported) == 1 else ()
+            session.report(self._batch(session, grown, num_live=len(session.rows)))
 
     def _append(self, session: Session, logits: Tensor) -> None:
         """Append each live candidate's next token; a finished candidate holds no slots."""
@@ -310,12 +308,21 @@ class Engine:
             self._end_round(session, RoundEnd.DECISION_TOKEN)
 
     def _end_round(self, session: Session, ended_by: RoundEnd) -> None:
-        prefixes = tuple(candidate.report() for candidate in session.unreported)
+        batch = self._batch(session, session.unreported, ended_by)
         session.unreported = sorted(session.rows, key=lambda candidate: candidate.id)
         growing, session.growing = session.growing, None
         assert growing
-        gauge = self.gauge(session.id)
-        resolve(growing, PrefixBatch(prefixes, ended_by, session.num_tokens, gauge))
+        resolve(growing, batch)
+
+    def _batch(
+        self,
+        session: Session,
+        grown: Sequence[GrowingCandidate],
+        ended_by: RoundEnd = RoundEnd.DECISION_TOKEN,
+        num_live: int = 0,
+    ) -> PrefixBatch:
+        prefixes, gauge = tuple(one.report() for one in grown), self.gauge(session.id)
+        return PrefixBatch(prefixes, ended_by, session.num_tokens, gauge, num_live)
 
     def _admit(self, session: Session, n: int) -> None:
         """Open a session that fits. If memory cannot be allocated, it fails and no other does."""

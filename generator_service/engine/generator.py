@@ -18,25 +18,21 @@ from generator_service.engine.commands import (
     OpenCommand,
     Opened,
     PrefixBatch,
-    PrefixGrowth,
     named_tokens,
 )
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
     NO_FORKS,
-    Candidate,
     Forks,
     Generator,
     GeneratorDescription,
-    Growth,
     Prompt,
     Pruned,
     Report,
     Round,
     Sampling,
     SessionSpec,
-    TokenText,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.threads import WorkClock
@@ -114,16 +110,14 @@ class Frontend:
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
-        def ended() -> Round:
-            candidates, tokens = self._candidates(batch, sampling)
-            return Round(candidates, batch.ended_by, batch.num_tokens, batch.slots, tokens)
+        return await self._in_thread(lambda: self.part(batch, sampling))
 
-        return await self._in_thread(ended)
-
-    def growth(self, part: PrefixGrowth, sampling: Sampling) -> Growth:
-        """Takes microseconds: a part has one candidate's tokens of 50 ms."""
-        candidates, tokens = self._candidates(part, sampling)
-        return Growth(candidates, part.num_tokens, part.num_live, part.slots, tokens)
+    def part(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+        """`round` without a thread: a part has one candidate's tokens of 50 ms."""
+        has_logprobs, position = sampling.logprobs, (batch.ended_by, batch.num_tokens, batch.slots)
+        candidates = tuple(prefix.candidate(logprobs=has_logprobs) for prefix in batch.prefixes)
+        tokens = named_tokens(candidates, self._text.token) if has_logprobs else ()
+        return Round(candidates, *position, tokens, num_live=batch.num_live)
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         def timed() -> T:
@@ -131,13 +125,6 @@ class Frontend:
                 return do()
 
         return await asyncio.to_thread(timed)
-
-    def _candidates(
-        self, batch: PrefixBatch | PrefixGrowth, sampling: Sampling
-    ) -> tuple[tuple[Candidate, ...], tuple[TokenText, ...]]:
-        has_logprobs = sampling.logprobs
-        candidates = tuple(prefix.candidate(logprobs=has_logprobs) for prefix in batch.prefixes)
-        return candidates, named_tokens(candidates, self._text.token) if has_logprobs else ()
 
     def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
         limit = self._card.context_tokens
@@ -179,11 +166,11 @@ class LocalSession:
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         loop = asyncio.get_running_loop()
 
-        def receive(part: PrefixGrowth) -> None:
+        def receive(part: PrefixBatch) -> None:
             if report and not ended.done():  # else it was cancelled
-                report(self._frontend.growth(part, self._sampling))
+                report(self._frontend.part(part, self._sampling))
 
-        def post(part: PrefixGrowth) -> None:
+        def post(part: PrefixBatch) -> None:
             loop.call_soon_threadsafe(receive, part)
 
         growing = self._engine.extend(self._id, until_tokens, post if report else None)

@@ -12,7 +12,6 @@ from generator_service.engine.commands import (
     OpenCommand,
     Opened,
     PrefixBatch,
-    PrefixGrowth,
     ReportRate,
 )
 from generator_service.engine.grammar import Matchers
@@ -31,7 +30,7 @@ class Session:
     command: OpenCommand
     opened: Future[Opened] = field(default_factory=Future)
     growing: Future[PrefixBatch] | None = None  # of the round under way
-    report: Callable[[PrefixGrowth], None] | None = None  # of the round under way
+    report: Callable[[PrefixBatch], None] | None = None  # of the round under way
     rate: ReportRate = field(default_factory=ReportRate)
     prompt: RadixNode[PromptKV] | None = None  # the last node of its path; None while it waits
     suffix: SuffixKV = field(init=False)  # set at admission

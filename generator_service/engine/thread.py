@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from generator_service.engine.commands import OpenCommand, Opened, PrefixBatch, PrefixGrowth
+from generator_service.engine.commands import OpenCommand, Opened, PrefixBatch
 from generator_service.engine.engine import Engine, refuse, resolve
 from specrej.contracts import NO_FORKS, Forks, Pruned
 from specrej.contracts.errors import InternalError, SpecrejError, Unavailable
@@ -56,7 +56,7 @@ class EngineThread:
         self,
         session_id: int,
         until_tokens: int,
-        report: Callable[[PrefixGrowth], None] | None = None,
+        report: Callable[[PrefixBatch], None] | None = None,
     ) -> Future[PrefixBatch]:
         """As `Engine.extend`; the engine's thread calls `report`."""
         future: Future[PrefixBatch] = Future()

@@ -27,7 +27,6 @@ from generator_service.engine.commands import (
     OnStep,
     OpenCommand,
     PrefixBatch,
-    PrefixGrowth,
     ReportRate,
 )
 from generator_service.engine.generator import Frontend
@@ -205,8 +204,9 @@ class VLLMSession:
         if report and self.live and self._rate.is_due():
             num_tokens = len(grown[0].token_ids) if grown else self.num_tokens
             parts = tuple(candidate.report() for candidate in grown)
-            part = PrefixGrowth(parts, num_tokens, len(self.live), self._gauge())
-            report(self._generator.frontend.growth(part, self.command.sampling))
+            position = RoundEnd.DECISION_TOKEN, num_tokens, self._gauge()
+            part = PrefixBatch(parts, *position, num_live=len(self.live))
+            report(self._generator.frontend.part(part, self.command.sampling))
 
     async def _abort(self, candidates: Sequence[GrowingCandidate]) -> None:
         requests = [self._requests[candidate.id] for candidate in candidates]

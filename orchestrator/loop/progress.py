@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from specrej.contracts import (
     Candidate,
     CandidateText,
-    Growth,
     Progress,
     RankedCandidate,
     Round,
@@ -47,7 +46,7 @@ class ProgressReporter:
         self.sent = ""  # text of the winner
         self._most_tokens = 0
 
-    def report(self, grown: Growth, *, is_certain: bool) -> None:
+    def report(self, grown: Round, *, is_certain: bool) -> None:
         """Report what has grown in a round so far."""
         slots = grown.slots
         if self._within.progress:

@@ -45,7 +45,6 @@ from specrej.contracts import (
     GenerationRequest,
     Generator,
     GeneratorLost,
-    Growth,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -505,12 +504,10 @@ class _GrowingRound:
     is_certain: bool
     whole: Round | None = None
 
-    def receive(self, part: Growth) -> None:
+    def receive(self, part: Round) -> None:
         """Add a part of a stride."""
         if part.candidates:
-            ended_by, texts = RoundEnd.DECISION_TOKEN, part.token_texts
-            so_far = Round(part.candidates, ended_by, part.num_tokens, part.slots, texts)
-            self.whole = _joined(self.whole, so_far)
+            self.whole = _joined(self.whole, part)
         if self.progress:
             self.progress.report(part, is_certain=self.is_certain)
 
@@ -518,7 +515,7 @@ class _GrowingRound:
         """The round so far, with the rest of a stride."""
         self.whole = whole = _joined(self.whole, stride)
         if self.progress:
-            grown = Growth(whole.candidates, whole.num_tokens, num_live, whole.slots)
+            grown = replace(whole, num_live=num_live)
             self.progress.report(grown, is_certain=self.is_certain)
         return whole
 

@@ -82,6 +82,10 @@ class Round:
     `num_tokens` is the token position reached by the live candidates. With `logprobs`,
     `token_texts` has every token that the candidates name. `prompt_tokens` is set only in the first
     round of a session that was opened without this number; else 0.
+
+    A part of a round that goes on is a round as if it had ended at its latest token: it has its
+    candidate, if it has only one, and `num_live`, which others have as 0. What is new in one part
+    is not new in a later one, nor at the round's end.
     """
 
     candidates: tuple[Candidate, ...]
@@ -90,6 +94,7 @@ class Round:
     slots: SlotGauge
     token_texts: tuple[TokenText, ...] = ()
     prompt_tokens: int = 0
+    num_live: int = 0
 
     @property
     def num_new(self) -> int:
@@ -97,23 +102,8 @@ class Round:
         return sum(len(candidate.new_token_ids) for candidate in self.candidates)
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A part of a round that goes on: live candidates have grown to `num_tokens`.
-
-    `candidates` has the only one of a round with one candidate, else none. Its tokens are new here
-    and not again in a later part or the round's end; its text is whole.
-    """
-
-    candidates: tuple[Candidate, ...]
-    num_tokens: int
-    num_live: int
-    slots: SlotGauge
-    token_texts: tuple[TokenText, ...] = ()
-
-
 # Receives the parts of a round, and returns at once.
-Report: TypeAlias = Callable[[Growth], None]
+Report: TypeAlias = Callable[[Round], None]
 
 
 # The id of a new candidate -> the id of the live candidate that it continues.

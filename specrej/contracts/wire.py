@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from types import NoneType
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -22,6 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from specrej import contracts as c
+from specrej.backend.v1 import generator_pb2
 from specrej.contracts.errors import Violation
 from specrej.v1 import orchestrator_pb2 as pb
 
@@ -59,7 +60,6 @@ _NANOSECONDS: Mapping[str, float] = {
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 R = TypeVar("R")
-Grown = TypeVar("Grown", c.Round, c.Growth)
 Violations = list[Violation] | None
 # From a field's value to the message's. None in place of one: the value is sent as it is.
 Encode = Callable[[Any], Any]
@@ -171,22 +171,24 @@ class StreamedTexts:
     def fork(self, forks: c.Forks) -> None:
         self._texts |= {n: self._texts.get(parent, "") for n, parent in forks.items()}
 
-    def to_message(self, grown: c.Round | c.Growth, message: type[M]) -> M:
-        """The message of a part or the end of a round."""
-        starts, candidates = [], []
-        for candidate in grown.candidates:
+    def to_message(self, ended: c.Round) -> generator_pb2.PrefixBatch:
+        """The message of a round or a part of one."""
+        candidates, starts = [], []
+        for candidate in ended.candidates:
             known, text = self._texts.get(candidate.id, ""), candidate.text
             start = min(len(known), len(text))  # a stop text may take back the end of the known one
             starts.append(start if text[:start] == known[:start] else 0)
             candidates.append(replace(candidate, text=text[starts[-1] :]))
-        self._keep(grown.candidates)
-        encoded: Any = to_message(replace(grown, candidates=tuple(candidates)), message)
-        for prefix, start in zip(encoded.prefixes, starts, strict=True):
+        self._keep(ended.candidates)
+        message = to_message(
+            replace(ended, candidates=tuple(candidates)), generator_pb2.PrefixBatch
+        )
+        for prefix, start in zip(message.prefixes, starts, strict=True):
             prefix.text_start = start
-        return cast(M, encoded)
+        return message
 
-    def from_message(self, message: Any, contract: type[Grown]) -> Grown:
-        """The part or the end of a round, with whole texts.
+    def from_message(self, message: generator_pb2.PrefixBatch) -> c.Round:
+        """The round or the part of one, with whole texts.
 
         Raises:
             ValueError: as the function of this name, and for a start beyond the known text.
@@ -196,9 +198,9 @@ class StreamedTexts:
             if not 0 <= prefix.text_start <= len(known):
                 raise ValueError(f"text_start: {prefix.text_start} of {len(known)} characters")
             prefix.text = known[: prefix.text_start] + prefix.text
-        grown = from_message(message, contract)
-        self._keep(grown.candidates)
-        return grown
+        ended = from_message(message, c.Round)
+        self._keep(ended.candidates)
+        return ended
 
     def _keep(self, candidates: Iterable[c.Candidate]) -> None:
         """Keep the texts of these; without any, those of a round that goes on."""

@@ -15,8 +15,8 @@ from generator_service.engine.commands import ReportRate
 from specrej.contracts import (
     Candidate,
     FinishReason,
-    Growth,
     Regex,
+    Round,
     RoundEnd,
     Sampling,
     SessionSpec,
@@ -102,7 +102,7 @@ async def test_parts_of_a_round_and_its_end_are_the_round(
     """Guards against tokens and texts that are sent twice, lost or taken back where one candidate
     is left, which is a fork here."""
     monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
-    spec, ends, parts = SessionSpec(PROMPT, 4, sampling, 8), list[Candidate](), list[Growth]()
+    spec, ends, parts = SessionSpec(PROMPT, 4, sampling, 8), list[Candidate](), list[Round]()
     for report in (None, parts.append):
         async with subject.generator.open(spec) as session:
             await session.extend(6, report)

@@ -14,7 +14,7 @@ import torch
 from generator_service.engine.commands import (
     GrowingCandidate,
     OpenCommand,
-    PrefixGrowth,
+    PrefixBatch,
     ReportRate,
     Step,
 )
@@ -258,7 +258,7 @@ def test_growth_of_a_single_candidate_is_reported_once(monkeypatch: pytest.Monke
     only their number is reported."""
     monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
     engine = Engine(MODEL, 5000)
-    session_id, parts = admitted(engine, n=3), list[PrefixGrowth]()
+    session_id, parts = admitted(engine, n=3), list[PrefixBatch]()
     for until, keep in ((4, [1]), (12, [])):
         ended = result(engine, engine.extend(session_id, until, report=parts.append))
         engine.prune(session_id, keep)

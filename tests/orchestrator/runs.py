@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
-    Growth,
     Normalization,
     Prompt,
     Report,
@@ -80,8 +80,9 @@ class FaultyGenerator(ToyGenerator):
                 if until < until_tokens:
                     if report and until > num_tokens:
                         part = await extend(until)
-                        grown = part.candidates if len(part.candidates) == 1 else ()
-                        report(Growth(grown, until, len(part.candidates), part.slots))
+                        grown, num_live = part.candidates, len(part.candidates)
+                        grown = grown if num_live == 1 else ()
+                        report(replace(part, candidates=grown, num_live=num_live))
                     if until == self.hangs_at:
                         await asyncio.Event().wait()
                     self.num_broken += 1

@@ -15,10 +15,10 @@ from specrej.contracts import (
     Candidate,
     FinishReason,
     GenerationRequest,
-    Growth,
     Progress,
     Round,
     RoundCompleted,
+    RoundEnd,
     Schedule,
     SlotGauge,
     TextDelta,
@@ -114,6 +114,6 @@ async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
         ("a b ENd.", FinishReason.STOP),
     ):
         candidate = Candidate(0, text, 1, 0.0, finish)
-        grown = Growth((candidate,), 1, 1, SlotGauge(1, 1, 1))
+        grown = Round((candidate,), RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 1, 1))
         reporter.report(grown, is_certain=True)
     assert [event.text for event in sent if isinstance(event, TextDelta)] == ["a b ", "E", "Nd."]

@@ -174,16 +174,16 @@ def test_streamed_texts_arrive_whole(rounds: list[tuple[dict[int, str], dict[int
     and against text that a fork's parent has sent already."""
     sender, receiver, gauge = wire.StreamedTexts(), wire.StreamedTexts(), c.SlotGauge(1, 1, 1)
     for texts, forks in rounds:
-        grown = c.Growth(tuple(c.Candidate(n, t, 1, 0.0) for n, t in texts.items()), 1, 1, gauge)
-        message = sent(sender.to_message(grown, generator_pb2.SessionGrown))
-        assert receiver.from_message(message, c.Growth) == grown
-        again = sender.to_message(grown, generator_pb2.SessionGrown)
+        candidates = tuple(c.Candidate(n, text, 1, 0.0) for n, text in texts.items())
+        grown = c.Round(candidates, c.RoundEnd.DECISION_TOKEN, 1, gauge, num_live=2)
+        assert receiver.from_message(sent(sender.to_message(grown))) == grown
+        again = sender.to_message(grown)
         assert not any(prefix.text for prefix in again.prefixes)
         sender.fork(forks)
         receiver.fork(forks)
-    beyond = generator_pb2.SessionGrown(prefixes=[generator_pb2.Prefix(text_start=99)])
+    beyond = generator_pb2.PrefixBatch(prefixes=[generator_pb2.Prefix(text_start=99)])
     with pytest.raises(ValueError, match="text_start"):
-        receiver.from_message(beyond, c.Growth)
+        receiver.from_message(beyond)
 
 
 def test_times_are_durations_and_timestamps() -> None:

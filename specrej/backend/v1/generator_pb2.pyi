@@ -105,8 +105,10 @@ class SessionResponse(_message.Message):
         """The command's number is older than the latest one."""
 
     @_builtins.property
-    def grown(self) -> Global___SessionGrown:
-        """The round goes on; any number of these precede the `prefix_batch` of an extend with `report`."""
+    def grown(self) -> Global___PrefixBatch:
+        """A part of a round that goes on; any number of these precede the `prefix_batch` of an extend with
+        `report`.
+        """
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class SessionResponse(_message.Message):
         pruned: Global___SessionPruned | None = ...,
         closed: Global___SessionClosed | None = ...,
         stale: Global___StaleCommand | None = ...,
-        grown: Global___SessionGrown | None = ...,
+        grown: Global___PrefixBatch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "grown", b"grown", "opened", b"opened", "prefix_batch", b"prefix_batch", "pruned", b"pruned", "result", b"result", "stale", b"stale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -304,54 +306,8 @@ class SessionOpened(_message.Message):
 Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
 
 @_typing.final
-class SessionGrown(_message.Message):
-    """A part of a round: how far the live candidates are."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PREFIXES_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_LIVE_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
-    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
-    num_tokens: _builtins.int
-    """New tokens per live candidate since the prompt."""
-    num_live: _builtins.int
-    """Candidates that are live now; 1 or more."""
-    @_builtins.property
-    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefix]:
-        """The only candidate of a round with one candidate; else empty. What is new in it is not sent
-        again in the round's batch.
-        """
-
-    @_builtins.property
-    def slots(self) -> _common_pb2.SlotGauge:
-        """Slots now."""
-
-    @_builtins.property
-    def token_texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
-        """As in PrefixBatch."""
-
-    def __init__(
-        self,
-        *,
-        prefixes: _abc.Iterable[Global___Prefix] | None = ...,
-        num_tokens: _builtins.int = ...,
-        num_live: _builtins.int = ...,
-        slots: _common_pb2.SlotGauge | None = ...,
-        token_texts: _abc.Iterable[Global___TokenText] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_live", b"num_live", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SessionGrown: _TypeAlias = SessionGrown  # noqa: Y015
-
-@_typing.final
 class PrefixBatch(_message.Message):
-    """The prefixes of all candidates that were live when the round began."""
+    """The prefixes of all candidates that were live when the round began, or a part of the round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -361,17 +317,22 @@ class PrefixBatch(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_FIELD_NUMBER: _builtins.int
     ended_by: _common_pb2.RoundEnd.ValueType
-    """Why the round ended."""
+    """Why the round ended; of a part DECISION_TOKEN."""
     num_tokens: _builtins.int
     """New tokens per live candidate since the prompt: the token position reached."""
     prompt_tokens: _builtins.int
     """Tokens of the rendered prompt, from generators that count them in the first round only, when
     SessionOpened has 0; else 0.
     """
+    num_live: _builtins.int
+    """Of a part: candidates that are live, 1 or more; else 0."""
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefix]:
-        """Every candidate that is live, or finished in this round; ascending ids."""
+        """Every candidate that is live, or finished in this round; ascending ids. A part has the only
+        candidate of its round, or none.
+        """
 
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
@@ -392,10 +353,11 @@ class PrefixBatch(_message.Message):
         slots: _common_pb2.SlotGauge | None = ...,
         token_texts: _abc.Iterable[Global___TokenText] | None = ...,
         prompt_tokens: _builtins.int = ...,
+        num_live: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "prompt_tokens", b"prompt_tokens", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_live", b"num_live", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "prompt_tokens", b"prompt_tokens", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

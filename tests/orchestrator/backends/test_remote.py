@@ -22,7 +22,7 @@ from specrej.contracts import (
     Event,
     Finished,
     GenerationRequest,
-    Growth,
+    Round,
     RoundCompleted,
     RoundEnd,
     Sampling,
@@ -142,7 +142,7 @@ async def test_slots_are_free_once_a_session_is_closed(service: World) -> None:
 async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
     """Guards against an extend that goes on at the generator, with a part to send, after its
     caller has gone."""
-    parts: list[Growth] = []
+    parts: list[Round] = []
     generator, sampling = ToyGenerator(step_s=0.005, end_every=10**9), Sampling(4000)
     async with remote_generator(generator) as remote:
         async with remote.open(SessionSpec(PROMPT, 1, sampling, 8)) as session:
