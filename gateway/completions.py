@@ -376,7 +376,7 @@ class ChatRequest(Request):
     messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
     max_completion_tokens: _MaxTokens = None
     continue_final_message: Annotated[bool | None, Maps("prompt.continue_final")] = None
-    add_generation_prompt: Annotated[bool | None, Maps("prompt")] = None
+    add_generation_prompt: Annotated[bool | None, Maps("prompt.continue_final")] = None
     logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
@@ -426,7 +426,8 @@ def parsed(
         raise
     unknown = sorted(name for name, is_unknown in ignored.items() if strict and is_unknown)
     raise_if_any(Violation(name, "is unknown") for name in unknown)
-    raise_if_any(_contradictions(request))
+    if request.stream_options and not request.stream:
+        raise InvalidRequest([Violation("stream_options", "needs stream: true")])
     return request
 
 
@@ -435,30 +436,6 @@ def _name(location: tuple[int | str, ...]) -> str:
     parts = [part for part in location if part not in (_BY_NAME, _LISTED, _KEY)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.lstrip(".") or "body"
-
-
-def _contradictions(request: Request) -> Iterator[Violation]:
-    if request.stream_options and not request.stream:
-        yield Violation("stream_options", "needs stream: true")
-    begins = getattr(request, "add_generation_prompt", None)
-    if begins is False and not getattr(request, "continue_final_message", None):
-        yield Violation("add_generation_prompt", "false needs continue_final_message: true")
-    fields = [(name, option, value) for name, option, value in _options_set(request)]
-    known = {option: (name, value) for name, option, value in reversed(fields)}
-    given = [(f"specrej.{name}", name, value) for name, value in request.extension]
-    for name, option, value in (*fields, *given):
-        first, of_first = known.get(option, ("", value))
-        if value is not None and value != of_first:
-            yield Violation(name, f"is {first}: set one of them")
-
-
-def _options_set(request: Request) -> Iterator[tuple[str, str, Any]]:
-    """The fields that set options, with the option's name and its value."""
-    for name, rule in rules_of(type(request)).items():
-        value = getattr(request, name)
-        option = rule.path.rpartition(".")[2] if isinstance(rule, Maps) else ""
-        if value is not None and option in declared_options():
-            yield name, option, value
 
 
 # Calls
@@ -507,21 +484,31 @@ def call_of(
             than MAX_LOGPROBS values.
     """
     paths = {name: option.path for name, option in declared_options().items()}
+    by_path = {path: name for name, path in paths.items()}
+    rules = rules_of(type(request)).items()
     options: dict[str, Any] = {}
     sources: dict[str, str] = {}
     model, _, preset = request.model.rpartition(":")
     has_preset = bool(model) and preset in presets and request.model not in names
-    parts = [(presets[preset], f"model: {preset}.")] if has_preset else []
-    shown = [part.events for part, _ in parts if isinstance(request, ChatRequest)]
-    for part, prefix in (*parts, (request.extension, "specrej.")):
-        for name in part.model_fields_set & paths.keys():
-            if (value := getattr(part, name)) is not None:
-                options[name] = value
-                sources[paths[name]] = prefix + name
-    for name, rule in rules_of(type(request)).items():
-        if isinstance(rule, Maps) and getattr(request, name) is not None:
-            sources[rule.path] = name
-    options |= {option: value for _, option, value in _options_set(request)}
+    chosen = presets[preset] if has_preset else Preset()
+    fields = [
+        *((f"model: {preset}.{name}", paths.get(name), value) for name, value in chosen),
+        *(
+            (name, rule.path, getattr(request, name))
+            for name, rule in rules
+            if isinstance(rule, Maps)
+        ),
+        *((f"specrej.{name}", paths.get(name), value) for name, value in request.extension),
+    ]
+    for field, path, value in fields:
+        if path is None or value is None:
+            continue
+        option, source = by_path.get(path), sources.get(path, "model: ")
+        if option:
+            if value != options.get(option, value) and not source.startswith("model: "):
+                raise InvalidRequest([Violation(field, f"is {source}: set one of them")])
+            options[option] = value
+        sources[path] = field
     of_preset = {name for name in options if sources.get(paths[name], "").startswith("model: ")}
     for name in of_preset & _unfit(options):
         del options[name]
@@ -537,7 +524,8 @@ def call_of(
     if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
         raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
     _fill_in(options)
-    events = next(filter(None, (request.extension.events, *shown)), "none").removeprefix("none")
+    shown = request.extension.events or (isinstance(request, ChatRequest) and chosen.events)
+    events = "" if shown == "none" else shown or ""
     call = Call(_prompt(request, index), options, request.extension.timeout_s, sources, events)
     if 0 < call.options.get("n", 0) < call.num_choices:
         text = f"must be at least n, the number of choices ({call.num_choices})"
@@ -583,6 +571,9 @@ def _prompt(request: Request, index: int) -> Prompt:
     assert isinstance(request, ChatRequest)
     turns = tuple(Message(message.role, message.content) for message in request.messages)
     continues = bool(request.continue_final_message)
+    if request.add_generation_prompt is False and not continues:
+        text = "false needs continue_final_message: true"
+        raise InvalidRequest([Violation("add_generation_prompt", text)])
     return Prompt(messages=turns, allow_special_tokens=special, continue_final=continues)
 
 
@@ -648,7 +639,9 @@ class Answer:
         self._is_chat = is_chat
         self._logprobs = logprobs
         self._created = int(time.time())
+        self.request_id = ""  # of all chunks
         self._sent = [""] * num_prompts  # of the only choice
+        self._generations: dict[int, Generation] = {}  # by the prompt's number
 
     def whole(self, generations: Sequence[Generation]) -> JSON:
         """The body of a request that does not stream; a generation for each prompt.
@@ -656,41 +649,40 @@ class Answer:
         Raises:
             InvalidRequest: fewer candidates are complete than choices were requested.
         """
+        self.request_id, self._generations = generations[0].request_id, dict(enumerate(generations))
         choices: list[JSON] = []
-        chosen = chain.from_iterable(map(self._chosen, generations))
-        for index, candidate in enumerate(chosen):
+        for index, candidate in enumerate(chain.from_iterable(map(self._chosen, generations))):
             message = {"role": "assistant", "content": candidate.text, "refusal": None}
             text = {"message": message} if self._is_chat else {"text": candidate.text}
             choices.append({"index": index, **text, **self._end(candidate)})
-        body = self._chunk(generations[0].request_id, choices)
-        about = self._about(generations)
-        return {**body, "object": body["object"].removesuffix(".chunk"), **about}
+        body = self._chunk(choices)
+        return {**body, "object": body["object"].removesuffix(".chunk"), **self._about()}
 
-    def opening(self, request_id: str) -> Iterator[JSON]:
+    def opening(self) -> Iterator[JSON]:
         """The first chunk of each choice, with its role."""
         for index in range(self._num_choices if self._is_chat else 0):
-            yield self._delta(request_id, index, {"role": "assistant", "content": ""})
+            yield self._delta(index, {"role": "assistant", "content": ""})
 
-    def round(self, request_id: str, event: RoundCompleted, style: str) -> JSON:
+    def round(self, event: RoundCompleted, style: str) -> JSON:
         """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
         if style == "rounds" or not self._is_chat:
-            return self._chunk(request_id, []) | {"specrej": wire.to_plain(event)}
+            return self._chunk([]) | {"specrej": wire.to_plain(event)}
         trace = event.trace
         line = (
             f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
             f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
         )
-        return self._delta(request_id, 0, {"reasoning_content": line})
+        return self._delta(0, {"reasoning_content": line})
 
-    def delta(self, request_id: str, text: str, prompt: int = 0) -> Iterator[JSON]:
+    def delta(self, text: str, prompt: int = 0) -> Iterator[JSON]:
         """The next part of the text, if there is one choice; log-probabilities come at its end."""
         if self._num_choices == 1 and not self._logprobs:
             self._sent[prompt] += text
-            yield self._delta(request_id, prompt, {"content": text})
+            yield self._delta(prompt, {"content": text})
 
-    def closing(self, request_id: str, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
+    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
         """What was not sent of the text of each choice, and its end."""
-        sent = self._sent[prompt]
+        self._generations[prompt], sent = generation, self._sent[prompt]
         for index, candidate in enumerate(self._chosen(generation), prompt * self._num_choices):
             end = self._end(candidate)
             # The sent text differs from the answer's where later bytes made an earlier character
@@ -698,13 +690,13 @@ class Answer:
             rest = candidate.text[_num_equal(sent, candidate.text) :]
             logprobs = end.pop("logprobs")
             if rest or logprobs or not sent:
-                yield self._delta(request_id, index, {"content": rest}, logprobs)
+                yield self._delta(index, {"content": rest}, logprobs)
             last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
-            yield self._chunk(request_id, [{"index": index, **last, **end, "logprobs": None}])
+            yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
 
-    def usage(self, request_id: str, generations: Sequence[Generation]) -> JSON:
+    def usage(self) -> JSON:
         """The last chunk, if it was requested."""
-        return self._chunk(request_id, []) | self._about(generations)
+        return self._chunk([]) | self._about()
 
     def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
         completed = len(generation.candidates)
@@ -716,21 +708,19 @@ class Answer:
             raise InvalidRequest([Violation("n", text)])
         return generation.candidates[: self._num_choices]
 
-    def _chunk(self, request_id: str, choices: list[JSON]) -> JSON:
+    def _chunk(self, choices: list[JSON]) -> JSON:
         return {
-            "id": f"chatcmpl-{request_id}" if self._is_chat else f"cmpl-{request_id}",
+            "id": f"chatcmpl-{self.request_id}" if self._is_chat else f"cmpl-{self.request_id}",
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
             "created": self._created,
             "model": self._model,
             "choices": choices,
         }
 
-    def _delta(
-        self, request_id: str, index: int, delta: JSON, logprobs: JSON | None = None
-    ) -> JSON:
+    def _delta(self, index: int, delta: JSON, logprobs: JSON | None = None) -> JSON:
         text = {"delta": delta} if self._is_chat else {"text": delta["content"]}
         choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
-        return self._chunk(request_id, [choice])
+        return self._chunk([choice])
 
     def _end(self, candidate: RankedCandidate) -> JSON:
         end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
@@ -738,8 +728,9 @@ class Answer:
             end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
         return end
 
-    def _about(self, generations: Sequence[Generation]) -> JSON:
+    def _about(self) -> JSON:
         """The usage of the returned choices, and what OpenAI's objects have no field for."""
+        generations = [generation for _, generation in sorted(self._generations.items())]
         prompt = sum(generation.usage.prompt_tokens for generation in generations)
         chosen = chain.from_iterable(map(self._chosen, generations))
         completion = sum(candidate.num_tokens for candidate in chosen)

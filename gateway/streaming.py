@@ -17,7 +17,7 @@ from gateway.completions import Answer, Call, Request, in_thread
 from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
 from specrej import telemetry
-from specrej.contracts import Admitted, Event, Finished, Generation, RoundCompleted, TextDelta, wire
+from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
 
 E = TypeVar("E", bound=Event)
 Parts = AsyncGenerator[bytes, None]
@@ -114,52 +114,36 @@ def openai_stream(
 ) -> EventStream:
     """Chunks as OpenAI's clients read them; the events of each prompt."""
     # A call without an event in time has no id yet, and all chunks must have the same.
-    request_id = several[0].request_id or uuid.uuid4().hex
+    answer.request_id = several[0].request_id or uuid.uuid4().hex
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
-    generations: dict[int, Generation] = {}
 
     async def parts() -> Parts:
-        for chunk in answer.opening(request_id):
+        for chunk in answer.opening():
             yield _part(chunk)
-        each = [
-            _parts_of(prompt, events, answer, call, request_id, generations)
-            for prompt, events in enumerate(several)
-        ]
+        each = [_parts_of(number, one, answer, call) for number, one in enumerate(several)]
         async with aclosing(_merged(each)) as merged:
             async for part in merged:
                 yield part
         if include_usage:
-            made = [generations[prompt] for prompt in range(len(several))]
-            last = partial(answer.usage, request_id, made)
-            yield _part(await in_thread(last, is_large=call.wants_logprobs))
+            yield _part(await in_thread(answer.usage, is_large=call.wants_logprobs))
         yield b"data: [DONE]\n\n"
 
     return EventStream(several, parts(), call)
 
 
-async def _parts_of(
-    prompt: int,
-    events: Events,
-    answer: Answer,
-    call: Call,
-    request_id: str,
-    generations: dict[int, Generation],
-) -> Parts:
-    """The parts of one prompt, whose generation is added to `generations`."""
+async def _parts_of(prompt: int, events: Events, answer: Answer, call: Call) -> Parts:
+    """The parts of one prompt."""
     async for event in events.all():
         match event:
             case None:
                 yield _COMMENT
             case TextDelta(_, text):
-                for chunk in answer.delta(request_id, text, prompt):
+                for chunk in answer.delta(text, prompt):
                     yield _part(chunk)
             case RoundCompleted() if call.events:
-                yield await _converted(
-                    event, lambda done: _part(answer.round(request_id, done, call.events))
-                )
+                yield await _converted(event, lambda done: _part(answer.round(done, call.events)))
             case Finished(generation):
-                generations[prompt] = generation
-                chunks = answer.closing(request_id, generation, prompt)
+                chunks = answer.closing(generation, prompt)
                 convert: Callable[[], list[bytes]] = partial(list, map(_part, chunks))
                 for part in await in_thread(convert, is_large=call.wants_logprobs):
                     yield part

@@ -28,8 +28,8 @@ def test_a_part_has_the_same_lines_for_every_client() -> None:
 def test_no_text_is_sent_twice() -> None:
     """Guards against a whole second text where the first one's last bytes became invalid."""
     answer = Answer("toy", 1, is_chat=True, logprobs=False)
-    assert [*answer.delta("r", "the be\u2019")]
-    rest, _ = answer.closing("r", ONE)
+    assert [*answer.delta("the be\u2019")]
+    rest, _ = answer.closing(ONE)
     assert rest["choices"][0]["delta"] == {"content": "st"}
 
 
