@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +19,7 @@ from rich.text import Text
 from deploy.local import models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
-from specrej.client import Client
+from specrej.client import Client, RewardClient
 from specrej.client.cli import note, run_to_end
 from specrej.client.view import watch
 from specrej.contracts import Generation, Options
@@ -55,6 +57,11 @@ def main() -> None:
     )
     shown.set_defaults(work=_demo)
     given = parser.parse_args()
+    # Of the services, which read these settings; they win over the environment.
+    if getattr(given, "model", ""):
+        os.environ["SPECREJ_GENERATOR_MODEL"] = given.model
+    if getattr(given, "rewards", ()):
+        os.environ["SPECREJ_REWARD_REWARDS"] = json.dumps(given.rewards)
     try:
         models.prepare(note)
         run_to_end(given.work(given))
@@ -66,6 +73,12 @@ def main() -> None:
 def _add_up(commands: Any) -> None:
     text = "Run the whole service on this machine until Ctrl-C."
     parser = commands.add_parser("up", help=text, description=text)
+    text = "the generator: a directory, a GGUF file or a hub's org/name[@revision]"
+    parser.add_argument("--model", help=f"{text} [SPECREJ_GENERATOR_MODEL]")
+    text = "a sequence classifier's directory or name, or a reward as JSON (docs/rewards.md)"
+    text = f"{text}; may be repeated, the first is the default [SPECREJ_REWARD_REWARDS]"
+    options = {"type": _reward, "action": "append", "default": [], "metavar": "MODEL"}
+    parser.add_argument("--reward", dest="rewards", help=text, **options)
     gateway_port = os.environ.get("SPECREJ_GATEWAY_PORT") or _DEFAULT.gateway
     for flag, name, port, text in (
         ("--port", "orchestrator", _DEFAULT.orchestrator, "of the orchestrator"),
@@ -84,6 +97,17 @@ def _add_up(commands: Any) -> None:
         parser.add_argument(flag, type=int, choices=range(1, 10), default=1, metavar="N", help=text)
     parser.add_argument("--log-dir", type=Path, help="keep logs in this directory")
     parser.set_defaults(work=_up)
+
+
+def _reward(text: str) -> dict[str, Any]:
+    """A reward of the setting `rewards`; one that is named by its model alone is a classifier."""
+    if text.startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"is not JSON: {error}") from None
+    name = re.sub(r"[^a-z0-9._-]+", "-", Path(text.partition("@")[0]).name.lower()).lstrip("._-")
+    return {"name": name[:64] or "reward", "kind": "classifier", "directory": text}
 
 
 def _port(text: str) -> int:
@@ -137,6 +161,37 @@ async def _answer_twice(client: Client, prompt: str, console: Console) -> Genera
     return generation
 
 
+async def _probed(stack: Stack) -> str:
+    """What was found out about the models when they were loaded, as a table and warnings."""
+    credentials = credentials_from(os.environ)
+    try:
+        async with Client(stack.orchestrator_address, **credentials) as client:
+            generator = (await client.describe()).generator
+        async with RewardClient(stack.reward_address, **credentials) as client_of_rewards:
+            rewards = await client_of_rewards.describe()
+    except SpecrejError as error:  # such as a token that is needed
+        return f"\nmodels        unknown: {error}\n"
+    models = [(generator.model, generator.probe), *((r.name, r.probe) for r in rewards)]
+    rows = [("model", "ends", "template", "system", "turns", "context", "vocabulary")]
+    for name, probe in models:
+        has = bool(probe.template)
+        rows.append(
+            (
+                name,
+                " ".join(probe.ends) or "-",
+                probe.template or "-",
+                ("yes" if probe.takes_system else "no") if has else "-",
+                ("must alternate" if probe.must_alternate else "any order") if has else "-",
+                f"{probe.context_tokens:,}" if probe.context_tokens else "-",
+                f"{probe.vocabulary:,}" if probe.vocabulary else "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines += [f"warning: {name}: {text}" for name, probe in models for text in probe.warnings]
+    return "\n".join(["", *lines, ""])
+
+
 async def _up(given: argparse.Namespace) -> None:
     fixed = {name: getattr(given, name) for name in ("redis", *_MEASURED)}
     measured = {f"metrics_{name}": given.metrics_port + i for i, name in enumerate(_MEASURED)}
@@ -160,7 +215,7 @@ async def _up(given: argparse.Namespace) -> None:
             f"page          {stack.gateway_url}/ (watch requests)\n"
             f"metrics       {' '.join(stack.metrics_urls)}\n"
             f"logs          {stack.log_dir}\n"
-            "\n"
+            f"{await _probed(stack)}\n"
             f'specrej generate --address {stack.orchestrator_address} "Why is the sky blue?"\n'
             f"specrej describe --address {stack.orchestrator_address}\n"
             "\n"

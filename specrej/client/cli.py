@@ -29,7 +29,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej.client import Client, RewardClient, view
 from specrej.client.channel import open_channel
 from specrej.client.options import add_credentials, add_options, credentials_of, options_of
-from specrej.contracts import Event, Generation, Message, Prompt, ServiceDescription, errors, wire
+from specrej.contracts import (
+    Event,
+    Generation,
+    Message,
+    ModelProbe,
+    Prompt,
+    ServiceDescription,
+    errors,
+    wire,
+)
 from specrej.contracts.status import has_details
 from specrej.security import Role, append_line, new_token, revoke, time_of
 
@@ -457,6 +466,9 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
         if generator.whole_answers
         else "at decision tokens",
         "context": f"{generator.context_tokens:,} tokens",
+        "ends": " ".join(generator.probe.ends) or "unknown",
+        "template": _template(generator.probe),
+        "warnings": "; ".join(generator.probe.warnings) or "none",
         "candidates": f"at most {generator.max_candidates:,}",
         "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",
         "rewards": ", ".join(description.rewards),
@@ -467,6 +479,12 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
         "answers": f"{description.num_answers:,} made, {description.num_degraded:,} degraded,"
         f" {description.num_hurried:,} hurried",
     }
+
+
+def _template(probe: ModelProbe) -> str:
+    system = "system turns" if probe.takes_system else "no system turns"
+    turns = "turns must alternate" if probe.must_alternate else "turns in any order"
+    return f"{probe.template}, {system}, {turns}" if probe.template else "none"
 
 
 if __name__ == "__main__":

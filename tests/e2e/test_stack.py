@@ -5,19 +5,22 @@ Killed processes, in every phase of a request: tests/faults, on toys.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.local.stack import Stack
+from deploy.local.stack import Ports, Stack
 from specrej import Client, Schedule
 from specrej.contracts import Algorithm, CacheControl, Options
 from tests.programs import ROOT, outcome_of, run
+from tests.reward_service import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -74,6 +77,47 @@ async def test_the_printed_structured_output(stack: Stack) -> None:
     address = stack.orchestrator_address
     out = await run("bash", "-euc", command[1], SPECREJ_ADDRESS=address)
     assert json.loads(out)["sky"] in ("clear", "cloudy")
+
+
+async def test_own_models_in_one_line(tmp_path: Path) -> None:
+    """Guards against settings that only the environment has, and facts that nobody sees."""
+    model, reward = tmp_path / "tiny-lm", tmp_path / "Tiny_Reward"
+    tiny.save_language_model(model)
+    tiny.save(reward)
+    ports = Ports.free()
+    flags = {
+        "--model": model,
+        "--reward": reward,
+        "--port": ports.orchestrator,
+        "--generator-port": ports.generator,
+        "--reward-port": ports.reward,
+        "--redis-port": ports.redis,
+        "--gateway-port": ports.gateway,
+        "--metrics-port": Ports.free().orchestrator,  # and the three after it
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    process = await asyncio.create_subprocess_exec(
+        BIN / "specrej", "up", *words, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stderr
+    try:
+        async with asyncio.timeout(120):
+            lines: list[str] = []
+            while "Ctrl-C" not in "".join(lines[-1:]):
+                line = await process.stderr.readline()
+                assert line, lines
+                lines.append(" ".join(line.decode().split()))
+            process.send_signal(signal.SIGINT)
+            await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0
+    at = lines.index("model ends template system turns context vocabulary")
+    assert lines[at + 1 : at + 3] == [
+        "tiny-lm </s> text no any order 256 259",
+        "tiny_reward - text no any order 256 259",
+    ]
 
 
 @pytest.mark.long
