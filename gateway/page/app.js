@@ -330,9 +330,10 @@ async function describe() {
     }
     showCode();
   } catch (error) {
-    setText($('service'), error.message);
-    setText($('run'), error.needsToken ? 'No token' : 'Loading');
-    if (error.needsToken) askToken();
+    const { needsToken, message } = error;
+    setText($('service'), needsToken ? message : `Waiting for the model: ${message}`);
+    setText($('run'), needsToken ? 'No token' : 'Loading');
+    if (needsToken) askToken();
     else setTimeout(describe, RETRY_MS); // the model loads, or a service starts
   }
 }

@@ -89,6 +89,21 @@ async def test_the_last_stretch_streams_within_one_extend(
     assert [bool(event.best_text) for event in rounds] == [True, False, False]  # sent already
 
 
+async def test_the_last_live_candidate_is_not_certain_to_win() -> None:
+    """Guards against sent text that a shorter answer, which has ended before, then beats."""
+    within: list[Progress | TextDelta] = []
+    shortest = FixedScorer(lambda candidate: -float(len(candidate.text)))
+    generation = await answer(
+        request(4, 64, alpha=0.0, schedule=Schedule(first=4, factor=1.1)),
+        ToyGenerator(end_every=12),
+        shortest,
+        within=WithinRounds(within.append),
+    )
+    last = [trace.candidates[0].id for trace in generation.rounds if trace.num_started == 1]
+    assert last and generation.best.id not in last, "the case did not occur"
+    assert not any(isinstance(event, TextDelta) for event in within)
+
+
 async def test_growth_is_reported_at_once_then_some_twenty_times_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

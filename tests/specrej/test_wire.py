@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -181,6 +181,10 @@ def test_streamed_texts_arrive_whole(rounds: list[tuple[dict[int, str], dict[int
         assert not any(prefix.text for prefix in again.prefixes)
         sender.fork(forks)
         receiver.fork(forks)
+        made = tuple(c.Candidate(n, texts.get(parent, ""), 1, 0.0) for n, parent in forks.items())
+        forked = sender.to_message(replace(grown, candidates=made))
+        assert not any(prefix.text for prefix in forked.prefixes)
+        assert receiver.from_message(forked).candidates == made
     beyond = generator_pb2.PrefixBatch(prefixes=[generator_pb2.Prefix(text_start=99)])
     with pytest.raises(ValueError, match="text_start"):
         receiver.from_message(beyond)
