@@ -82,6 +82,8 @@ class Defaults:
         selection, sampling = request.selection, request.sampling
         if "schedule" in request.absent:
             selection = replace(selection, schedule=self.schedule_for(generator))
+        if "prefer_complete" in request.absent and sampling.structured_output:
+            selection = replace(selection, prefer_complete=True)
         if "n" in request.absent:
             width = selection.branching.width if selection.branching else 0
             needed = max(self.n, selection.return_candidates, selection.min_answers, width)

@@ -300,7 +300,8 @@ class Selection:
         ),
     )
     prefer_complete: bool = option(
-        False, "Rank answers cut off at max_tokens behind all complete ones."
+        False,
+        "Rank answers cut off at max_tokens behind all complete ones; on with structured output.",
     )
     branching: Branching | None = option(
         None,
@@ -330,7 +331,7 @@ class GenerationRequest:
     allow_degraded: bool = option(
         False, "Accept a weaker answer where the request would otherwise fail."
     )
-    # Not sent: which of n, schedule and max_tokens the caller left to the orchestrator.
+    # Not sent: which of n, schedule, prefer_complete, max_tokens are left to the orchestrator.
     absent: tuple[str, ...] = field(default=(), compare=False)
 
     @property

@@ -431,7 +431,8 @@ class Selection(_message.Message):
     """How many of the top candidates to return; 1 .. 64; default 1."""
     prefer_complete: _builtins.bool
     """Whether answers that were cut off at max_tokens rank behind all complete ones, whatever their
-    reward; else the reward alone decides; default false.
+    reward; else the reward alone decides. Default: false; true with structured_output, to which only
+    complete answers conform.
     """
     min_answers: _builtins.int
     """Every cut keeps at least this many candidates, the best ones, finished or live, so the request

@@ -199,6 +199,24 @@ async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     assert described.generator.whole_answers
 
 
+@pytest.mark.parametrize("given", [None, False, True])
+@pytest.mark.parametrize("structured", [False, True])
+async def test_complete_answers_are_preferred_where_only_they_conform(
+    given: bool | None, structured: bool
+) -> None:
+    """Guards against the beginning of a JSON object that wins by its reward."""
+    sampling = common_pb2.Sampling(
+        structured_output=common_pb2.StructuredOutput(json_object=common_pb2.JsonObject())
+        if structured
+        else None
+    )
+    selection = pb.Selection(prefer_complete=given)
+    message = pb.GenerateRequest(selection=selection, sampling=sampling)
+    request, generator = wire.request_from_message(message, []), await ToyGenerator().describe()
+    expected = structured if given is None else given
+    assert Defaults().filled(request, generator).selection.prefer_complete is expected
+
+
 @pytest.mark.parametrize(
     ("growth", "set_by_operator", "first"),
     [(0.0, None, 16), (1.02, None, 64), (1.5, None, 16), (4.4, None, 16), (1.02, Schedule(), 16)],
