@@ -485,7 +485,7 @@ def call_of(
     """
     paths = {name: option.path for name, option in declared_options().items()}
     by_path = {path: name for name, path in paths.items()}
-    rules = rules_of(type(request)).items()
+    mapped = [(f, r.path) for f, r in rules_of(type(request)).items() if isinstance(r, Maps)]
     options: dict[str, Any] = {}
     sources: dict[str, str] = {}
     model, _, preset = request.model.rpartition(":")
@@ -493,11 +493,7 @@ def call_of(
     chosen = presets[preset] if has_preset else Preset()
     fields = [
         *((f"model: {preset}.{name}", paths.get(name), value) for name, value in chosen),
-        *(
-            (name, rule.path, getattr(request, name))
-            for name, rule in rules
-            if isinstance(rule, Maps)
-        ),
+        *((name, path, getattr(request, name)) for name, path in mapped),
         *((f"specrej.{name}", paths.get(name), value) for name, value in request.extension),
     ]
     for field, path, value in fields:
