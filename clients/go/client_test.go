@@ -29,11 +29,11 @@ func connect(t *testing.T) (specrej.OrchestratorServiceClient, context.Context) 
 }
 
 func request(maxTokens int32) *specrej.GenerateRequest {
-	turn := &specrej.Message{Role: "user", Content: "Name three uses of a brick."}
+	turn, n := &specrej.Message{Role: "user", Content: "Name three uses of a brick."}, int32(4)
 	return &specrej.GenerateRequest{
 		Prompt:       &specrej.Prompt{Messages: []*specrej.Message{turn}},
 		Sampling:     &specrej.Sampling{MaxTokens: &maxTokens, IgnoreEos: true},
-		Selection:    &specrej.Selection{N: 4},
+		Selection:    &specrej.Selection{N: &n},
 		CacheControl: specrej.CacheControl_CACHE_CONTROL_BYPASS,
 	}
 }
