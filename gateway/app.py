@@ -146,10 +146,9 @@ class Gateway:
         try:
             if is_raw or request.stream:
                 # Other answers are sent whole at the end, so text deltas are not requested.
-                shows_deltas = is_raw or (call.num_choices == 1 and not call.wants_logprobs)
-                events = await self._events(
-                    http, calls, token, shows_all=shows_all, shows_deltas=shows_deltas
-                )
+                shown = dict.fromkeys(("progress", "texts"), shows_all)
+                shown["text_deltas"] = is_raw or answer.streams_text
+                events = await self._events(http, calls, token, **shown)
                 if is_raw:
                     return _noted(raw_stream(events[0], call), ignored)
                 return _noted(openai_stream(events, answer, request, call), ignored)
@@ -169,34 +168,18 @@ class Gateway:
             return response_of(for_caller(error, "a request"), call.name_of)
 
     async def _events(
-        self,
-        http: HTTPRequest,
-        calls: Sequence[Call],
-        token: str,
-        *,
-        shows_deltas: bool,
-        shows_all: bool,
+        self, http: HTTPRequest, calls: Sequence[Call], token: str, **shown: Any
     ) -> list[Events]:
         """The events of calls; returns when each has one, or after `keep_alive_s`.
 
-        `shows_deltas`: with new text; `shows_all`: with progress, and the texts of candidates.
+        `shown`: the events within rounds, as options of `Client.stream`.
 
         Raises:
             SpecrejError: one failed before its first event.
             Disconnected: the client left.
         """
-        streams = [
-            self._client.stream(
-                call.prompt,
-                timeout_s=call.timeout_s,
-                token=token,
-                text_deltas=shows_deltas,
-                progress=shows_all,
-                texts=shows_all,
-                **call.options,
-            )
-            for call in calls
-        ]
+        shown |= {"timeout_s": calls[0].timeout_s, "token": token}
+        streams = [self._client.stream(call.prompt, **shown, **call.options) for call in calls]
         several = [Events(stream, self._settings.keep_alive_s) for stream in streams]
         try:
             await until_disconnected(http.receive, _all([events.peek() for events in several]))

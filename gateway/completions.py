@@ -639,6 +639,11 @@ class Answer:
         self._sent = [""] * num_prompts  # of the only choice
         self._generations: dict[int, Generation] = {}  # by the prompt's number
 
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is sent before the end."""
+        return self._num_choices == 1 and not self._logprobs
+
     def whole(self, generations: Sequence[Generation]) -> JSON:
         """The body of a request that does not stream; a generation for each prompt.
 
@@ -672,7 +677,7 @@ class Answer:
 
     def delta(self, text: str, prompt: int = 0) -> Iterator[JSON]:
         """The next part of the text, if there is one choice; log-probabilities come at its end."""
-        if self._num_choices == 1 and not self._logprobs:
+        if self.streams_text:
             self._sent[prompt] += text
             yield self._delta(prompt, {"content": text})
 
