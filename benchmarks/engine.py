@@ -261,11 +261,14 @@ async def _stream(num_tokens: int = 8192, step_s: float = 0.0005) -> dict[str, f
         "ms_per_token": round((used_s - toy_s) * 1e3 / num_tokens, 4),
         "toy_ms_per_token": round(toy_s * 1e3 / num_tokens, 4),
         "text_bytes": text_bytes,
+        "tokens_per_s": round(num_tokens / seconds),
         "from_generator_bytes_per_text_and_ids": round(
             sum(from_generator) / (text_bytes + num_tokens), 3
         ),
         "deltas_to_client_bytes_per_text": round(streamed / text_bytes, 3),
-        "all_to_client_bytes_per_text": round(sum(from_orchestrator) / text_bytes, 3),
+        "to_client_bytes_per_text_and_ids": round(
+            sum(from_orchestrator) / (text_bytes + num_tokens), 3
+        ),
         "deltas_per_s": round(len(deltas) / seconds, 1),
     }
 

@@ -12,7 +12,7 @@ from functools import partial
 from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
-from specrej.contracts import Event, Finished, Progress, RoundCompleted, wire
+from specrej.contracts import Event, Finished, Progress, RoundCompleted, TextDelta, wire
 from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
 from specrej.server.serving import Context, Service, time_left_s
@@ -67,8 +67,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         run = asyncio.create_task(self._run(request.request, emit, within))
         run.add_done_callback(lambda _: events.put_nowait(None))
         try:
-            is_first = True
+            is_first, sent = True, ""
             while event := await events.get():
+                if isinstance(event, TextDelta):
+                    sent += event.text
+                elif isinstance(event, Finished) and sent == event.generation.best.text:
+                    event = Finished(event.generation.with_text(""))
                 message = await converted(wire.event_to_message, event)
                 if is_first:
                     is_first = False

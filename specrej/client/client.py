@@ -41,6 +41,7 @@ from specrej.contracts import (
     Scores,
     Selection,
     ServiceDescription,
+    TextDelta,
     TokenBias,
     WeightedReward,
     declared_options,
@@ -345,6 +346,7 @@ class Client(_Connection):
         )
         attempts = self._attempts(timeout_s)
         event: Event | None = None
+        text = ""  # of the answer, which the last event has only if it was not sent before
         while not isinstance(event, Finished):
             try:
                 with _calling(f"{self._service}/GenerateStream") as span:
@@ -358,8 +360,12 @@ class Client(_Connection):
                                 event = await _in_thread(wire.event_from_message, message)
                             else:
                                 event = wire.event_from_message(message)
+                            if isinstance(event, TextDelta):
+                                text += event.text
                             if isinstance(event, Finished):  # after which callers may leave
                                 span.end(grpc.StatusCode.OK.name)
+                                best = event.generation.best.text or text
+                                event = Finished(event.generation.with_text(best))
                             yield event
                     finally:
                         call.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from specrej.contracts.requests import DEFAULT_MAX_TOKENS, DEFAULT_N, Schedule, Selection
@@ -159,6 +159,10 @@ class Generation:
     @property
     def best(self) -> RankedCandidate:
         return self.candidates[0]
+
+    def with_text(self, text: str) -> Generation:
+        """The same with another text of the answer."""
+        return replace(self, candidates=(replace(self.best, text=text), *self.candidates[1:]))
 
 
 @dataclass(frozen=True, slots=True)

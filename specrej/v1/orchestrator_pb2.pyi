@@ -1169,7 +1169,9 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___GenerateResponse:
-        """The answer; the last event."""
+        """The answer; the last event. Its text, also as its first candidate's, is empty if TextDelta
+        events have sent it.
+        """
 
     @_builtins.property
     def progress(self) -> Global___Progress:
