@@ -282,12 +282,12 @@ class ChatTemplate:
             tokenizer.chat_template = tokenizer.chat_template[name]
             self.form = f"text, {name} of {', '.join(names)}"
         self._violation = lru_cache(256)(self._find_violation)
-        if self._violation(("user",)):
+        if violation := self._violation(("user",)):
             self._takes_parts = True
             self._violation.cache_clear()
+            if self._violation(("user",)):
+                raise ValueError(f"one user turn: {violation.description}")
             self.form = self.form.replace("text", "content parts", 1)
-        if violation := self._violation(("user",)):
-            raise ValueError(f"one user turn: {violation.description}")
         self.takes_system = not self._violation(("system", "user"))
         self.must_alternate = bool(self._violation(("user", "user")))
         self.warnings: list[str] = []
@@ -298,7 +298,8 @@ class ChatTemplate:
             self.end_id = self._end_of_turn()
             if self._violation(("user", "assistant", "user")):
                 self.warnings.append("the chat template takes one user turn only")
-        written = [self._probe(("user",)), self._probe(("user",), answers=False)]
+        shapes = [("user",), ("system", "user"), ("user", "assistant")]
+        written = [self._probe(roles) for roles in shapes if not self._violation(roles)]
         ids = [id_ for text in written for id_ in self._ids(text) if id_ >= vocabulary]
         if ids:
             raise ValueError(

@@ -484,6 +484,8 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
 def _template(probe: ModelProbe) -> str:
     system = "system turns" if probe.takes_system else "no system turns"
     turns = "turns must alternate" if probe.must_alternate else "turns in any order"
+    if not probe.vocabulary:  # an endpoint or a toy
+        return "unknown"
     return f"{probe.template}, {system}, {turns}" if probe.template else "none"
 
 

@@ -36,6 +36,7 @@ ALTERNATING = CHECKED.replace("CONDITION", "(m.role == 'user') != (loop.index0 %
     "REASON", "must alternate"
 )
 NO_SYSTEM = CHECKED.replace("CONDITION", "m.role == 'system'").replace("REASON", "no system")
+ENDED = "{{ '<end>' if m.role == 'assistant' }}"
 ONE_TURN = "{{ messages[-2].content if messages[-1].role == 'assistant' }}"
 ONE_TURN += "{{ messages[-1].content }}</s>"
 FOLDED = "{% set s = messages[0].content if messages[0].role == 'system' %}"
@@ -194,6 +195,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a template with a token beyond the embedding": (
         all_of(added("<tool>"), template(PLAIN + "<tool>")),
         "the chat template writes <tool>, token 259, beyond the model's vocabulary of 259",
+    ),
+    "an end of turn beyond the embedding": (
+        all_of(added("<end>"), template(PLAIN.replace("{{ eos_token }}", ENDED))),
+        "the chat template writes <end>, token 259, beyond the model's vocabulary of 259",
     ),
     "a tokenizer of another model": (
         all_of(config(vocab_size=100), tensor(EMBEDDING, lambda w: w[:100].clone())),
