@@ -3,7 +3,7 @@
 import os
 
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 MODEL = "SmolLM2-135M-Instruct:sr-32"
 client = OpenAI(base_url=os.environ.get("SPECREJ_URL", "http://127.0.0.1:8000/v1"), api_key="none")
@@ -26,8 +26,8 @@ print("streamed:", text)
 
 
 class Use(BaseModel):
-    material: str
-    weight_kg: int
+    material: str = Field(max_length=20)
+    weight_kg: int = Field(ge=0, le=99)
 
 
 parsed = client.chat.completions.parse(
@@ -36,5 +36,5 @@ parsed = client.chat.completions.parse(
     messages=[{"role": "user", "content": "Describe a brick."}],
     response_format=Use,
 )
-assert isinstance(parsed.choices[0].message.parsed, Use) or parsed.choices[0].finish_reason
+assert isinstance(parsed.choices[0].message.parsed, Use)
 print("parsed:", parsed.choices[0].message.parsed)

@@ -16,7 +16,7 @@ dspy.configure(
         api_base=os.environ.get("SPECREJ_URL", "http://127.0.0.1:8000/v1"),
         api_key="none",
         engine="litellm",
-        max_tokens=96,
+        max_tokens=256,
         cache=False,
     ),
     adapter=dspy.JSONAdapter(),

@@ -3,7 +3,7 @@
 import os
 
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 model = ChatOpenAI(
     base_url=os.environ.get("SPECREJ_URL", "http://127.0.0.1:8000/v1"),
@@ -24,8 +24,8 @@ print("streamed:", text)
 
 
 class Brick(BaseModel):
-    color: str
-    weight_kg: int
+    color: str = Field(max_length=20)
+    weight_kg: int = Field(ge=0, le=99)
 
 
 # The default method of with_structured_output, "json_schema", needs no tools.

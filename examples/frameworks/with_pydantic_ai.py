@@ -2,7 +2,7 @@
 
 import os
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -14,8 +14,8 @@ model = OpenAIChatModel(
 
 
 class Brick(BaseModel):
-    color: str
-    weight_kg: int
+    color: str = Field(max_length=20)
+    weight_kg: int = Field(ge=0, le=99)
 
 
 answer = Agent(model).run_sync("Name three uses of a brick.", model_settings={"max_tokens": 48})
