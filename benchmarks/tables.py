@@ -19,6 +19,7 @@ import pandas as pd
 
 from benchmarks.answer import differences
 from experiments.branching import compare, read_runs
+from experiments.frontier import AHEAD
 
 ROOT = Path(__file__).parents[1]
 _STUDIES, _MEASURED = ROOT / "experiments/results", ROOT / "benchmarks/results"
@@ -69,16 +70,50 @@ def measured(name: str) -> Any:
 
 
 def _saved() -> str:
+    """Rows of the default N, then of N = 64."""
+    runs = (
+        ("n16_100_prompts", 16, 128),
+        ("n16_20_prompts", 16, 512),
+        ("100_prompts", 64, 128),
+        ("16_prompts", 64, 512),
+        ("16_prompts", 64, 1024),
+    )
     rows = []
-    for limit, prompts in ((128, 100), (512, 16), (1024, 16)):
-        summary = studied(f"{prompts}_prompts/summary.md", "Best-of-N over").set_index(
-            ["answers", "reward"]
-        )
-        ratios = [
-            summary.loc[(f"{limit} tokens", name), "tokens, ratio (95 %)"] for name in _REWARDS
+    for folder, n, limit in runs:
+        found = studied(f"{folder}/summary.md", "Best-of-N over")
+        found = found[found.answers.eq(f"{limit} tokens") & found.N.eq(str(n))]
+        ratios = found.set_index("reward")["tokens, ratio (95 %)"]
+        prompts = found.prompts.iloc[0]
+        rows.append((n, f"up to {limit:,} tokens", prompts, *(ratios[name] for name in _REWARDS)))
+    return markdown(("N", "answers", "prompts", *(f"by {name}" for name in _REWARDS)), rows)
+
+
+def _judged() -> str:
+    """What other rewards say of the default's answers of at most 128 tokens."""
+    rows = []
+    for name in _REWARDS:
+        study = studied(f"n16_100_prompts/studies-128-tokens-{name}.md", "Answers chosen by")
+        rows += [(name, *row) for row in study.drop(columns=study.columns[3]).to_numpy()]
+    gains = ("gain over one answer", "Best-of-N's gain with equal tokens", "difference")
+    return markdown(("chosen by", "judged by", *gains), rows)
+
+
+def _first_cuts() -> str:
+    """What the first cut gives at the default N, by the tokens of an answer."""
+    rows = []
+    for folder, limit in (("n16_100_prompts", 128), ("n16_20_prompts", 512)):
+        leads = {}
+        for name in _REWARDS:
+            study = studied(
+                f"{folder}/studies-{limit}-tokens-{name}.md", "The first decision token"
+            )
+            leads[name] = study.set_index("first decision token")[AHEAD]
+        rows += [
+            (f"{limit}", first, *(leads[name][first] for name in _REWARDS))
+            for first in ("8", "16", "32", "64", "128")
+            if first in leads["relevance"]
         ]
-        rows.append((f"up to {limit:,} tokens", prompts, *ratios))
-    return markdown(("answers", "prompts", *(f"by {name}" for name in _REWARDS)), rows)
+    return markdown(("max_tokens", "first", *(f"ahead by {name}" for name in _REWARDS)), rows)
 
 
 def _pays() -> str:
@@ -192,6 +227,8 @@ def _gpu() -> str:
 _RATIO = "Best-of-N's tokens for equal reward"
 TABLES: dict[str, Callable[[], str]] = {
     "saved": _saved,
+    "judged": _judged,
+    "first-cuts": _first_cuts,
     "pays": _pays,
     "best-of-n": _columns(
         "Best-of-N by relevance",
