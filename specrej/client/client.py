@@ -63,8 +63,8 @@ from specrej.security import Credentials, check_token
 from specrej.telemetry import ClientSpan
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
-# One user turn, a whole prompt, or a conversation.
-PromptLike = str | Prompt | Sequence[Message]
+# One user turn, a whole prompt, or a conversation; mappings have the fields of a Message.
+PromptLike = str | Prompt | Sequence[Message | Mapping[str, str]]
 M = TypeVar("M", bound=ProtobufMessage)
 T = TypeVar("T")
 
@@ -182,12 +182,12 @@ def _part(contract: Any, given: Mapping[str, Any], message: type[M], path: str =
     """
     try:
         return wire.part_to_message(contract, given, message)
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         for name, value in given.items():
             with _valid(path + name):
                 try:
                     wire.part_to_message(contract, {name: value}, message)
-                except TypeError:
+                except (AttributeError, TypeError):
                     raise ValueError(f"must be {accepted(name)}, is {value!r:.100}") from None
         raise
 
@@ -473,11 +473,17 @@ class RewardClient(_Connection):
 
 
 def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
+    """Raises ValueError: it is none, or its texts are not Unicode."""
     if isinstance(prompt, str):
         prompt = Prompt.from_user(prompt)
-    elif not isinstance(prompt, Prompt):
-        prompt = Prompt(messages=tuple(prompt))
-    return wire.to_message(prompt, common_pb2.Prompt)
+    try:
+        if isinstance(prompt, Prompt):
+            return wire.to_message(prompt, common_pb2.Prompt)
+        turns = (Message(**turn) if isinstance(turn, Mapping) else turn for turn in prompt)
+        return wire.to_message(Prompt(messages=tuple(turns)), common_pb2.Prompt)
+    except TypeError:
+        accepted = "a text, a Prompt, or messages of role and content"
+        raise ValueError(f"must be {accepted}, is {prompt!r:.100}") from None
 
 
 async def _in_thread(convert: Callable[[M], T], message: M) -> T:

@@ -58,7 +58,8 @@ def test_rewards_and_prompts_have_several_forms() -> None:
     in a chat turn."""
     named = build_request("why?", rewards={"relevance": 2.0})
     assert build_request("why?", rewards=[c.WeightedReward("relevance", 2.0)]) == named
-    for prompt in (c.Prompt.from_user("why?"), [c.Message("user", "why?")]):
+    turn = {"role": "user", "content": "why?"}
+    for prompt in (c.Prompt.from_user("why?"), [c.Message(**turn)], [turn]):
         assert build_request(prompt) == build_request("why?")
     assert build_request(c.Prompt(text="once")).prompt.text == "once"
     schema = build_request("why?", structured_output={"a": 1})
@@ -123,6 +124,15 @@ def test_a_wrong_text_is_answered_with_the_texts_to_use() -> None:
         build_request("why?", cache="on")
     with pytest.raises(errors.InvalidRequest, match="must be a number, is 'hot'"):
         build_request("why?", temperature="hot")
+    with pytest.raises(errors.InvalidRequest, match="must be one of use, bypass, refresh, is True"):
+        build_request("why?", cache=True)
+
+
+@pytest.mark.parametrize("prompt", [None, 3, ["why?"], [{"role": "user", "text": "why?"}]])
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    """Guards against "must be called with a dataclass type or instance"."""
+    with pytest.raises(errors.InvalidRequest, match="prompt: must be a text, a Prompt, or mess"):
+        build_request(prompt)
 
 
 def test_an_unknown_option_is_a_type_error() -> None:
