@@ -20,7 +20,7 @@ from deploy.local import models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
 from specrej.client import Client, RewardClient
-from specrej.client.cli import note, run_to_end
+from specrej.client.cli import Parser, note, run_to_end
 from specrej.client.view import watch
 from specrej.contracts import Generation, Options
 from specrej.contracts.errors import InternalError, SpecrejError
@@ -40,7 +40,7 @@ def main() -> None:
     Raises:
         SystemExit: it failed.
     """
-    parser = argparse.ArgumentParser(prog="specrej")
+    parser = Parser(prog="specrej")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
     text = (

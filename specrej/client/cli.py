@@ -165,7 +165,7 @@ def _print_json(plain: Mapping[str, object]) -> None:
     print(json.dumps(plain, ensure_ascii=not is_unicode, indent=2))
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Suggests what a misspelt command or flag may stand for."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -189,7 +189,7 @@ def _suggestion(word: str, known: Sequence[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="specrej",
         description="Best-of-N answers at a fraction of their cost: Speculative Rejection as a"
         " service.",

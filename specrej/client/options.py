@@ -192,15 +192,17 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
         if syntax := _syntax_of(name):
             more = {"type": _flag_type(name), "metavar": _FILES.get(name, syntax[1])}
         elif kind is bool:
-            more["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+            more["action"] = argparse.BooleanOptionalAction
         else:
             more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(kind, kind)
         if isinstance(option.default, tuple):
             more["action"] = "append"
         flag = "--reward" if name == "rewards" else f"--{name.replace('_', '-')}"
         flags = (flag, "-n") if name == "n" else (flag,)
-        # argparse formats help texts with %.
-        text = option.help_text.replace("%", "%%")
+        text, default = option.help_text, getattr(option.default, "value", option.default)
+        if default != "" and type(default) in (int, float, str) and "default" not in text:
+            text = f"{text.removesuffix('.')}; default: {default}."
+        text = text.replace("%", "%%")  # argparse formats help texts
         parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **more)
 
 

@@ -58,3 +58,13 @@ def test_ports_are_checked(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert f"{flag}: must be 1 .. 65532" in capsys.readouterr().err
+
+
+def test_a_misspelt_flag_is_answered_with_its_neighbour(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against the hints of `specrej generate` that `specrej up` lacked."""
+    monkeypatch.setattr("sys.argv", ["specrej", "up", "--modle", "x"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "did you mean --model?" in capsys.readouterr().err

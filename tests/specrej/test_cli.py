@@ -220,7 +220,8 @@ def test_schedules(text: str, schedule: c.Schedule) -> None:
 
 
 def test_structured_output(tmp_path: Path) -> None:
-    """A text, a file's text, or any object. Guards against a file's name taken for a schema."""
+    """A text, a file's text, or any object. Guards against a file's name taken for a schema, and no
+    flag for the beginnings of answers, which are behind complete ones unless a request says no."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_options(parser.add_argument_group())
 
@@ -234,6 +235,7 @@ def test_structured_output(tmp_path: Path) -> None:
     assert parsed(f"regex:@{file}") == c.Regex("[0-9]+")
     assert parsed("regex:a:b") == c.Regex("a:b")
     assert parsed("json_object") == c.JsonObject()
+    assert parser.parse_args(["--no-prefer-complete"]).prefer_complete is False
     for bad in ("", "json", "json_schema", "regex:", "json_object:{}", f"regex:@{tmp_path}/none"):
         with pytest.raises(argparse.ArgumentError):
             parsed(bad)
