@@ -320,6 +320,7 @@ async function describe() {
     const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
     offer(form, description);
+    arrange(form);
     set($('docs'), { href: description.docs_url || null });
     $('docs').hidden = !description.docs_url;
     $('run').disabled = false;

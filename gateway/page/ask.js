@@ -42,14 +42,21 @@ export function arrange(form) {
 }
 
 // Offer the models, rewards and defaults of a description; keeps what is chosen.
-export function offer(form, { generator, rewards, default_n, default_max_tokens }) {
-  const { model, n, max_tokens } = form.elements,
+export function offer(form, { generator, rewards, ...defaults }) {
+  const { model, n, max_tokens, schedule } = form.elements,
+    { kind, ...parts } = defaults.default_schedule,
     chosen = model.value,
     names = [generator.model, ...generator.adapters];
   model.replaceChildren(...names.map((name) => h('option', { text: name })));
   if (chosen) model.value = chosen;
-  n.placeholder = default_n || 'auto';
-  max_tokens.placeholder = `up to ${default_max_tokens}`;
+  n.placeholder = defaults.default_n || 'auto';
+  max_tokens.placeholder = `up to ${defaults.default_max_tokens}`;
+  // A default value leaves a field alone that was changed.
+  const usual = kind.replace('SCHEDULE_KIND_', '').toLowerCase();
+  schedule.querySelector(`[value=${usual}]`).defaultSelected = true;
+  for (const [name, value] of Object.entries(parts)) {
+    if (String(value)) form.elements[name].defaultValue = value;
+  }
   const offered = [...form.querySelectorAll('[data-reward]')];
   if (offered.map((item) => item.dataset.reward).join() === rewards.join()) return;
   offered.forEach((item) => item.remove());

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from deploy.local.stack import Stack
 from specrej.client import Client
-from specrej.contracts import Fate
+from specrej.contracts import Fate, Schedule, ServiceDescription
 from tests.gateway.gateways import gateway_at
 from tests.gateway.page.window import PROMPT, SEEDED, Window, fates_of, record_of
 from tests.serving import describe_generator, until_slots_are_free
@@ -106,7 +108,14 @@ async def test_a_token_stays_in_the_session_and_goes_to_the_gateway(
 
 
 async def test_a_page_that_comes_before_the_model_waits_for_it(fresh: Window, stack: Stack) -> None:
-    """Guards against a request without a model, and a form that stays empty once it is there."""
+    """Guards against a request without a model, a form that stays empty once it is there, and one
+    that cuts at 16 where the service's default is another schedule."""
+
+    class Described(Client):
+        async def describe(self, **options: Any) -> ServiceDescription:
+            described = await super().describe(**options)
+            return replace(described, default_schedule=Schedule(first=64, factor=4))
+
     async with gateway_at("127.0.0.1:1", allow_anonymous=True) as early:
         client = early._gateway._client
         await fresh.load(url=f"http://127.0.0.1:{early.port}")
@@ -114,8 +123,11 @@ async def test_a_page_that_comes_before_the_model_waits_for_it(fresh: Window, st
         assert await fresh.text("#run") == "Loading"
         await fresh.js("document.querySelector('form').requestSubmit()")
         await fresh.js("document.querySelector('#ask > details').open = true")
-        async with Client(stack.orchestrator_address) as early._gateway._client:
+        async with Described(stack.orchestrator_address) as early._gateway._client:
+            await fresh.fill(factor=3)
             await fresh.until("document.getElementById('run').textContent === 'Run'")
+            cuts = await fresh.js("return ['first', 'factor'].map((name) => ask[name].value)")
+            assert cuts == ["64", "3"], "the service's default, but what was typed stays"
             assert await fresh.js("return document.querySelector('[name=model]').value")
             about = "document.getElementById('about-alpha')"
             await fresh.js(f"{about}.parentElement.querySelector('.help').click()")
