@@ -91,7 +91,7 @@ class GeneratorSettings(ServiceSettings):
         0,
         ge=0,
         le=MAX_BATCH,
-        description="most candidates if a request does not set n, of those that the free slots"
+        description="most candidates of a request with n auto (0), of those that the free slots"
         " hold; 0: max_candidates on GPUs, 64 on CPUs",
     )
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")

@@ -4,7 +4,7 @@ export const FIELDS = {
   "Selection.algorithm ALGORITHM_SPECULATIVE_REJECTION ALGORITHM_BEST_OF_N": "How the best is found. Speculative rejection: Rejects the lowest fraction alpha at every decision token. Best of n: Generates every candidate to its end: Speculative Rejection with alpha 0.",
   "Selection.alpha": "Fraction of the ranked candidates rejected at each decision token; [0, 1); default 0.5.",
   "Sampling.max_tokens": "Maximum number of new tokens per candidate; 1 .. context - prompt; absent: context - prompt, up to the server's default_max_tokens.",
-  "Selection.schedule SCHEDULE_KIND_GEOMETRIC SCHEDULE_KIND_TOKENS SCHEDULE_KIND_MEMORY": "The decision tokens. Geometric: At first, first * factor, first * factor^2, ..., rounded down. Tokens: At the listed tokens. Memory: None: only full slots end a round, the paper's own trigger.",
+  "Selection.schedule SCHEDULE_KIND_GEOMETRIC SCHEDULE_KIND_TOKENS SCHEDULE_KIND_MEMORY": "The decision tokens; absent: the server's default_schedule. Geometric: At first, first * factor, first * factor^2, ..., rounded down. Tokens: At the listed tokens. Memory: None: only full slots end a round, the paper's own trigger.",
   "Schedule.first": "Geometric: the first decision token. Memory: tokens for which each candidate has room when the session opens; with n = 0, full slots end the first round there. 1 or more; default 16.",
   "Schedule.factor": "Geometric: the ratio of decision tokens; 1.01 .. 16; default 2.",
   "Schedule.tokens": "Tokens: the decision tokens, strictly ascending, each 1 or more; 1 to 1024 of them.",

@@ -284,7 +284,8 @@ class Selection:
     )
     schedule: Schedule = option(
         Schedule(),
-        "Decision tokens: memory:FIRST, geometric:FIRST,FACTOR or tokens:T,T,...",
+        "Decision tokens: memory:FIRST, geometric:FIRST,FACTOR or tokens:T,T,...; default: the"
+        " server's.",
     )
     algorithm: Algorithm = option(Algorithm.SPECULATIVE_REJECTION, "How the best is found.")
     rewards: tuple[WeightedReward, ...] = option(

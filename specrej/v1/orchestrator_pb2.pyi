@@ -441,7 +441,7 @@ class Selection(_message.Message):
     """
     @_builtins.property
     def schedule(self) -> Global___Schedule:
-        """The decision tokens."""
+        """The decision tokens; absent: the server's default_schedule."""
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedReward]:
@@ -623,9 +623,7 @@ class GenerateResponse(_message.Message):
     score: _builtins.float
     """Its reward."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """STOP: complete. LENGTH: cut off at max_tokens, as were all others unless the request ranks by
-    reward alone.
-    """
+    """STOP: complete. LENGTH: cut off at max_tokens; with prefer_complete, so were all others."""
     cached: _builtins.bool
     """Whether the answer came from the cache; usage, rounds and timings are then those of the
     request that generated it.
