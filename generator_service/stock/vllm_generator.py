@@ -308,7 +308,8 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     # Imported here: vLLM has an environment of its own, and reads the variables when imported.
     from generator_service.stock.vllm_engine import VERSION, VLLMEngine
 
-    check_tensors(settings.model_directory, reads_quantized=True)
+    if settings.vllm_options.get("load_format", "auto") in ("auto", "safetensors"):
+        check_tensors(settings.model_directory, reads_quantized=True)
     examined = examine(settings.model_directory)
     engine = VLLMEngine.load(settings, examined.end_ids, on_step)
     shape = engine.shape
