@@ -83,7 +83,8 @@ def _load_model(settings: GeneratorSettings) -> LocalGenerator | VLLMGenerator:
     try:
         files = settings.files
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error} (SPECREJ_GENERATOR_MODEL): run make models") from None
+        hint = "" if "model" in settings.model_fields_set else ": run make models"
+        raise FileNotFoundError(f"{error} (SPECREJ_GENERATOR_MODEL){hint}") from None
     if not files.gguf_file and not (files.directory / "config.json").is_file():
         raise FileNotFoundError(f"no model in {files.directory} (SPECREJ_GENERATOR_MODEL)")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

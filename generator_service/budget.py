@@ -292,7 +292,9 @@ def read_config(place: str | Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        if not Path(place).exists() and hub.is_name(str(place)):
+        if not Path(place).exists():
+            if not hub.is_name(str(place)):
+                raise OSError("no directory, config.json or name such as org/name@revision")
             place = hub.config_of(str(place))
         return AutoConfig.from_pretrained(place, local_files_only=True).get_text_config()
     except (OSError, ValueError) as error:

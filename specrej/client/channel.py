@@ -31,6 +31,13 @@ _CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 
 
+def check_address(address: str) -> None:
+    """Raises ValueError: the address is one of HTTP."""
+    if address.startswith(("http://", "https://")):
+        how = "use HOST:PORT; HTTP is the gateway's, gRPC has a port of its own"
+        raise ValueError(f"{address!r}: {how}")
+
+
 def open_channel(
     address: str,
     *,

@@ -27,7 +27,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.client import Client, RewardClient, view
-from specrej.client.channel import open_channel
+from specrej.client.channel import check_address, open_channel
 from specrej.client.options import add_credentials, add_options, credentials_of, options_of
 from specrej.contracts import (
     Event,
@@ -311,9 +311,10 @@ def _add_call(
 
 def _address(default: str, text: str) -> str:
     """An address of gRPC, with the port of the default if it has none."""
-    if text.startswith(("http://", "https://")):
-        text = f"{text!r}: use HOST:PORT; HTTP is the gateway's, gRPC has a port of its own"
-        raise argparse.ArgumentTypeError(text)
+    try:
+        check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     has_no_port = default and re.fullmatch(r"[\w.-]+|\[[\w:]+\]", text)
     return f"{text}:{default.rpartition(':')[2]}" if has_no_port else text
 

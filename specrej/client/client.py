@@ -25,7 +25,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
-from specrej.client.channel import open_channel
+from specrej.client.channel import check_address, open_channel
 from specrej.client.options import accepted, value_of
 from specrej.contracts import (
     Event,
@@ -213,6 +213,8 @@ class _Connection:
     def __init__(
         self, address: str, timeout_s: float, retries: Retries | None, credentials: Credentials
     ) -> None:
+        with _valid("address"):
+            check_address(address)
         try:
             self._channel = open_channel(address, **credentials)
         except (OSError, ValueError) as error:
@@ -279,7 +281,7 @@ class Client(_Connection):
     replaces theirs; its `metadata` is sent with it.
 
     Raises:
-        InvalidRequest: the credentials cannot be used, or not with this address.
+        InvalidRequest: the address is one of HTTP, or the credentials cannot be used with it.
     """
 
     _service = "specrej.v1.OrchestratorService"

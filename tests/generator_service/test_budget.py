@@ -180,7 +180,7 @@ def test_the_command_prints_one_object(tmp_path: Path) -> None:
         (("--context-tokens", "8193"), "context_tokens must be at most the model's 8192, is 8193"),
         (("--memory", "8GiB"), "does not fit: 7.2 GiB less 15.0 GiB of weights"),
         (("--memory", "8 GiBs"), "invalid"),
-        (("--model", "missing"), "missing"),
+        (("--model", "missing"), "missing: no directory, config.json or name such as org/name"),
         (("--first", "0"), "must be at least 1"),
         (("--memory-fraction", "1"), "must be 0 .. 0.95"),
     ],

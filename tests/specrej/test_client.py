@@ -135,6 +135,12 @@ def test_what_is_no_prompt_is_named(prompt: Any) -> None:
         build_request(prompt)
 
 
+async def test_an_address_of_http_is_refused() -> None:
+    """Guards against four attempts to resolve a "misformatted domain name"."""
+    with pytest.raises(errors.InvalidRequest, match="address: 'http://localhost:8000': use HOST"):
+        Client("http://localhost:8000")
+
+
 def test_an_unknown_option_is_a_type_error() -> None:
     """Guards against a misspelt option that is silently ignored."""
     with pytest.raises(TypeError, match="temprature; did you mean temperature"):
