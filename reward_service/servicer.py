@@ -87,7 +87,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """
         worker = self._workers.get(name) if name else next(iter(self._workers.values()))
         if worker is None:
-            raise NotFound(f"unknown reward; available: {', '.join(self._workers)}")
+            raise NotFound(f'unknown reward "{name}"; available: {", ".join(self._workers)}')
         return worker
 
     def check_batch(self, candidates: Sequence[pb.ScoreCandidate]) -> Iterator[Violation]:

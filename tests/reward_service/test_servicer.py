@@ -87,7 +87,9 @@ async def test_unknown_reward_is_not_found(serve: Serve) -> None:
     stub = await serve(ToyReward())
     calls = [stub.Score(score_request("a", reward="T")), converse(stub, open_request(reward="T"))]
     for call in calls:
-        assert await failure(call) == (Code.NOT_FOUND, "NOT_FOUND")
+        error = await failure_of(call)
+        assert error.code() is Code.NOT_FOUND
+        assert error.details() == 'unknown reward "T"; available: toy'
 
 
 async def test_every_violation_of_score_is_reported(serve: Serve) -> None:
