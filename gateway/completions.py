@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, chain
+from operator import or_
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -35,8 +37,10 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from specrej.client.options import value_of
 from specrej.contracts import (
     MAX_SEED,
+    Branching,
     CacheControl,
     Generation,
     Grammar,
@@ -49,6 +53,7 @@ from specrej.contracts import (
     Regex,
     RoundCompleted,
     Sampling,
+    Schedule,
     StructuredOutput,
     TopLogprobs,
     WeightedReward,
@@ -98,8 +103,9 @@ _OWN = {
     *("model", "return_candidates", "max_tokens", "temperature", "top_p", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"),
 }
-# Tags of the two forms of rewards, and pydantic's mark of a wrong key: not parts of a field's path.
-_BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
+# Tags of the forms of an option, and pydantic's mark of a wrong key: not parts of a field's path.
+_FORMS: Mapping[type, str] = {str: "(text)", dict: "(by name)"}
+_OTHER, _KEY = "(other)", "[key]"
 
 
 def rules_of(model: type[BaseModel]) -> dict[str, Rule]:
@@ -153,16 +159,33 @@ class StreamOptions(_Checked):
     include_obfuscation: Annotated[Any, Ignored("chunks are not padded")] = None
 
 
+def _by_form(name: str, forms: Mapping[str, Any]) -> Any:
+    """The type of an option by the form of its value; a text is that of its flag."""
+
+    def parse(text: str) -> Any:
+        value = value_of(name, text)
+        return (value,) if isinstance(value, WeightedReward) else value
+
+    forms = {_FORMS[str]: Annotated[str, AfterValidator(parse)], **forms}
+    union = reduce(or_, (Annotated[kind, Tag(tag)] for tag, kind in forms.items()))
+
+    def form_of(given: object) -> str:
+        form = _FORMS.get(type(given), _OTHER)
+        return form if form in forms else _OTHER
+
+    return Annotated[union, Discriminator(form_of)]
+
+
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
+    output = Annotated[StructuredOutput, Field(discriminator="kind")]
+    listed = tuple[WeightedReward, ...]
     types: dict[str, Any] = {
-        "n": Annotated[int, BeforeValidator(lambda n: 0 if n == "auto" else n)],
-        "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
-        "rewards": Annotated[
-            Annotated[dict[str, float], Tag(_BY_NAME)]
-            | Annotated[tuple[WeightedReward, ...], Tag(_LISTED)],
-            Discriminator(lambda given: _BY_NAME if isinstance(given, Mapping) else _LISTED),
-        ],
+        "n": _by_form("n", {_OTHER: int}),
+        "schedule": _by_form("schedule", {_OTHER: Schedule}),
+        "branching": _by_form("branching", {_OTHER: Branching}),
+        "structured_output": _by_form("structured_output", {_OTHER: output}),
+        "rewards": _by_form("rewards", {_FORMS[dict]: dict[str, float], _OTHER: listed}),
     }
     return {
         name: (types.get(name, option.type) | None, None)
@@ -433,7 +456,7 @@ def parsed(
 
 def _name(location: tuple[int | str, ...]) -> str:
     """The path of a field: that of ("messages", 0, "content") is "messages[0].content"."""
-    parts = [part for part in location if part not in (_BY_NAME, _LISTED, _KEY)]
+    parts = [part for part in location if part not in (*_FORMS.values(), _OTHER, _KEY)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.lstrip(".") or "body"
 

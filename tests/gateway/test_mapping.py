@@ -356,6 +356,21 @@ def test_as_many_candidates_as_memory_holds_are_named_auto() -> None:
     assert presets["most"].model_dump()["n"] == 0
 
 
+def test_options_take_the_texts_of_flags() -> None:
+    """Guards against `"rewards": "relevance"`, which the Python client takes, as an invalid array,
+    and an error that names neither form."""
+    texts = {"schedule": "tokens:3,9", "branching": "8,2", "rewards": "relevance"}
+    made = call_of(chat(specrej={**texts, "structured_output": "regex:a"}), PRESETS).options
+    assert made["schedule"] == c.Schedule("tokens", tokens=(3, 9))
+    assert made["branching"] == c.Branching(8, 2)
+    assert made["rewards"] == (c.WeightedReward("relevance"),)
+    assert made["structured_output"] == c.Regex("a")
+    preset = GatewaySettings.model_validate({"presets": {"own": texts}}).presets["own"]
+    assert preset.model_dump(exclude_none=True).keys() == texts.keys()
+    with pytest.raises(InvalidRequest, match="'many': use an integer or auto"):
+        chat(specrej={"n": "many"})
+
+
 @pytest.mark.parametrize(
     ("given", "options"),
     [
