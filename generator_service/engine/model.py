@@ -23,7 +23,7 @@ from specrej_models.probe import Examined, load_weights
 class CausalLM(SegmentedModel):
     """Weights on a device, with the sizes that the engine needs."""
 
-    def __init__(self, model: PreTrainedModel, end_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: PreTrainedModel, end_ids: frozenset[int]) -> None:
         """Takes over `model`; one of `end_ids` ends a candidate.
 
         Raises:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 PROMPT = [1, *(5 + 7 * i % 80 for i in range(16))]
 ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
-MODEL = CausalLM(tiny.build())
+MODEL = CausalLM(tiny.build(), tiny.END_IDS)
 
 
 @dataclass(frozen=True, slots=True)

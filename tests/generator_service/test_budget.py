@@ -225,7 +225,7 @@ def test_a_containers_limit_is_its_memory(
 def test_no_room_for_a_slot_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a negative capacity, and a process that starts and refuses all sessions."""
     host(monkeypatch, tmp_path, GIB // 1024, GIB // 1024, "max")
-    model = CausalLM(tiny.build())
+    model = CausalLM(tiny.build(), tiny.END_IDS)
     with pytest.raises(ValueError, match=r"no memory for KV slots: .*memory_fraction 0\.5"):
         loading.slots_from_memory(model, GeneratorSettings())
 
@@ -249,7 +249,7 @@ def test_a_step_stays_within_its_workspace(
     monkeypatch.setattr("specrej_models.attention.SCORES_AT_ONCE", scores_at_once)
     monkeypatch.setattr(budgets, "SCORES_AT_ONCE", scores_at_once)
     network = tiny.build(kind)
-    model = CausalLM(network)
+    model = CausalLM(network, tiny.END_IDS)
     assert model.is_compiled == compiled
     assert model.weight_bytes >= sum(parameter.nbytes for parameter in network.parameters())
     n, chunk = 96, 64

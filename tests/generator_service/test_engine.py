@@ -144,7 +144,7 @@ def test_logits_that_are_not_finite_end_their_session(sampling: Sampling) -> Non
     """Guards against answers of the first or the last token of the vocabulary, and bystanders
     against a step that fails for them."""
     broken = tiny.build()
-    engine = Engine(CausalLM(broken), 20_000)
+    engine = Engine(CausalLM(broken, tiny.END_IDS), 20_000)
     with torch.no_grad():  # afterwards: such weights are refused at load
         broken.get_input_embeddings().weight[90] = float("nan")
     good = engine.extend(admitted(engine, PROMPT, 2, sampling), 8)

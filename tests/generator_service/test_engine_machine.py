@@ -32,7 +32,7 @@ from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, grown, opened
 from tests.reward_service.tiny import make_tokenizer
 
-MODEL = CausalLM(tiny.build(num_hidden_layers=2).double())
+MODEL = CausalLM(tiny.build(num_hidden_layers=2).double(), tiny.END_IDS)
 MAX_N, MAX_TOKENS = 12, 20
 PLAIN = Sampling(max_tokens=MAX_TOKENS, temperature=1.5, seed=8)
 # Draws that depend on the tokens before them.

@@ -180,7 +180,7 @@ def test_a_stored_prompt_gives_the_logits_of_a_new_one(name: str) -> None:
     """
     logits = []
     for chunk in (8, 1, 5):
-        model = Recorder(CausalLM(tiny.build(name)))
+        model = Recorder(CausalLM(tiny.build(name), tiny.END_IDS))
         engine = Engine(model, 5000, prefill_chunk=chunk, prefix_cache_slots=1000)
         for _ in range(2):
             session_id = admitted(engine)
@@ -203,7 +203,7 @@ def test_logits_over_shared_nodes_equal_plain_transformers(
     Float64 has no rounding errors; float32 uses compiled code.
     """
     reference = tiny.build(name).to(dtype)
-    model = Recorder(CausalLM(tiny.build(name).to(dtype)))
+    model = Recorder(CausalLM(tiny.build(name).to(dtype), tiny.END_IDS))
     engine = Engine(model, 5000, prefill_chunk=30)
     tails = [[5, 6, 7], [], PROMPT, [5, 6, 7]]
     prompts = [SYSTEM + tail for tail in tails] + [[*SYSTEM[:66], 90, 91]]

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from generator_service.engine.commands import GrowingCandidate
 
 VOCABULARY = 97
+END = 2
+END_IDS = frozenset({END})
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -24,7 +26,7 @@ _SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END,
     "pad_token_id": 0,
 }
 
