@@ -62,9 +62,8 @@ KNOWN_LEAK_BYTES = 2 * 96
 # Growth per hour that the interval must exclude.
 BOUNDS: Mapping[str, float] = {"MiB": 4.0}
 # Total growth that shows no trend: malloc's increment of 128 KiB, one more connection at the end,
-# threads that grpc's elastic pool adds under load (a leaked one per client would be hundreds), and
-# the 20 histogram series of a status code that occurs for the first time.
-STEPS: Mapping[str, float] = {"MiB": 0.13, "fds": 2.0, "threads": 4.0, "series": 100.0}
+# and the 20 histogram series of a status code that occurs for the first time.
+STEPS: Mapping[str, float] = {"MiB": 0.13, "fds": 2.0, "threads": 2.0, "series": 100.0}
 _STEP = 0.5  # for all other counts, which are integers
 _ANSWERS = ("OK", "CANCELLED", "INVALID_ARGUMENT", "UNAVAILABLE")
 
