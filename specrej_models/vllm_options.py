@@ -1,11 +1,19 @@
-"""What both model services set for vLLM and its processes."""
+"""What both model services set for vLLM and its processes.
+
+As a program, the file ends processes of a service that has ended.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import sys
 import threading
+import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 # Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
@@ -31,11 +39,48 @@ def prepare_environment(threads: int, **more: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def end_with_parent() -> None:
-    """End this process with the one that started it; no effect outside of multiprocessing.
+def end_children_with_us() -> None:
+    """Let all processes that this one starts from now on be killed as soon as it has ended.
 
-    vLLM's engine process outlives a service that is killed, and would keep its share of a GPU.
+    vLLM's engine process outlives a service that is killed, and would keep its share of a GPU. A
+    process of this file waits for the end. It finds the others by a variable that they inherit, as
+    their parent is lost by then. Linux only; on other systems nothing is killed. A further call
+    changes nothing.
     """
+    name, process = "SPECREJ_FAMILY", f"{os.getpid()}-"
+    if os.environ.get(name, "").startswith(process):
+        return
+    mark = (name, f"{process}{time.time_ns()}")
+    reader, _ = os.pipe()  # this process never closes the other end, and no child inherits it
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-IS", __file__, "=".join(mark)],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)],
+        setsid=True,  # Ctrl-C is not for it
+    )
+    os.close(reader)
+    # Else the titles that vLLM gives its processes overwrite their environment in /proc.
+    os.environ["SPT_NOENV"] = "1"
+    os.environ.update([mark])
+
+
+def _kill(mark: bytes) -> bool:
+    """Kill the processes that inherited the mark; False if there were none."""
+    killed = False
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark not in (process / "environ").read_bytes():
+                continue
+            # Python's own, which frees shared memory once the others have ended.
+            if b"resource_tracker" not in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+                killed = True
+    return killed
+
+
+def end_with_parent() -> None:
+    """End this process with the one that started it; goes with generator_service's scheduler."""
     if parent := multiprocessing.parent_process():
         threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
@@ -43,3 +88,10 @@ def end_with_parent() -> None:
 def _follow(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    # Again, as one may have just started another.
+    while _kill(os.fsencode(sys.argv[1])):
+        time.sleep(0.1)

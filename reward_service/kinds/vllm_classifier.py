@@ -22,7 +22,7 @@ from reward_service.specs import Resources, VLLMClassifierSpec
 from specrej.contracts import Candidate, Prompt
 from specrej_models.probe import check_tensors
 from specrej_models.sizes import ModelSizes
-from specrej_models.vllm_options import BLOCK_TOKENS, end_with_parent, prepare_environment
+from specrej_models.vllm_options import BLOCK_TOKENS, end_children_with_us, prepare_environment
 
 _MAX_TEXTS = 256
 
@@ -98,16 +98,6 @@ class VLLMClassifier(Reward):
             text.num_computed = len(text.token_ids) - answer.num_cached_tokens
 
 
-def scheduler(vllm_config: Any, **options: Any) -> Any:
-    """vLLM's own scheduler for this configuration, in a process that ends with its parent."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    end_with_parent()
-    is_async = vllm_config.scheduler_config.async_scheduling
-    return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **options)
-
-
 def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLMClassifier:
     """A vLLM of a sequence classifier's directory; the spec's vllm_options override all else.
 
@@ -138,7 +128,6 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "trust_remote_code": spec.trust_remote_code,
-        "scheduler_cls": f"{__name__}.{scheduler.__name__}",
     }
     if spec.logit_of is not None:
         token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")
@@ -160,6 +149,7 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         kept = max(resources.kept_tokens, 2 * conversation.max_tokens) + block
         arguments |= {"dtype": "float32", "block_size": block}
         arguments["kv_cache_memory_bytes"] = kept * sizes.slot_bytes(4)
+    end_children_with_us()
     prepare_environment(resources.threads)
     # Here, as it has an environment of its own, and reads the variables when it is imported.
     from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +28,7 @@ from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest, Unavailable
 from tests.reward_service import tiny
 from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, make_config, make_tokenizer, save
+from tests.serving import until
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: make vllm"
@@ -90,6 +94,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     )
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(vllm_classifier, "prepare_environment", lambda threads: None)
+    monkeypatch.setattr(vllm_classifier, "end_children_with_us", lambda: None)
     monkeypatch.setattr(FakeEngine, "requests", [])
     return FakeEngine.requests
 
@@ -211,3 +216,42 @@ async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> N
         assert 0 < scores.computed_tokens < 150
     finally:
         worker.close()
+
+
+@needs_vllm
+async def test_vllm_ends_with_a_service_that_is_killed(directory: Path) -> None:
+    """Also while it starts. Guards the memory of a GPU, which vLLM's own process would keep."""
+    psutil = pytest.importorskip("psutil")  # of vLLM's environment
+
+    options = {"label_weights": [1.0, -0.5], "vllm_options": {"enforce_eager": True}}
+    reward = {"name": "r", "kind": "vllm-classifier", "directory": str(directory), **options}
+    variables = {"SPECREJ_REWARD_REWARDS": json.dumps([reward]), "SPECREJ_REWARD_PORT": "0"}
+    command = [sys.executable, "-m", "reward_service"]
+    with subprocess.Popen(command, env={**os.environ, **variables}) as service:  # noqa: ASYNC220
+        parent = psutil.Process(service.pid)
+
+        def children() -> Any:
+            return parent.children(recursive=True)
+
+        def has_engine() -> bool:  # by the title that vLLM gives it
+            return any("EngineCore" in "".join(child.cmdline()) for child in children())
+
+        try:
+            await until(has_engine, bound_s=120, every_s=0.05)
+            others = children()
+        finally:
+            service.kill()
+    assert len(others) > 1
+
+    def has_ended(child: Any) -> bool:
+        try:
+            return bool(child.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    try:
+        await until(lambda: all(map(has_ended, others)), bound_s=30, every_s=0.05)
+    finally:
+        for child in others:
+            if not has_ended(child):
+                child.kill()

@@ -10,23 +10,23 @@ import sys
 from tests.serving import until
 
 _SERVICE = """
-import multiprocessing, signal
-from specrej_models.vllm_options import end_with_parent
+import multiprocessing, time
+from specrej_models.vllm_options import end_children_with_us
 
-def engine():
-    end_with_parent()
-    signal.pause()
-
-if __name__ == "__main__":
-    process = multiprocessing.get_context("fork").Process(target=engine)
-    process.start()
-    print(process.pid, flush=True)
-    process.join()
+end_children_with_us()
+end_children_with_us()  # as each reward on vLLM does
+process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+process.start()
+print(process.pid, flush=True)
+process.join()
 """
 
 
 async def test_an_engine_process_ends_with_a_service_that_is_killed() -> None:
-    """Guards the memory of a GPU: vLLM itself ends it only with a service that ends in order."""
+    """Guards the memory of a GPU: vLLM itself ends it only with a service that ends in order.
+
+    tests/reward_service/test_vllm_classifier.py does the same with vLLM's own process.
+    """
     with subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE) as service:  # noqa: ASYNC220
         assert service.stdout
         engine = int(service.stdout.readline())
