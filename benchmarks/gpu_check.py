@@ -33,9 +33,10 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import log, parse_arguments, provenance, report, timed
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.vllm_generator import VLLMGenerator, load_vllm
+from generator_service.stock.generator import StockGenerator
 from specrej.contracts import Prompt, Round, Sampling, SessionSpec
 from specrej_models.sizes import ModelSizes
+from specrej_models.vllm_options import prepare_environment
 from tests.conformance.subjects import VLLM_OPTIONS, own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
 
@@ -127,6 +128,9 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new),
     )
     log(f"loading random weights in the shape of {arguments.shape}")
+    prepare_environment(settings.threads)
+    from generator_service.stock.vllm import load_vllm
+
     generator = load_vllm(settings, None)
     try:
         await generator.warm_up()
@@ -138,7 +142,7 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments, roofline))
     finally:
-        generator.close()
+        await generator.close()
 
 
 async def _agreement(directory: Path) -> list[dict[str, Any]]:
@@ -235,7 +239,7 @@ def _least_s(do: Callable[[], object]) -> float:
 
 
 async def _speed(
-    generator: VLLMGenerator,
+    generator: StockGenerator,
     n: int,
     arguments: argparse.Namespace,
     roofline: Roofline,

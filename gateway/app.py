@@ -278,10 +278,12 @@ class Gateway:
 
     async def _models(self, http: HTTPRequest) -> list[JSON]:
         described = await self._read(http, self._client.describe)
-        names = (described.generator.model, *described.generator.adapters)
+        generator = described.generator
+        names = (generator.model, *generator.adapters)
         names = (*self._settings.model_names, *names)
         suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
         common = {"object": "model", "created": 0, "owned_by": "specrej"}
+        common |= {"max_model_len": generator.context_tokens, "specrej": generator.form_summary}
         return [{"id": name + suffix, **common} for name in names for suffix in suffixes]
 
     async def health(self, http: HTTPRequest) -> Response:

@@ -17,17 +17,19 @@ from specrej.contracts import Generator
 from specrej.contracts.errors import SpecrejError
 from specrej.server.serving import Heartbeat, Server
 from specrej.settings import load
+from specrej_models.vllm_options import end_children_with_us, prepare_environment
 
 if TYPE_CHECKING:
     from generator_service.engine.generator import LocalGenerator
-    from generator_service.stock.vllm_generator import VLLMGenerator
+    from generator_service.stock.generator import StockGenerator
 
 
 def main() -> None:
     """Serve until a signal."""
     settings = load(GeneratorSettings)
     if settings.node_rank:
-        from generator_service.stock.vllm_generator import run_node
+        prepare_environment(settings.threads)
+        from generator_service.stock.vllm import run_node
 
         run_node(settings)
     threads.bound_spinning()
@@ -57,24 +59,29 @@ async def open_generator(
 ) -> tuple[Generator, Heartbeat]:
     """The generator of the settings, and its heartbeat; `resources` closes the generator."""
     if settings.engine == "remote":  # first: its model may have any name
-        from generator_service.stock.endpoint import EndpointGenerator
+        from generator_service.stock.endpoint import open_endpoint
 
-        remote = EndpointGenerator(settings, instruments.count_step)
+        remote = await open_endpoint(settings, instruments.count_step)
         resources.push_async_callback(remote.close)
         instruments.observe(remote.load)
-        return remote, lambda: 0.0
+        return remote, remote.heartbeat_s
     if is_toy(settings.model):
         toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
         instruments.observe(toy.load)
         return toy, lambda: 0.0
     generator = await threads.load(partial(_load_model, settings))
-    resources.callback(generator.close)
+    resources.push_async_callback(_close, generator)
     await generator.warm_up()
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
 
 
-def _load_model(settings: GeneratorSettings) -> LocalGenerator | VLLMGenerator:
+async def _close(generator: LocalGenerator | StockGenerator) -> None:
+    if ending := generator.close():
+        await ending
+
+
+def _load_model(settings: GeneratorSettings) -> LocalGenerator | StockGenerator:
     """The generator on a model's files, which are fetched first if the model is one of the hub.
 
     Raises:
@@ -92,7 +99,9 @@ def _load_model(settings: GeneratorSettings) -> LocalGenerator | VLLMGenerator:
     from generator_service.loading import engine_of, load_generator
 
     if engine_of(settings) == "vllm":
-        from generator_service.stock.vllm_generator import load_vllm
+        prepare_environment(settings.threads)
+        end_children_with_us()
+        from generator_service.stock.vllm import load_vllm
 
         return load_vllm(settings, instruments.count_step)
     return load_generator(settings, instruments.count_step)

@@ -1,6 +1,6 @@
 """The queue of sessions that wait for KV slots, first come, first served; standard library only.
 
-The own engine, vLLM and the toy use it. They differ in how many slots a candidate's
+The own engine, the stock engine and the toy use it. They differ in how many slots a candidate's
 tokens take, which is `Demand.slots_of`, and in how they store prompts.
 """
 
@@ -115,14 +115,12 @@ class AdmissionQueue(Generic[S]):
         auto_candidates: int,
         max_candidates: int = sys.maxsize,
         missing: Callable[[S], int] = lambda session: session.demand.prompt_slots,
-        free_candidates: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         """`admit(session, n)` opens a session with n candidates; it must call `give_share`.
 
         max_waiting: sessions that may wait; auto_candidates: most candidates where N is left open,
-        at most max_candidates; max_candidates: most candidates of all sessions together, of which
-        `free_candidates()` are free now; `missing(session)`: slots of its prompt that no open
-        session holds yet.
+        at most max_candidates, the most of a session; `missing(session)`: slots of its prompt that
+        no open session holds yet.
         """
         self._ledger = ledger
         self._admit = admit
@@ -130,7 +128,6 @@ class AdmissionQueue(Generic[S]):
         self._auto_candidates = min(auto_candidates, max_candidates)
         self._max_candidates = max_candidates
         self._missing = missing
-        self._free_candidates = free_candidates
         self._waiting: deque[S] = deque()
 
     def __len__(self) -> int:
@@ -199,7 +196,6 @@ class AdmissionQueue(Generic[S]):
         self.widen(session, num_kept + len(possible))
         next_slots = session.demand.slots_of(num_tokens + 1)
         rows = self._ledger.share_of(session.id) // max(1, next_slots)
-        rows = min(rows, num_kept + self._free_candidates())
         return dict(possible[: max(0, rows - num_kept)])
 
     def is_reduced(self, session: S, n: int) -> bool:
@@ -210,17 +206,17 @@ class AdmissionQueue(Generic[S]):
 
     def _fitting(self, session: S) -> int:
         """Candidates with which a session can be admitted now; 0: none."""
-        demand, free = session.demand, self._free_candidates()
+        demand = session.demand
         least = demand.least
         floor = demand.floor(least)
         # First without the prompt: comparing it with the stored prompts in every step is slow.
-        if least > free or floor > self._ledger.unshared:
+        if floor > self._ledger.unshared:
             return 0
         missing = self._missing(session)
         if missing + floor > self._ledger.unshared:
             return 0
         room = demand.max_candidates_within(self._ledger.unshared - missing)
-        return demand.n or max(least, min(self._auto_candidates, free, room))
+        return demand.n or max(least, min(self._auto_candidates, room))
 
     def _check_capacity(self, demand: Demand) -> None:
         least, limit = demand.least, self._max_candidates

@@ -11,7 +11,8 @@ from specrej.telemetry.metrics import Observed
 
 def count_step(step: Step) -> None:
     """Count a step; from any thread, in a few microseconds."""
-    metrics.record(names.STEP_DURATION, step.seconds)
+    if step.seconds:
+        metrics.record(names.STEP_DURATION, step.seconds)
     if step.rows:
         metrics.record(names.STEP_ROWS, step.rows)
     for kind, tokens in (

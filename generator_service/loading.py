@@ -24,6 +24,9 @@ from specrej_models.probe import examine
 
 log = logging.getLogger(__name__)
 
+# Engine arguments that name the nodes of one generator, and change no token.
+_OF_NODES = ("node_rank", "master_addr", "master_port")
+
 
 def device_of(setting: str) -> str:
     """The device of the setting, which may be "auto": CUDA if there is one."""
@@ -92,6 +95,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         device=f"{device} {dtype}",
         slots=SlotGauge(capacity, 0, 0),
         auto_candidates=auto_candidates,
+        can_fork=True,
         probe=examined.probe,
     )
     return LocalGenerator(thread, Text.of(examined), card)
@@ -103,6 +107,17 @@ def _fingerprint(files: ModelFiles, dtype: str) -> str:
     weights = files.directory / files.gguf_file
     sample = hashlib.sha256(fingerprint.sample(weights)).hexdigest()
     return fingerprint.of_values(size=weights.stat().st_size, sample=sample, dtype=dtype)
+
+
+def vllm_fingerprint(settings: GeneratorSettings, dtype: str, version: str) -> str:
+    """Fingerprint of the weights and all that changes tokens, such as quantisation."""
+    settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
+    for name, adapter in settings.adapters.items():
+        settings_of_engine[f"adapter {name}"] = fingerprint.of_directory(adapter)
+    options = {k: v for k, v in settings.vllm_options.items() if k not in _OF_NODES}
+    if options:
+        settings_of_engine["options"] = options
+    return fingerprint.of_directory(settings.model_directory, settings_of_engine)
 
 
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:

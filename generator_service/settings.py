@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import CliImplicitFlag, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from specrej.contracts.validation import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
@@ -33,26 +33,33 @@ class GeneratorSettings(ServiceSettings):
     )
     engine: Literal["auto", "own", "vllm", "remote"] = Field(
         "auto",
-        description="vLLM (docs/vllm.md), or this service's own engine, on CUDA a reference without"
-        " tuned kernels; auto: vLLM on CUDA, own on CPUs; remote: an endpoint with OpenAI's API,"
-        " Best-of-N without early rejection (docs/remote.md)",
+        description="vLLM in this process, a server with OpenAI's API (remote), both in"
+        " docs/servers.md, or this service's own engine, on CUDA a reference without tuned kernels;"
+        " auto: vLLM on CUDA, own on CPUs",
     )
     remote_url: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
-        description="base URL of the endpoint, such as http://127.0.0.1:9000/v1; model is its name"
+        description="base URL of the server, such as http://127.0.0.1:9000/v1; model is its name"
         " of the model",
     )
+    remote_tokenizer: str = Field(
+        "",
+        description="the files of the server's model, of which the weights are not read: a"
+        " directory, a GGUF file or a name of the hub; empty: where the server has them, or the"
+        " model's name; without them candidates are texts, and nothing is forked",
+    )
     remote_key_file: Path | None = Field(
-        None, description="file with the endpoint's key, read again when it changes"
+        None, description="file with the server's key, read again when it changes"
     )
     remote_requests: int = Field(
-        16, ge=1, le=1024, description="requests to the endpoint at the same time, one a candidate"
+        64, ge=1, le=4096, description="requests to the server at the same time, one a candidate"
     )
-    remote_logprobs: CliImplicitFlag[bool] = Field(
-        True,
-        description="request log-probabilities; false: an endpoint that has none, and ranking by"
-        " likelihood is arbitrary",
+    remote_affinity_header: str = Field(
+        "X-Session-ID",
+        pattern=r"^[A-Za-z0-9-]*$",
+        description="header with a key that all requests of a session have in common, by which a"
+        " router sends them to one server (docs/scale.md); empty: none",
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
@@ -74,7 +81,12 @@ class GeneratorSettings(ServiceSettings):
         0, ge=0, description="most tokens of prompt and answer together; 0: the model's"
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
-    kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from memory")
+    kv_slots: int = Field(
+        0,
+        ge=0,
+        description="KV capacity in slots; 0: from memory; with a remote engine, the most tokens of"
+        " prompts and candidates that it is sent at the same time",
+    )
     memory_fraction: float = Field(
         0.5,
         gt=0,

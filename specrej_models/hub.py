@@ -53,10 +53,10 @@ def embedded_models() -> Path:
     return checkout if checkout.exists() else Path(cache).expanduser() / "specrej" / "models"
 
 
-def find(model: str, *, with_code: bool = False) -> ModelFiles:
+def find(model: str, *, with_code: bool = False, weights: bool = True) -> ModelFiles:
     """The files of a model; those of a hub come from its cache, and are fetched if they are absent.
 
-    `with_code`: Python files, too.
+    `with_code`: Python files, too. `weights`: whether they are needed.
 
     Raises:
         FileNotFoundError: there is no such directory or file, and it is not a name of a hub.
@@ -73,10 +73,11 @@ def find(model: str, *, with_code: bool = False) -> ModelFiles:
         raise FileNotFoundError(
             f"{model}: no model directory, GGUF file or name such as org/name@revision"
         )
+    how = {"with_code": with_code, "weights": weights}
     try:
-        return _snapshot(model, _parts(model)[2], with_code=with_code, is_local=True)
+        return _snapshot(model, _parts(model)[2], is_local=True, **how)
     except (LocalEntryNotFoundError, HubError):
-        return pull(model, with_code=with_code)
+        return pull(model, **how)
 
 
 def is_name(model: str) -> bool:
@@ -84,7 +85,7 @@ def is_name(model: str) -> bool:
     return bool(_NAME.fullmatch(model))
 
 
-def pull(model: str, *, with_code: bool = False) -> ModelFiles:
+def pull(model: str, *, with_code: bool = False, weights: bool = True) -> ModelFiles:
     """Fetch a model of a hub into its cache, as far as it is not there, and check all files.
 
     Raises:
@@ -94,10 +95,11 @@ def pull(model: str, *, with_code: bool = False) -> ModelFiles:
 
     name, _, revision = _parts(model)
     log.info("fetching %s", model)
+    how = {"with_code": with_code, "weights": weights, "is_local": False}
     with _hub_errors(model):
         # By its commit first: until all files are there, the cache's revision stays the old one.
         commit = HfApi().model_info(name, revision=revision or "main").sha
-        _snapshot(model, commit, with_code=with_code, is_local=False)
+        _snapshot(model, commit, **how)
         checked = HfApi().verify_repo_checksums(name, revision=commit)
         if damaged := [mismatch["path"] for mismatch in checked.mismatches]:
             for path in damaged:
@@ -105,7 +107,7 @@ def pull(model: str, *, with_code: bool = False) -> ModelFiles:
                 (checked.verified_path / path).unlink()
             names = ", ".join(sorted(damaged))
             raise HubError(f"{names}: damaged on the way, and removed; fetch the model again")
-        files = _snapshot(model, revision, with_code=with_code, is_local=False)
+        files = _snapshot(model, revision, **how)
     log.info("%s is at revision %s", name, commit)
     return files
 
@@ -131,7 +133,9 @@ def _parts(model: str) -> tuple[str, str, str | None]:
     return match[1], match[2] or "", match[3]
 
 
-def _snapshot(model: str, revision: str | None, *, with_code: bool, is_local: bool) -> ModelFiles:
+def _snapshot(
+    model: str, revision: str | None, *, with_code: bool, weights: bool, is_local: bool
+) -> ModelFiles:
     """The files at a revision; `is_local`: only if all of them are in the cache.
 
     Raises:
@@ -148,7 +152,7 @@ def _snapshot(model: str, revision: str | None, *, with_code: bool, is_local: bo
             name,
             revision=revision,
             allow_patterns=[file] if file else [*_FILES, *(["*.py"] if with_code else [])],
-            ignore_patterns=None if file else list(_OTHERS),
+            ignore_patterns=None if file else [*_OTHERS, *([] if weights else ["*.safetensors"])],
             local_files_only=is_local,
         )
     )
@@ -158,7 +162,7 @@ def _snapshot(model: str, revision: str | None, *, with_code: bool, is_local: bo
         return ModelFiles(name, (directory / file).parent, Path(file).name)
     if not any((directory / config).exists() for config in _CONFIGS):
         raise HubError(f"{name} has no config.json: it is not a model of transformers")
-    if not any(directory.glob("*.safetensors")):
+    if weights and not any(directory.glob("*.safetensors")):
         raise HubError(f"{name} has no safetensors files; other weights are not loaded")
     return ModelFiles(name, directory)
 

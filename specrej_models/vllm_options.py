@@ -5,14 +5,11 @@ As a program, the file ends processes of a service that has ended.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 # Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
@@ -77,17 +74,6 @@ def _kill(mark: bytes) -> bool:
                 os.kill(int(process.name), signal.SIGKILL)
                 killed = True
     return killed
-
-
-def end_with_parent() -> None:
-    """End this process with the one that started it; goes with generator_service's scheduler."""
-    if parent := multiprocessing.parent_process():
-        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-
-
-def _follow(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from specrej.contracts import (
     NO_FORKS,
     Admitted,
     Candidate,
+    CandidateForm,
     Event,
     Finished,
     FinishReason,
@@ -162,7 +163,8 @@ class HeldGenerator:
         self.salts: list[str] = []
         self.adapters: tuple[str, ...] = ()
         self.can_fork = True
-        self.whole_answers = False
+        self.form = CandidateForm.IN_PLACE
+        self.ignores_seeds = False
         self.opened_adapters: list[str] = []
         self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in ("describe", "open", "extend", "prune", "close")}
@@ -195,7 +197,8 @@ class HeldGenerator:
             max_candidates=self.max_candidates,
             adapters=self.adapters,
             can_fork=self.can_fork,
-            whole_answers=self.whole_answers,
+            form=self.form,
+            ignores_seeds=self.ignores_seeds,
         )
 
     @property

@@ -318,7 +318,9 @@ async function route() {
 async function describe() {
   try {
     const description = await get('v1/specrej/describe');
-    setText($('service'), `${description.generator.model} on ${description.generator.device}`);
+    const { model, device, form: made = 'in_place' } = description.generator;
+    const how = made === 'in_place' ? '' : `, ${made.replace('_', ' ')}`;
+    setText($('service'), `${model} on ${device}${how}`);
     offer(form, description);
     arrange(form);
     set($('docs'), { href: description.docs_url || null });

@@ -1,6 +1,6 @@
 """What commands to an engine carry and return, and what it reports. No torch.
 
-The own engine and vLLM share them.
+The own engine and the stock engine share them.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Frontend:
     def description(self, load: Load) -> GeneratorDescription:
         """The card with slots and sessions as in `load`."""
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
-        return replace(self._card, slots=slots, sessions=sessions, waiting=waiting, can_fork=True)
+        return replace(self._card, slots=slots, sessions=sessions, waiting=waiting)
 
     async def warm_up(self, generator: Generator) -> None:
         """Take a few steps of the generator, whose frontend this is.

@@ -382,6 +382,17 @@ def _source(output: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(lark)
 
 
+def json_schema_of(output: JsonSchema | JsonObject) -> str:
+    """The schema of an output, with the options of this file for a program that uses llguidance.
+
+    Raises:
+        ValueError: as `checked_schema`.
+    """
+    schema = checked_schema(output.schema) if isinstance(output, JsonSchema) else "{}"
+    typed = {"type": "object"} if isinstance(output, JsonObject) else {}
+    return json.dumps({**json.loads(schema), **typed, "x-guidance": _JSON})
+
+
 def checked_schema(schema: str) -> str:
     """The schema as llguidance reads it without changing or misreading a part.
 

@@ -1,9 +1,8 @@
-"""A `Generator` of whole answers: an endpoint with OpenAI's API makes them, one request each.
+"""A server with OpenAI's API as the stock engine's program: vLLM, llama.cpp, a provider.
 
-The endpoint's KV is out of reach, so no candidate can be rejected early: `extend` returns every
-candidate at its end, and the orchestrator runs Best-of-N with one scoring of complete answers.
-Tokens are those that the endpoint reports; it charges the prompt once per candidate. If a request
-is retried, only the tokens of its last attempt are reported and counted.
+What a server can do is found out when the generator starts (`Examiner`). If it takes and returns
+token ids, and the model's tokenizer is here, candidates are rounds of requests. Otherwise each is
+one request of text, read as a stream if the server has streams.
 """
 
 from __future__ import annotations
@@ -12,29 +11,38 @@ import asyncio
 import json
 import logging
 import math
-import random
-import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
-from dataclasses import fields
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import httpx2
-
-from generator_service.engine.commands import Load, OnStep, Step
+from generator_service.engine.commands import (
+    Load,
+    OnStep,
+    OpenCommand,
+    PrefixBatch,
+    Top,
+)
+from generator_service.engine.generator import Frontend
+from generator_service.engine.grammar import json_schema_of
+from generator_service.engine.sampling import LEAST_LOGPROB
+from generator_service.engine.text import Text, TokenDecoder
 from generator_service.settings import GeneratorSettings
+from generator_service.stock.generator import ServedText, StockGenerator
+from generator_service.stock.requests import Ask, Part, continues_exactly, structured_fields
+from generator_service.stock.server import UNREADABLE, Server, encodable, unreadable
 from specrej import fingerprint
 from specrej.contracts import (
-    NO_FORKS,
-    Candidate,
+    NO_PROBE,
+    CandidateForm,
     FinishReason,
-    Forks,
+    Generator,
     GeneratorDescription,
-    Pruned,
-    Report,
+    JsonObject,
+    JsonSchema,
+    Prompt,
     Round,
-    RoundEnd,
     Sampling,
     SessionSpec,
     SlotGauge,
@@ -43,299 +51,516 @@ from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
+    SpecrejError,
     Unavailable,
     Violation,
-    raise_if_any,
 )
 from specrej.contracts.requests import MAX_INT32
-from specrej.reloading_file import ReloadingFile, read_line
-from specrej.security import may_use_proxy
-from specrej.server.serving import time_left_s
+from specrej_models.hub import find
+from specrej_models.probe import Examined, examine
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 4
-# Of our own; the endpoint's Retry-After may be longer.
-_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
-_MAX_RETRY_AFTER_S = 86_400.0
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 _UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
 _AUTO_CANDIDATES = 8
-# What reading JSON of another form than the API's raises, besides failed look-ups.
-_UNREADABLE = (ValueError, TypeError, RecursionError)
-_REFUSED = {
-    "logprobs": "the endpoint has no token ids",
-    "top_logprobs": "the endpoint has no token ids",
-    "structured_output": "endpoints differ in the formats that they take",
-}
-_CONVERTED = ("max_tokens", "temperature", "top_p", "seed", "stop", "logit_bias")
-# Only fields that differ from their defaults are sent: not every endpoint accepts these names.
-_SENT_BY_NAME = tuple(
-    field.name for field in fields(Sampling) if field.name not in (*_CONVERTED, *_REFUSED)
-)
+_PAUSE_S = 2.0  # until a server that does not answer is asked again, at the start
+# Servers whose own defaults, or those of the model's files, differ from ours, and their names of
+# fields beyond OpenAI's.
+_KNOWN = ("vllm", "sglang", "llamacpp")
+_CANCEL_ALL = ("vllm", "sglang")  # when the connection closes, streams or not
+_PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
+_MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
+_LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
+_LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
+_NO_IDS = "the endpoint is sent text and sends no token ids"
+_PROBE = Prompt(text="The quick brown fox jumps over the lazy dog. The")
+_PROBE_TOKENS = 8
 
 
-class EndpointSession:
-    """A `Session` whose candidates are requests to the endpoint."""
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a server can do.
 
-    reduced = False
-    fingerprint = ""  # the servicer has the generator's
-    prompt_tokens = 0  # the endpoint reports them with its answers
-
-    def __init__(self, generator: EndpointGenerator, spec: SessionSpec) -> None:
-        self.n = spec.n or generator.auto_candidates
-        self.max_tokens = spec.sampling.max_tokens
-        self.reserved = self.n * self.max_tokens
-        self._generator = generator
-        self._spec = spec
-        self._live = list(range(self.n))
-        self.turn = asyncio.Lock()  # of the one candidate that waits for a place
-
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
-        """All candidates at their ends, whatever `until_tokens` is; without reports."""
-        answer, spec = self._generator.answer, self._spec
-        tasks = [asyncio.create_task(answer(spec, i, self)) for i in self._live]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:  # one failed, or the caller went away: the endpoint stops the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self._live, self.reserved = [], 0
-        candidates = tuple(candidate for candidate, _ in answers)
-        longest = max((candidate.num_tokens for candidate in candidates), default=0)
-        prompt_tokens = max((prompt for _, prompt in answers), default=0)
-        gauge = self._gauge()
-        return Round(candidates, RoundEnd.ALL_FINISHED, longest, gauge, prompt_tokens=prompt_tokens)
-
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
-        """Drop candidates that were not requested yet; forks are refused."""
-        before = len(self._live)
-        self._live = [number for number in self._live if number in keep]
-        freed = (before - len(self._live)) * self.max_tokens
-        self.reserved -= freed
-        return Pruned(freed, self._gauge(), tuple(sorted(forks)))
-
-    def _gauge(self) -> SlotGauge:
-        slots = self._generator.load().slots
-        return SlotGauge(slots.capacity, slots.owned, self.reserved)
-
-
-class EndpointGenerator:
-    """Answers by the endpoint of the settings.
-
-    Slots are tokens that running candidates may still get; none of them is KV.
+    `kind`: "vllm", "llamacpp", or what its list of models says. `ids`: it takes token ids and
+    returns them. `least_logprobs`: to be requested; None: it has none. `structured`: the field for
+    structured outputs, or empty.
     """
 
-    def __init__(self, settings: GeneratorSettings, on_step: OnStep | None = None) -> None:
-        """Raises OSError or ValueError: the key cannot be read."""
-        self._settings = settings
-        self._on_step = on_step
-        self._url = settings.remote_url.rstrip("/")
-        self._context = settings.context_tokens or _UNKNOWN_CONTEXT
-        most = settings.auto_candidates or _AUTO_CANDIDATES
-        self.auto_candidates = min(most, _AUTO_CANDIDATES, settings.max_candidates)
-        self._sessions: set[EndpointSession] = set()
-        self._places = asyncio.Semaphore(settings.remote_requests)
-        path = settings.remote_key_file
-        self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
-        limits = httpx2.Limits(max_connections=settings.remote_requests)
-        trusted = may_use_proxy(self._url)
-        self._client = httpx2.AsyncClient(limits=limits, timeout=None, trust_env=trusted)
+    kind: str = ""
+    version: str = ""
+    context_tokens: int = 0
+    ids: bool = False
+    streams: bool = False
+    seeds: bool = False
+    least_logprobs: int | None = None
+    structured: str = ""
 
-    @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[EndpointSession]:
-        raise_if_any(_check(spec))
-        if len(self._sessions) > self._settings.max_waiting:
-            raise Overloaded(f"{len(self._sessions)} sessions are open")
-        session = EndpointSession(self, spec)
-        self._sessions.add(session)
-        try:
-            yield session
-        finally:
-            self._sessions.discard(session)
+    @property
+    def form(self) -> CandidateForm:
+        if self.ids:
+            return CandidateForm.ROUNDS
+        return CandidateForm.STREAMS if self.streams else CandidateForm.WHOLE_ANSWERS
 
-    async def describe(self) -> GeneratorDescription:
-        load, settings = self.load(), self._settings
-        return GeneratorDescription(
-            model=settings.model,
-            fingerprint=fingerprint.of_values(url=self._url, model=settings.model),
-            context_tokens=self._context,
-            max_candidates=settings.max_candidates,
-            vocabulary=_UNKNOWN_VOCABULARY,
-            slot_bytes=0,
-            device="remote, no early rejection",
-            slots=load.slots,
-            sessions=load.sessions,
-            auto_candidates=self.auto_candidates,
-            whole_answers=True,
-        )
+    @property
+    def names(self) -> tuple[str, ...]:
+        """For people."""
+        found = {
+            "token ids": self.ids,
+            "streams": self.streams,
+            "seeds": self.seeds,
+            "log-probabilities": self.least_logprobs is not None,
+            f"structured outputs ({self.structured})": self.structured,
+        }
+        return tuple(name for name, is_there in found.items() if is_there)
 
-    def load(self) -> Load:
-        """Slots and sessions as of now."""
-        owned = sum(session.reserved for session in self._sessions)
-        capacity = max(owned, self._settings.max_candidates * self._context)
-        return Load(SlotGauge(capacity, owned, 0), len(self._sessions), 0)
+
+class EndpointRequests:
+    """`Requests` to a server."""
+
+    def __init__(self, server: Server, model: str, abilities: Abilities) -> None:
+        self._server = server
+        self._model = model
+        self._abilities = abilities
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        """As `Requests.generate`."""
+        path, body = self._request(ask)
+        made = len(ask.token_ids)
+        async with aclosing(self._server.messages(path, body, ask.session)) as messages:
+            async for message in messages:
+                part = self._read(message, made, ask.command.sampling.top_logprobs)
+                made += len(part.token_ids)
+                if made > len(ask.token_ids) + ask.count:
+                    raise InternalError("the endpoint sends more tokens than requested")
+                yield part
+
+    def heartbeat_s(self) -> float:
+        """0: deadlines bound the server's silence."""
+        return 0.0
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._server.close()
 
-    async def answer(
-        self, spec: SessionSpec, candidate_id: int, session: EndpointSession
-    ) -> tuple[Candidate, int]:
-        """One candidate of a session, complete, and the tokens of its prompt.
+    def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+        """Path and body."""
+        sampling, able, prompt = ask.command.sampling, self._abilities, ask.prompt
+        body: dict[str, Any] = {"model": self._model, "max_tokens": ask.count, "seed": ask.seed}
+        body |= _sampling_fields(sampling, able)
+        if ask.min_tokens:
+            body["min_tokens"] = min(ask.min_tokens, ask.count)
+        # llama.cpp's server, for one, goes on with a request that is not a stream after its caller
+        # has left.
+        if able.streams and (ask.interval == 1 or able.kind not in _CANCEL_ALL):
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if sampling.structured_output:
+            body |= _structured(sampling, able)
+        if able.ids:
+            ids = [*ask.command.prompt_ids, *ask.token_ids]
+            logprobs = max(able.least_logprobs or 0, sampling.top_logprobs)
+            body |= {"prompt": ids, "logprobs": logprobs}
+            body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+            return "/completions", body
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if prompt.text:
+            if able.least_logprobs is not None:
+                body["logprobs"] = able.least_logprobs
+            return "/completions", {**body, "prompt": prompt.text}
+        if able.least_logprobs is not None:
+            body["logprobs"] = True
+        if prompt.continue_final:  # as vLLM's API has it
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+        return "/chat/completions", {**body, "messages": turns}
+
+    def _read(self, message: Any, made: int, most: int) -> Part:
+        """A message's tokens; `made`: tokens that the answer has already.
 
         Raises:
-            InvalidRequest: the endpoint refuses the request; with its reason.
-            Overloaded, Unavailable: the last attempt failed so, or the next delay exceeds the time
-                left (without a deadline, `_MAX_DELAY_S`).
-            InternalError: the endpoint refuses the key, or its answer cannot be read.
+            InternalError: it has another form than the API's, or numbers that cannot be.
         """
-        path, body = _request(spec, candidate_id, self._settings)
-        for attempt in range(_ATTEMPTS):
-            async with self._place(session):
-                began = time.perf_counter()
-                response = await self._post(path, body)
-                seconds = time.perf_counter() - began
-            if not isinstance(response, str) and response.status_code == 200:
-                return self._read(candidate_id, response.content, seconds)
-            failure, left_s = _failure(response, attempt), time_left_s()
-            delay_s = failure.retry_after_s or 0.0
-            longest_s = _MAX_DELAY_S if left_s is None else left_s
-            if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
-                raise failure
-            log.info("%s; again in %.1f s", failure.message, delay_s)
-            await asyncio.sleep(delay_s)
-        raise AssertionError("the last attempt returns or raises")
-
-    @asynccontextmanager
-    async def _place(self, session: EndpointSession) -> AsyncIterator[None]:
-        """One of the requests at the same time. Sessions take turns: a small one does not wait for
-        all of a large one."""
-        async with session.turn:
-            await self._places.acquire()
         try:
-            yield
-        finally:
-            self._places.release()
-
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx2.Response | str:
-        """The response, or the kind of error without one."""
-        headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
-        try:
-            return await self._client.post(f"{self._url}{path}", json=body, headers=headers)
-        except httpx2.HTTPError as error:
-            return type(error).__name__
-
-    def _read(self, candidate_id: int, answer: bytes, seconds: float) -> tuple[Candidate, int]:
-        try:
-            content = json.loads(answer)
-            choice, usage = content["choices"][0], content["usage"]
-            made, prompt = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
-            if not 0 <= min(made, prompt) <= max(made, prompt) <= MAX_INT32:
-                raise ValueError("counts of tokens must be from 0 to 2**31 - 1")
-            text = choice["text"] if "text" in choice else choice["message"]["content"]
-            if not isinstance(text, str | None):
-                raise TypeError("the text must be a string")
-            logprobs = _logprobs(choice.get("logprobs") or {})
-            if not all(math.isfinite(one) and one < _ROUNDING for one in logprobs):
+            part = _part(message, made, most, has_ids=self._abilities.ids)
+            numbers = [*part.logprobs, *(value for _, values in part.top for value in values)]
+            if not all(math.isfinite(one) and one < _ROUNDING for one in numbers):
                 raise ValueError("log-probabilities must be finite and at most 0")
-            if logprobs and not made:
-                raise ValueError("log-probabilities of no tokens")
-            # A filtered answer is not complete.
-            is_complete = choice["finish_reason"] == "stop"
-        except (ArithmeticError, AttributeError, LookupError, *_UNREADABLE) as error:
-            reason = _encodable(f"{type(error).__name__} {error}")
-            raise InternalError(f"the endpoint's answer cannot be read: {reason}") from error
-        if self._settings.remote_logprobs and made and not logprobs:
-            raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
-        if self._on_step:
-            self._on_step(Step(seconds, 1, generated=made, prefilled=prompt))
-        finish = FinishReason.STOP if is_complete else FinishReason.LENGTH
-        logprob = min(0.0, sum(logprobs))
-        return Candidate(candidate_id, _encodable(text or ""), made, logprob, finish), prompt
+            if len(part.logprobs) != len(part.token_ids):
+                raise ValueError("tokens and log-probabilities must be equally many")
+        except (ArithmeticError, AttributeError, LookupError, *UNREADABLE) as error:
+            raise unreadable(error) from error
+        return part
 
 
-def _check(spec: SessionSpec) -> list[Violation]:
-    refused = {
-        f"sampling.{name}": why for name, why in _REFUSED.items() if getattr(spec.sampling, name)
-    }
-    if spec.prompt.allow_special_tokens:
-        refused["prompt.allow_special_tokens"] = "the endpoint decides"
-    return [Violation(field, f"must be absent: {reason}") for field, reason in refused.items()]
+def _part(message: Any, made: int, most: int, *, has_ids: bool) -> Part:
+    """The part in a message of one of the API's forms: of chats or not, whole or of a stream."""
+    choice = message["choices"][0] if message["choices"] else {}
+    usage = message.get("usage") or {}
+    given, top = choice.get("logprobs") or {}, list[Top]()
+    if content := given.get("content"):  # of chats, and of llama.cpp
+        logprobs = [float(token["logprob"]) for token in content]
+        ids = [int(token["id"]) for token in content] if has_ids else []
+        if has_ids and most:
+            best = [token["top_logprobs"][:most] for token in content]
+            top = [_top([(int(one["id"]), one["logprob"]) for one in step]) for step in best]
+    else:
+        values = given.get("token_logprobs") or ()
+        logprobs = [float(value) for value in values if value is not None]
+        ids = [int(token_id) for token_id in choice.get("token_ids") or ()]
+        if has_ids and most:
+            steps = [[*step.items()][:most] for step in given["top_logprobs"]]
+            top = [_top([(int(name.rpartition(":")[2]), p) for name, p in step]) for step in steps]
+    text = ""
+    if not has_ids:
+        text = _text(choice)
+        is_whole = "message" in choice or (choice.get("finish_reason") and usage and not made)
+        count = len(logprobs) or (_count(usage["completion_tokens"]) if is_whole else bool(text))
+        logprobs = logprobs or [0.0] * count
+        ids = [*range(made, made + count)]
+    finish = choice.get("finish_reason")
+    # A filtered answer is not complete.
+    reason = finish and (FinishReason.STOP if finish == "stop" else FinishReason.LENGTH)
+    part = Part(ids, [min(0.0, one) if one < _ROUNDING else one for one in logprobs], top, text)
+    part.finish = reason or None
+    if usage:
+        part.prompt_tokens = _count(usage["prompt_tokens"])
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if cached is not None:
+            part.cached_tokens = min(part.prompt_tokens, _count(cached))
+    return part
 
 
-def _request(
-    spec: SessionSpec, candidate_id: int, settings: GeneratorSettings
-) -> tuple[str, dict[str, Any]]:
-    """Path and body; candidates differ in their seeds."""
-    sampling, default = spec.sampling, Sampling()
-    body: dict[str, Any] = {
-        "model": settings.model,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": (sampling.seed + candidate_id) % (1 << 31),
-    }
-    for name in _SENT_BY_NAME:
-        if (value := getattr(sampling, name)) != getattr(default, name):
-            body[name] = value
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
+def _text(choice: Mapping[str, Any]) -> str:
+    text = choice.get("text")
+    if text is None:
+        text = (choice.get("message") or choice.get("delta") or {}).get("content")
+    if not isinstance(text, str | None):
+        raise TypeError("the text must be a string")
+    return encodable(text or "")
+
+
+def _top(step: Sequence[tuple[int, float]]) -> Top:
+    return [number for number, _ in step], [max(float(value), LEAST_LOGPROB) for _, value in step]
+
+
+def _count(value: Any) -> int:
+    count = int(value)
+    if not 0 <= count <= MAX_INT32:
+        raise ValueError("counts of tokens must be from 0 to 2**31 - 1")
+    return count
+
+
+def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
+    """Fields of the body by the server's names. Servers that read defaults from the model receive
+    all, others only those of OpenAI's and what differs from the defaults."""
+    is_llama, default = able.kind == "llamacpp", Sampling()
+    more = _LLAMA_NAMES if is_llama else _MORE_NAMES
+    body = {name: getattr(sampling, name) for name in ("temperature", "top_p")}
+    for name, theirs in {**_PENALTIES, **more}.items():
+        value = getattr(sampling, name)
+        if value != getattr(default, name) or (able.kind in _KNOWN and name in more):
+            body[theirs] = value
+    if is_llama and (sampling.repetition_penalty != 1 or not continues_exactly(sampling)):
+        body["repeat_last_n"] = _LLAMA_WINDOW
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
     if sampling.logit_bias:
         body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
-    if settings.remote_logprobs:
-        body["logprobs"] = 0 if spec.prompt.text else True
-    if spec.prompt.text:
-        return "/completions", {**body, "prompt": spec.prompt.text}
-    if spec.prompt.continue_final:  # as vLLM's API has it
-        body |= {"continue_final_message": True, "add_generation_prompt": False}
-    turns = [{"role": turn.role, "content": turn.content} for turn in spec.prompt.messages]
-    return "/chat/completions", {**body, "messages": turns}
+    if sampling.stop_token_ids and not is_llama:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.bad_words:
+        body["bad_words"] = list(sampling.bad_words)
+    return body
 
 
-def _logprobs(given: dict[str, Any]) -> list[float]:
-    """Log-probabilities of an answer's tokens, in either API's form: chat or completions."""
-    if content := given.get("content"):
-        return [float(token["logprob"]) for token in content]
-    return [float(value) for value in given.get("token_logprobs") or () if value is not None]
+def _structured(sampling: Sampling, able: Abilities) -> dict[str, Any]:
+    output = sampling.structured_output
+    assert output
+    if able.structured == "structured_outputs":
+        return {"structured_outputs": structured_fields(output)}
+    assert isinstance(output, JsonObject | JsonSchema)
+    if able.structured == "json_schema":
+        return {"json_schema": json.loads(json_schema_of(output))}
+    if isinstance(output, JsonObject):
+        return {"response_format": {"type": "json_object"}}
+    schema = {"name": "answer", "schema": json.loads(output.schema), "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _encodable(text: str) -> str:
-    """With U+FFFD for halves of surrogate pairs, which UTF-8 lacks and JSON may have."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+class TextFrontend:
+    """Commands and candidates of a server that is sent text; it counts and cuts tokens itself."""
+
+    def __init__(self, card: GeneratorDescription) -> None:
+        self._card = card
+
+    async def command(self, spec: SessionSpec) -> OpenCommand:
+        """As `Frontend.command`, without tokens."""
+        return OpenCommand((), spec.n, spec.sampling, spec.first_round_tokens, texts=ServedText)
+
+    async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+        return self.part(batch, sampling)
+
+    def part(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+        """Its candidates have no token ids."""
+        made = (prefix.candidate(logprobs=False) for prefix in batch.prefixes)
+        candidates = tuple(replace(one, new_token_ids=()) for one in made)
+        position = batch.ended_by, batch.num_tokens, batch.slots
+        return Round(candidates, *position, num_live=batch.num_live)
+
+    def description(self, load: Load) -> GeneratorDescription:
+        slots, sessions, waiting = load.slots, load.sessions, load.waiting
+        return replace(self._card, slots=slots, sessions=sessions, waiting=waiting)
+
+    async def warm_up(self, generator: Generator) -> None:
+        """Nothing is to be prepared."""
+
+    def heartbeat_s(self) -> float:
+        return 0.0
 
 
-def _failure(response: httpx2.Response | str, attempt: int) -> Overloaded | Unavailable:
-    """What an attempt failed with, and when the next one may succeed.
+def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
+    """What a session's spec requires of the server that it cannot do."""
+    sampling, output = spec.sampling, spec.sampling.structured_output
+    lacks: dict[str, str] = {}
+    if not able.ids:
+        lacks |= dict.fromkeys(("logprobs", "top_logprobs", "stop_token_ids"), _NO_IDS)
+        if spec.prompt.allow_special_tokens:
+            yield Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")
+    elif able.least_logprobs is None:
+        why = "the endpoint has no log-probabilities"
+        lacks |= dict.fromkeys(("logprobs", "top_logprobs"), why)
+    if able.kind == "llamacpp":
+        lacks |= dict.fromkeys(("min_tokens", "bad_words"), "llama.cpp's server has none")
+    if not able.structured:
+        lacks["structured_output"] = "the endpoint has no structured outputs"
+    elif able.structured != "structured_outputs" and not isinstance(
+        output, JsonObject | JsonSchema
+    ):
+        lacks["structured_output"] = "the endpoint takes JSON schemas only"
+    for name, why in lacks.items():
+        if getattr(sampling, name):
+            yield Violation(f"sampling.{name}", f"must be absent: {why}")
+
+
+class Examiner:
+    """Finds out what a server can do, by small requests."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self._server = server
+        self._model = model
+        self.able = Abilities()
+        self.examined: Examined | None = None
+
+    async def examine(self, tokenizer: str) -> None:
+        """Set `able`, and `examined` for rounds; `tokenizer`: where it is, or empty.
+
+        Raises:
+            ValueError: the server does not have the model.
+            OSError: there is no such tokenizer.
+            SpecrejError: the server does not answer.
+        """
+        entry = await self._entry()
+        limits = (entry.get("max_model_len"), (entry.get("meta") or {}).get("n_ctx"))
+        context_tokens = next((int(one) for one in limits if one), 0)
+        kind = f"{entry.get('owned_by', '')}"
+        self.able = Abilities(kind if kind in _KNOWN else "openai", context_tokens=context_tokens)
+        self.examined = await self._tokenizer(tokenizer, f"{entry.get('root') or self._model}")
+        if self.examined:
+            await self._examine_ids(self.examined)
+        if not self.able.ids:
+            self.examined = None
+            await self._examine_text()
+        await self._examine_streams()
+        await self._examine_structured()
+
+    async def _entry(self) -> Mapping[str, Any]:
+        """The server's entry of the model; empty if it has no list of models."""
+        listed = await self._server.get("/models")
+        if listed is None:
+            return {}
+        try:
+            entries = {str(entry["id"]): entry for entry in listed["data"]}
+        except (LookupError, *UNREADABLE) as error:
+            raise unreadable(error) from error
+        if self._model not in entries:
+            names = ", ".join(sorted(entries)) or "none"
+            raise ValueError(f"{self._server.url} has no model {self._model}; it has: {names}")
+        return dict(entries[self._model])
+
+    async def _tokenizer(self, given: str, guessed: str) -> Examined | None:
+        """The examined files of the model's tokenizer, which may be guessed."""
+
+        def load() -> Examined:
+            files = find(given or guessed, weights=False)
+            return examine(files.directory, files.gguf_file)
+
+        try:
+            return await asyncio.to_thread(load)
+        except (OSError, ValueError) as error:
+            if given:
+                raise
+            log.warning("no token ids: there is no tokenizer (remote_tokenizer): %s", error)
+            return None
+
+    async def _examine_ids(self, examined: Examined) -> None:
+        """Whether the server takes and returns the ids of this tokenizer."""
+        text = Text.of(examined)
+        prompt_ids = text.encode(_PROBE)
+        body = {"prompt": prompt_ids, "max_tokens": _PROBE_TOKENS, "temperature": 0.0}
+        for least in (0, 1):
+            more = {"return_token_ids": True, "logprobs": least}
+            try:
+                reply = await self._ask("/completions", {**body, **more})
+                part = _part(reply, 0, 0, has_ids=True)
+                written = f"{reply['choices'][0]['text']}"
+            except (InvalidRequest, LookupError, *UNREADABLE) as error:
+                log.info("no token ids: %s", error)
+                return
+            if not part.token_ids or len(part.logprobs) != len(part.token_ids):
+                continue
+            ours = TokenDecoder(text)(part.token_ids)
+            if part.prompt_tokens not in (0, len(prompt_ids)) or not written.startswith(ours):
+                log.warning(
+                    "no token ids: the tokenizer is not the server's: %r, %r", ours, written
+                )
+                return
+            self.able = replace(
+                self.able,
+                ids=True,
+                least_logprobs=least,
+                version=f"{reply.get('system_fingerprint') or ''}",
+            )
+            self.able = replace(self.able, seeds=await self._honours_seeds(body))
+            return
+        log.warning("no token ids: the server does not return them")
+
+    async def _examine_text(self) -> None:
+        """Log-probabilities and seeds of chats."""
+        body = {**_CHAT, "max_tokens": _PROBE_TOKENS}
+        with_logprobs = {"logprobs": True}
+        try:
+            reply = await self._ask("/chat/completions", {**body, **with_logprobs})
+            has_logprobs = bool(_part(reply, 0, 0, has_ids=False).logprobs)
+            has_logprobs &= bool(reply["choices"][0].get("logprobs"))
+        except InvalidRequest:
+            has_logprobs = False
+        except (LookupError, *UNREADABLE) as error:
+            raise unreadable(error) from error
+        least = 0 if has_logprobs else None
+        seeds = await self._honours_seeds(body)
+        self.able = replace(self.able, least_logprobs=least, seeds=seeds)
+
+    async def _honours_seeds(self, body: Mapping[str, Any]) -> bool:
+        """Whether equal seeds give equal texts, and others other ones."""
+        path = "/completions" if "prompt" in body else "/chat/completions"
+        texts = []
+        for seed in (1, 1, 2):
+            draw = {"temperature": 1.5, "top_p": 1.0, "seed": seed, "max_tokens": 2 * _PROBE_TOKENS}
+            if self.able.kind in _KNOWN:
+                draw |= {"top_k": 0, "min_p": 0.0}
+            try:
+                reply = await self._ask(path, {**body, **draw})
+            except InvalidRequest:
+                return False
+            texts.append(_text(reply["choices"][0]))
+        return texts[0] == texts[1] != texts[2]
+
+    async def _examine_streams(self) -> None:
+        body: dict[str, Any] = {**_CHAT, "stream": True}
+        path = "/chat/completions"
+        if self.examined:
+            path, body = "/completions", {"prompt": _PROBE.text, "stream": True}
+        count = 0
+        try:
+            async for _ in self._server.messages(path, self._body(body), ""):
+                count += 1
+        except (InvalidRequest, InternalError, Unavailable) as error:
+            log.info("no streams: %s", error)
+        self.able = replace(self.able, streams=count > 2)
+
+    async def _examine_structured(self) -> None:
+        schema = JsonSchema(
+            '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}'
+        )
+        sampling = Sampling(structured_output=schema)
+        path, prompt = "/chat/completions", dict[str, Any](_CHAT)
+        if self.examined:
+            path, prompt = "/completions", {"prompt": _PROBE.text}
+        names = (
+            ("structured_outputs",) if self.examined else ("structured_outputs", "response_format")
+        )
+        for name in names:
+            able = replace(self.able, structured=name)
+            body = {**prompt, "max_tokens": 2 * _PROBE_TOKENS, **_structured(sampling, able)}
+            try:
+                reply = await self._ask(path, body)
+                is_kept = json.loads(_text(reply["choices"][0]))["a"] == 7
+            except (InvalidRequest, LookupError, *UNREADABLE):
+                continue
+            if is_kept:
+                self.able = able
+                return
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The one message of a request that is no stream."""
+        async with aclosing(self._server.messages(path, self._body(body), "")) as messages:
+            return await anext(messages)
+
+    def _body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"model": self._model, "max_tokens": _PROBE_TOKENS, **body}
+
+
+_CHAT = {"messages": [{"role": "user", "content": "Count from one to nine in words."}]}
+
+
+async def open_endpoint(
+    settings: GeneratorSettings, on_step: OnStep | None = None
+) -> StockGenerator:
+    """A generator on the server of the settings; waits until it answers.
 
     Raises:
-        InvalidRequest, InternalError: another attempt would fail, too.
+        OSError, ValueError: its key or tokenizer cannot be read; it does not have the model.
+        InternalError: it refuses the key.
     """
-    delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
-    if isinstance(response, str):
-        reason = f"the endpoint does not answer: {response}"
-        return Unavailable(reason, retry_after_s=delay_s)
-    status = response.status_code
-    if status in (401, 403):
-        raise InternalError(f"the endpoint refuses the key: status {status}")
-    if status not in (408, 409, 429) and status < 500:
-        reason = f"the endpoint refuses it with status {status}: {_reason(response.content)}"
-        raise InvalidRequest([Violation("sampling", reason)])
-    delay_s = max(delay_s, _retry_after_s(response.headers.get("retry-after", "")))
-    if status == 429:
-        return Overloaded("the endpoint limits requests", retry_after_s=delay_s)
-    return Unavailable(f"the endpoint answers with status {status}", retry_after_s=delay_s)
-
-
-def _retry_after_s(text: str) -> float:
-    """Seconds, at most a day; 0 if it is not a number, such as a date."""
-    with suppress(ValueError):
-        return min(_MAX_RETRY_AFTER_S, max(0.0, float(text)))
-    return 0.0
-
-
-def _reason(answer: bytes) -> str:
-    with suppress(LookupError, *_UNREADABLE):
-        return _encodable(str(json.loads(answer)["error"]["message"])[:200])
-    return "without a reason"
+    server = Server(settings)
+    examiner = Examiner(server, settings.model)
+    while True:
+        try:
+            await examiner.examine(settings.remote_tokenizer)
+            break
+        except SpecrejError as error:
+            if not isinstance(error, Unavailable | Overloaded):
+                raise
+            log.warning("%s: %s; again in %g s", server.url, error.message, _PAUSE_S)
+            await asyncio.sleep(_PAUSE_S)
+    able, examined = examiner.able, examiner.examined
+    context_tokens = settings.context_tokens or able.context_tokens or _UNKNOWN_CONTEXT
+    slots = settings.kv_slots or settings.max_candidates * context_tokens
+    about = {"url": server.url, "model": settings.model, "version": able.version}
+    card = GeneratorDescription(
+        model=settings.model,
+        fingerprint=fingerprint.of_values(**about, form=able.form.value),
+        context_tokens=context_tokens,
+        max_candidates=settings.max_candidates,
+        vocabulary=examined.probe.vocabulary if examined else _UNKNOWN_VOCABULARY,
+        slot_bytes=0,
+        device=f"remote {able.kind}",
+        slots=SlotGauge(slots, 0, 0),
+        auto_candidates=min(settings.auto_candidates or _AUTO_CANDIDATES, settings.max_candidates),
+        can_fork=able.form is CandidateForm.ROUNDS,
+        probe=examined.probe if examined else NO_PROBE,
+        form=able.form,
+        ignores_seeds=not able.seeds,
+        abilities=able.names,
+    )
+    log.info("%s: %s; %s", server.url, able.form.value, ", ".join(able.names) or "nothing else")
+    return StockGenerator(
+        EndpointRequests(server, settings.model, able),
+        Frontend(Text.of(examined), card) if examined else TextFrontend(card),
+        examined.end_ids if examined else frozenset(),
+        card,
+        can_stream=able.streams,
+        max_waiting=settings.max_waiting,
+        refusals=partial(refusals, able=able),
+        on_step=on_step,
+    )

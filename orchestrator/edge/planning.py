@@ -198,6 +198,8 @@ class Planner:
         own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
         fingerprint = "" if away else fingerprint_of(tuple(rewards), tuple(own))
         planned = replace(request, model=adapter, selection=selection)
+        if generator.ignores_seeds and request.sampling.temperature > 0:
+            planned = replace(planned, cache=CacheControl.BYPASS)
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),

@@ -430,6 +430,7 @@ class _Run:
             return alpha, {}, 0
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
+        state.discarded_tokens += pruned.discarded_tokens
         return alpha, forks, pruned.freed_slots
 
     def _cut(self, ended: Round, alpha: float, live: set[int]) -> set[int]:
@@ -540,6 +541,7 @@ def _joined(first: Round | None, second: Round) -> Round:
         candidates=tuple(candidates[number] for number in sorted(candidates)),
         token_texts=tuple(dict.fromkeys(first.token_texts + second.token_texts)),
         prompt_tokens=first.prompt_tokens or second.prompt_tokens,
+        prefilled_tokens=first.prefilled_tokens + second.prefilled_tokens,
     )
 
 

@@ -90,6 +90,9 @@ class RunState:
     compare: bool = False  # whether a reward compares the candidates of a batch only
     num_tokens: int = 0  # of every live candidate
     num_started: int = 0  # live when the latest round began
+    num_generated: int = 0  # tokens of the latest round
+    prefilled_tokens: int = 0
+    discarded_tokens: int = 0
     next_id: int = 0  # of the next fork; ids of forks without room are not used again
     reward_tokens: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
@@ -151,8 +154,11 @@ class RunState:
         self.num_started = len(live)
         self.prompt_tokens = self.prompt_tokens or ended.prompt_tokens
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
+        self.num_generated = 0
+        self.prefilled_tokens += ended.prefilled_tokens
         for candidate in ended.candidates:
             row = self.rows[candidate.id]
+            self.num_generated += candidate.num_tokens - row.latest.num_tokens
             row.latest = candidate
             if self.keeps_tokens:
                 row.drawn = (*row.drawn, replace(candidate, text=""))
@@ -274,7 +280,7 @@ class RunState:
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
-            generated_tokens=ended.num_new,
+            generated_tokens=self.num_generated,
             extend_ms=extend_ms,
             score_ms=score_ms,
             prune_ms=prune_ms,
@@ -375,6 +381,8 @@ class RunState:
             reward_tokens=self.reward_tokens,
             freed_slots=sum(trace.freed_slots for trace in self.rounds),
             best_of_n_tokens_estimate=round(estimate),
+            prefilled_tokens=self.prefilled_tokens,
+            discarded_tokens=self.discarded_tokens,
         )
 
 

@@ -463,9 +463,7 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
     return {
         "model": f"{generator.model} ({generator.device})",
         "fingerprint": generator.fingerprint,
-        "rejection": "none before the end: whole answers (Best-of-N)"
-        if generator.whole_answers
-        else "at decision tokens",
+        "candidates are": generator.form_summary,
         "context": f"{generator.context_tokens:,} tokens",
         "ends": " ".join(generator.probe.ends) or "unknown",
         "template": _template(generator.probe),

@@ -113,6 +113,8 @@ class Usage:
     reward_tokens: int
     freed_slots: int
     best_of_n_tokens_estimate: int
+    prefilled_tokens: int = 0  # 0: unknown
+    discarded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

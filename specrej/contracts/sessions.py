@@ -28,6 +28,15 @@ class RoundEnd(Enum):
     ALL_FINISHED = "all_finished"
 
 
+class CandidateForm(Enum):
+    """How a generator makes its candidates; `specrej.v1.CandidateForm` explains each."""
+
+    IN_PLACE = "in place"
+    ROUNDS = "rounds of requests"
+    STREAMS = "streams"
+    WHOLE_ANSWERS = "whole answers"
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One candidate at a decision token.
@@ -81,7 +90,8 @@ class Round:
 
     `num_tokens` is the token position reached by the live candidates. With `logprobs`,
     `token_texts` has every token that the candidates name. `prompt_tokens` is set only in the first
-    round of a session that was opened without this number; else 0.
+    round of a session that was opened without this number; else 0. `prefilled_tokens` of prompts
+    were computed in this round, those of survivors included; 0: none, or unknown.
 
     A part of a round that goes on is a round as if it had ended at its latest token: it has its
     candidate, if it has only one, and `num_live`, which others have as 0. What is new in one part
@@ -95,11 +105,7 @@ class Round:
     token_texts: tuple[TokenText, ...] = ()
     prompt_tokens: int = 0
     num_live: int = 0
-
-    @property
-    def num_new(self) -> int:
-        """Tokens of all candidates that are new in this round."""
-        return sum(len(candidate.new_token_ids) for candidate in self.candidates)
+    prefilled_tokens: int = 0
 
 
 # Receives the parts of a round, and returns at once.
@@ -113,11 +119,12 @@ NO_FORKS: Forks = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The slots that a prune freed, the gauge after it, and the forks that found no room."""
+    """The slots that a prune freed, the gauge after it, and the forks that were refused."""
 
     freed_slots: int  # of the rejected candidates, whatever forks took of them
     slots: SlotGauge
     refused: tuple[int, ...] = ()  # ids, ascending
+    discarded_tokens: int = 0  # since the last prune: generated, and of no candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +161,23 @@ class GeneratorDescription:
     session_slots: int = 0  # most that one session may own; 0: all
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
-    whole_answers: bool = False  # every candidate ends in its first round: no early rejection
     step_growth: float = 0.0  # seconds of a step of 32 candidates over those of one; 0: unknown
     probe: ModelProbe = NO_PROBE
+    form: CandidateForm = CandidateForm.IN_PLACE
+    ignores_seeds: bool = False  # whether equal seeds draw different tokens
+    abilities: tuple[str, ...] = ()  # of the server behind it
+
+    @property
+    def whole_answers(self) -> bool:
+        """Whether every candidate ends in its first round: no early rejection."""
+        return self.form is CandidateForm.WHOLE_ANSWERS
+
+    @property
+    def form_summary(self) -> str:
+        """How candidates are made, for people."""
+        rejects = "no early rejection" if self.whole_answers else "rejected at decision tokens"
+        seeds = ("equal seeds draw other tokens",) if self.ignores_seeds else ()
+        return "; ".join((self.form.value, rejects, *self.abilities, *seeds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _FinishReason:
@@ -70,6 +75,50 @@ ROUND_END_SLOTS_FULL: RoundEnd.ValueType  # 2
 ROUND_END_ALL_FINISHED: RoundEnd.ValueType  # 3
 """No candidate is live."""
 Global___RoundEnd: _TypeAlias = RoundEnd  # noqa: Y015
+
+class _CandidateForm:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CandidateFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CandidateForm.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CANDIDATE_FORM_UNSPECIFIED: _CandidateForm.ValueType  # 0
+    """Unknown."""
+    CANDIDATE_FORM_IN_PLACE: _CandidateForm.ValueType  # 1
+    """Their keys and values stay in place between rounds."""
+    CANDIDATE_FORM_ROUNDS: _CandidateForm.ValueType  # 2
+    """Each round is a request, whose prompt ends with a candidate's tokens so far; keys and values are
+    those of a prefix cache.
+    """
+    CANDIDATE_FORM_STREAMS: _CandidateForm.ValueType  # 3
+    """Each candidate is one request, which is read to the decision token, and closed when the candidate
+    is rejected. Tokens that it generates meanwhile are discarded.
+    """
+    CANDIDATE_FORM_WHOLE_ANSWERS: _CandidateForm.ValueType  # 4
+    """Every candidate ends in its first round, whatever `until_tokens` is: there is no early rejection,
+    and requests run as Best-of-N.
+    """
+
+class CandidateForm(_CandidateForm, metaclass=_CandidateFormEnumTypeWrapper):
+    """How a generator makes its candidates."""
+
+CANDIDATE_FORM_UNSPECIFIED: CandidateForm.ValueType  # 0
+"""Unknown."""
+CANDIDATE_FORM_IN_PLACE: CandidateForm.ValueType  # 1
+"""Their keys and values stay in place between rounds."""
+CANDIDATE_FORM_ROUNDS: CandidateForm.ValueType  # 2
+"""Each round is a request, whose prompt ends with a candidate's tokens so far; keys and values are
+those of a prefix cache.
+"""
+CANDIDATE_FORM_STREAMS: CandidateForm.ValueType  # 3
+"""Each candidate is one request, which is read to the decision token, and closed when the candidate
+is rejected. Tokens that it generates meanwhile are discarded.
+"""
+CANDIDATE_FORM_WHOLE_ANSWERS: CandidateForm.ValueType  # 4
+"""Every candidate ends in its first round, whatever `until_tokens` is: there is no early rejection,
+and requests run as Best-of-N.
+"""
+Global___CandidateForm: _TypeAlias = CandidateForm  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
@@ -604,6 +653,9 @@ class GeneratorDescription(_message.Message):
     SESSION_SLOTS_FIELD_NUMBER: _builtins.int
     STEP_GROWTH_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    IGNORES_SEEDS_FIELD_NUMBER: _builtins.int
+    ABILITIES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -628,16 +680,28 @@ class GeneratorDescription(_message.Message):
     """Most candidates of a session whose n is 0."""
     can_fork: _builtins.bool
     """Whether it forks candidates."""
-    whole_answers: _builtins.bool
-    """Whether every candidate ends in its first round, whatever `until_tokens` is: there is no early
-    rejection, and requests run as Best-of-N.
-    """
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def whole_answers(self) -> _builtins.bool:
+        """Not set any more: see `form`."""
+
+    @whole_answers.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def whole_answers(self, value: _builtins.bool) -> None:
+        """Not set any more: see `form`."""
+
     session_slots: _builtins.int
     """Most slots of one session, which runs at one of several generators; 0: all."""
     step_growth: _builtins.float
     """Seconds of a decode step of 32 candidates divided by those of a step of one, measured at start; about
     1 where a step's time does not depend on its candidates, as on GPUs; 0: unknown.
     """
+    form: Global___CandidateForm.ValueType
+    """How it makes candidates. With ROUNDS, requests whose draws depend on which tokens are the answer's
+    (presence and frequency penalties, bad words, structured outputs) are STREAMS.
+    """
+    ignores_seeds: _builtins.bool
+    """Whether equal seeds draw different tokens: then answers are not cached."""
     @_builtins.property
     def slots(self) -> Global___SlotGauge:
         """Slots now."""
@@ -649,6 +713,10 @@ class GeneratorDescription(_message.Message):
     @_builtins.property
     def probe(self) -> Global___ModelProbe:
         """What was found out when its model was loaded."""
+
+    @_builtins.property
+    def abilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the server behind it can do, as found out at the start; empty: the model runs in the generator."""
 
     def __init__(
         self,
@@ -670,10 +738,13 @@ class GeneratorDescription(_message.Message):
         session_slots: _builtins.int = ...,
         step_growth: _builtins.float = ...,
         probe: Global___ModelProbe | None = ...,
+        form: Global___CandidateForm.ValueType = ...,
+        ignores_seeds: _builtins.bool = ...,
+        abilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -988,6 +988,8 @@ class Usage(_message.Message):
     REWARD_TOKENS_FIELD_NUMBER: _builtins.int
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     BEST_OF_N_TOKENS_ESTIMATE_FIELD_NUMBER: _builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
@@ -1002,6 +1004,14 @@ class Usage(_message.Message):
     """Estimate of the tokens of Best-of-N with the same N: finished candidates count with their length,
     rejected ones with the mean length of the finished ones, or their own if that is larger.
     """
+    prefilled_tokens: _builtins.int
+    """Prompt tokens that the generator computed: the prompt's, and in rounds of requests those of
+    survivors, whose last blocks are computed anew; 0: unknown.
+    """
+    discarded_tokens: _builtins.int
+    """Tokens that were generated while scores were computed, or beyond a stop text, and discarded; not
+    among generated_tokens.
+    """
     def __init__(
         self,
         *,
@@ -1011,10 +1021,12 @@ class Usage(_message.Message):
         reward_tokens: _builtins.int = ...,
         freed_slots: _builtins.int = ...,
         best_of_n_tokens_estimate: _builtins.int = ...,
+        prefilled_tokens: _builtins.int = ...,
+        discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "best_of_n_tokens_estimate", b"best_of_n_tokens_estimate", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "reward_tokens", b"reward_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "best_of_n_tokens_estimate", b"best_of_n_tokens_estimate", "discarded_tokens", b"discarded_tokens", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "prefilled_tokens", b"prefilled_tokens", "prompt_tokens", b"prompt_tokens", "reward_tokens", b"reward_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ import json
 import sys
 
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.vllm_generator import _prepare_environment
+from specrej_models.vllm_options import prepare_environment
 
 
 def main(directory: str, slots: int) -> None:
@@ -21,12 +21,12 @@ def main(directory: str, slots: int) -> None:
         max_candidates=32,
         vllm_options={"enforce_eager": True, "dtype": "float32"},
     )
-    _prepare_environment(settings)
+    prepare_environment(settings.threads)
     # Imported here: vLLM reads the environment when imported.
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from generator_service.stock.vllm_engine import _arguments, _shape
+    from generator_service.stock.vllm import _arguments, _shape
 
     arguments = _arguments(settings, _shape(settings))
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))

@@ -19,11 +19,12 @@ from generator_service.engine.commands import Step
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.endpoint import EndpointGenerator
+from generator_service.stock.endpoint import open_endpoint
 from generator_service.toy import ToyGenerator
 from specrej.client.channel import open_channel
 from specrej.contracts import Generator, Prompt
 from specrej.remote import RemoteGenerator
+from specrej_models.vllm_options import prepare_environment
 from tests.reward_service import endpoint as endpoints
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import listening
@@ -89,14 +90,15 @@ async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
     steps: list[Step] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of vLLM
-        from generator_service.stock.vllm_generator import load_vllm
+        prepare_environment(settings.threads)
+        from generator_service.stock.vllm import load_vllm
 
         generator = load_vllm(settings, steps.append)
     try:
         await generator.warm_up()
         yield Subject(generator, steps=steps)
     finally:
-        generator.close()
+        await generator.close()
 
 
 @asynccontextmanager
@@ -104,7 +106,7 @@ async def endpoint(_: Path) -> AsyncIterator[Subject]:
     """An endpoint with OpenAI's API, whose answers are whole."""
     async with endpoints.served(_answer) as server:
         settings = GeneratorSettings(engine="remote", model="m", remote_url=f"{server.url}/")
-        generator = EndpointGenerator(settings)
+        generator = await open_endpoint(settings)
         try:
             yield Subject(generator)
         finally:

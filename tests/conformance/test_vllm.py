@@ -27,8 +27,7 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
 from generator_service.admission import Blocks
 from generator_service.budget import Budget, num_parameters, read_config, weight_bytes
-from generator_service.stock.vllm_engine import VLLMEngine
-from generator_service.stock.vllm_generator import VLLMGenerator
+from generator_service.stock.generator import StockGenerator
 from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.sizes import ModelSizes
@@ -158,7 +157,7 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _has_ended(generator: VLLMGenerator) -> bool:
+def _has_ended(generator: StockGenerator) -> bool:
     return generator.heartbeat_s() == math.inf
 
 
@@ -180,7 +179,7 @@ async def test_nodes_of_one_generator_draw_the_tokens_of_one(
             _kill([*psutil.Process(process.pid).children(recursive=True), process])
             with pytest.raises((Unavailable, InternalError)):
                 await _tokens(subject.generator, spec)
-            assert isinstance(subject.generator, VLLMGenerator)
+            assert isinstance(subject.generator, StockGenerator)
             await until(partial(_has_ended, subject.generator), bound_s=_BOUND_S)
     assert made == await _tokens((await started.get("own")).generator, spec)
 
@@ -233,28 +232,17 @@ async def _tokens(generator: Generator, spec: SessionSpec) -> list[tuple[int, ..
         return [candidate.new_token_ids for candidate in ended.candidates]
 
 
-async def test_pausing_and_cutting_compute_nothing_again(started: Started) -> None:
-    """The prompt once, its last token by each candidate, and every token once.
-
-    Guards that survivors' keys and values stay in place between rounds.
-    """
-    subject = await started.get("vllm")
-    generator = subject.generator
-    assert isinstance(generator, VLLMGenerator)
-    subject.steps.clear()
+async def test_rounds_compute_at_most_a_block_of_each_survivor_again(started: Started) -> None:
+    """Guards that survivors' keys and values come from the prefix cache."""
+    generator = (await started.get("vllm")).generator
+    assert isinstance(generator, StockGenerator)
+    block = generator.block_tokens
     sampling = Sampling(max_tokens=100, seed=3, ignore_eos=True)
-    engine = generator.engine
-    assert isinstance(engine, VLLMEngine)
-    slots = engine.capacity_slots + engine.block_tokens  # vLLM counts one of the spare blocks
     async with generator.open(SessionSpec(PROMPT, 6, sampling, 8, "unique")) as session:
-        blocks = Blocks(engine.block_tokens, session.prompt_tokens)
-        for until, keep in ((8, [0, 2, 5]), (40, [2]), (99, [2])):
-            ended = await session.extend(until)
-            # vLLM never holds more than the ledger counts, so it never preempts.
-            assert 0 < int(engine._statistics.usage * slots + 0.5) <= ended.slots.owned
+        first = await session.extend(8)
+        shared = Blocks(block, session.prompt_tokens).shared
+        assert first.prefilled_tokens == shared + 6 * (session.prompt_tokens - shared)
+        for until, keep in ((40, [0, 2, 5]), (72, [2]), (100, [2])):
             await session.prune(keep)
-    assert blocks.shared > 0
-    assert session.prompt_tokens - 1 > blocks.shared, "the prompt ends within a block"
-    assert sum(step.prefilled for step in subject.steps) == session.prompt_tokens + 5
-    assert sum(step.reused for step in subject.steps) == 5 * (session.prompt_tokens - 1)
-    assert sum(step.generated for step in subject.steps) == 6 * 8 + 3 * 32 + 59
+            ended = await session.extend(until)
+            assert 0 < ended.prefilled_tokens <= block * len(keep)

@@ -41,7 +41,6 @@ class Room:
             max_waiting=self.max_waiting,
             auto_candidates=8,
             max_candidates=self.max_candidates,
-            free_candidates=lambda: self.max_candidates - sum(n for _, n in self.admitted),
         )
 
     def admit(self, session: Session, n: int) -> None:
@@ -88,16 +87,12 @@ def test_a_session_that_need_not_wait_is_not_refused(max_waiting: int) -> None:
     assert [number for number, _ in room.admitted] == [0, 1, 2]
 
 
-def test_candidates_are_bounded_over_all_sessions() -> None:
+def test_a_session_of_too_many_candidates_is_refused() -> None:
     room = Room(10_000, max_candidates=10)
     with pytest.raises(InvalidRequest, match="must be at most 10, is 11"):
         room.queue.enter(session_of(0, 11))
-    room.queue.enter(session_of(1, 7))
-    room.queue.enter(session_of(2, 0))
-    room.queue.enter(session_of(3, 1))
-    assert room.admitted == [(1, 7), (2, 3)]
-    room.leave(1)
-    assert room.admitted == [(2, 3), (3, 1)]
+    room.queue.enter(session_of(1, 10))
+    assert room.admitted == [(1, 10)]
 
 
 @pytest.mark.parametrize(("capacity", "n"), [(5 + 3 * 10 + 9, 3), (25, 2), (1000, 8)])

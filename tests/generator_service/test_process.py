@@ -16,9 +16,8 @@ import pytest
 from pydantic import ValidationError
 
 from generator_service.__main__ import _serve, main, open_generator
-from generator_service.loading import engine_of
+from generator_service.loading import engine_of, vllm_fingerprint
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.vllm_generator import fingerprint_of
 from specrej.backend.v1 import generator_pb2_grpc
 from specrej.client.channel import open_channel
 from specrej.contracts import Prompt, Sampling, SessionSpec
@@ -111,7 +110,7 @@ def test_vllm_options_are_in_the_fingerprint(tmp_path: Path) -> None:
 
     def of(**options: object) -> str:
         settings = GeneratorSettings(engine="vllm", model=str(tmp_path), vllm_options=options)
-        return fingerprint_of(settings, "bfloat16", "1")
+        return vllm_fingerprint(settings, "bfloat16", "1")
 
     assert of(quantization="fp8") == of(quantization="fp8")
     assert len({of(), of(quantization="fp8"), of(kv_cache_dtype="fp8")}) == 3

@@ -15,6 +15,7 @@ from orchestrator.edge.planning import Defaults, Planner
 from orchestrator.edge.service import Orchestrator
 from specrej.contracts import (
     Branching,
+    CandidateForm,
     GenerationRequest,
     Prompt,
     RewardDescription,
@@ -186,7 +187,7 @@ async def test_branching_needs_a_generator_that_forks(cached_service: World) -> 
 async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     """Guards against a trace of rejections that a generator without early rejection cannot make,
     and an answer that is stored under a plan that was not carried out."""
-    cached_service.generator.whole_answers = True
+    cached_service.generator.form = CandidateForm.WHOLE_ANSWERS
     generation = await cached_service.answer(small_request(selection={"n": 6}))
     assert [trace.num_rejected for trace in generation.rounds] == [0]
     record = await cached_service.stub.GetRecord(
@@ -196,7 +197,18 @@ async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     best_of_n = {"n": 6, "algorithm": pb.ALGORITHM_BEST_OF_N}
     assert (await cached_service.answer(small_request(selection=best_of_n))).cached
     described = await cached_service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
-    assert described.generator.whole_answers
+    assert described.generator.form == common_pb2.CANDIDATE_FORM_WHOLE_ANSWERS
+
+
+async def test_answers_of_a_generator_that_ignores_seeds_are_not_cached(
+    cached_service: World,
+) -> None:
+    """Unless they are greedy: guards against one draw that is returned for ever."""
+    cached_service.generator.ignores_seeds = True
+    for temperature, is_cached in ((1.0, False), (0.0, True)):
+        made = small_request(sampling={"temperature": temperature})
+        await cached_service.answer(made)
+        assert (await cached_service.answer(made)).cached == is_cached
 
 
 @pytest.mark.parametrize("given", [None, False, True])

@@ -318,6 +318,7 @@ class PrefixBatch(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LIVE_FIELD_NUMBER: _builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
     ended_by: _common_pb2.RoundEnd.ValueType
     """Why the round ended; of a part DECISION_TOKEN."""
     num_tokens: _builtins.int
@@ -328,6 +329,10 @@ class PrefixBatch(_message.Message):
     """
     num_live: _builtins.int
     """Of a part: candidates that are live, 1 or more; else 0."""
+    prefilled_tokens: _builtins.int
+    """Prompt tokens that were computed in this round, with those of survivors whose last blocks were
+    computed anew; 0: none, or unknown.
+    """
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefix]:
         """Every candidate that is live, or finished in this round; ascending ids. A part has the only
@@ -354,10 +359,11 @@ class PrefixBatch(_message.Message):
         token_texts: _abc.Iterable[Global___TokenText] | None = ...,
         prompt_tokens: _builtins.int = ...,
         num_live: _builtins.int = ...,
+        prefilled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_live", b"num_live", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "prompt_tokens", b"prompt_tokens", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_live", b"num_live", "num_tokens", b"num_tokens", "prefilled_tokens", b"prefilled_tokens", "prefixes", b"prefixes", "prompt_tokens", b"prompt_tokens", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,8 +480,13 @@ class SessionPruned(_message.Message):
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     freed_slots: _builtins.int
     """Slots of the rejected candidates, freed by the prune."""
+    discarded_tokens: _builtins.int
+    """Tokens that were generated since the last prune and belong to no candidate: beyond the decision
+    token of a rejected one, or beyond a stop text.
+    """
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots after the prune and its forks."""
@@ -492,10 +503,11 @@ class SessionPruned(_message.Message):
         freed_slots: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
         refused: _abc.Iterable[_builtins.int] | None = ...,
+        discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_slots", b"freed_slots", "refused", b"refused", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discarded_tokens", b"discarded_tokens", "freed_slots", b"freed_slots", "refused", b"refused", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

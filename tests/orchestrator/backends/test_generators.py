@@ -20,6 +20,7 @@ from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Admitted,
     Branching,
+    CandidateForm,
     Finished,
     Generation,
     GenerationRequest,
@@ -102,7 +103,8 @@ async def test_whole_answers_that_failed_are_not_paid_for_again(
     toys = [HeldGenerator() for _ in range(2)]
     for toy in toys:
         toy.toy = FaultyGenerator(breaks_at=0)  # its port answers, with Unavailable
-        toy.whole_answers = makes_whole_answers
+        if makes_whole_answers:
+            toy.form = CandidateForm.WHOLE_ANSWERS
     async with generators(*toys) as running:
         with pytest.raises(Unavailable):
             await answer(request(8), running.client, SCORER)

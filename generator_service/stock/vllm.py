@@ -1,0 +1,315 @@
+"""vLLM in this process, as the stock engine's program; by its public interfaces only.
+
+Call `specrej_models.vllm_options.prepare_environment` before this module is imported.
+
+A round is a request of vLLM's, whose prompt ends with a candidate's tokens so far. Its automatic
+prefix cache keeps their keys and values in whole blocks, so a survivor computes at most one block
+again per round. Log-probabilities are vLLM's `raw_logprobs`: temperature 1, the whole
+distribution. Draws are vLLM's, by a seed per request. Structured outputs are vLLM's, too, by
+llguidance, after the generator has compiled and tried them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import vllm
+from transformers import AutoConfig
+from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from generator_service.admission import SPARE_BLOCKS
+from generator_service.budget import batched_tokens
+from generator_service.engine.commands import OnStep, Top
+from generator_service.engine.generator import Frontend
+from generator_service.engine.sampling import LEAST_LOGPROB
+from generator_service.engine.text import Text
+from generator_service.loading import vllm_fingerprint
+from generator_service.settings import GeneratorSettings
+from generator_service.stock.generator import StockGenerator
+from generator_service.stock.requests import Ask, Part, structured_fields
+from specrej.contracts import CandidateForm, FinishReason, GeneratorDescription, SlotGauge
+from specrej.contracts.errors import InternalError, Unavailable
+from specrej_models.probe import check_tensors, examine
+from specrej_models.sizes import ModelSizes
+from specrej_models.vllm_options import BLOCK_TOKENS
+
+log = logging.getLogger(__name__)
+
+# Bytes of a number of vLLM's `dtype` ("auto" has two) or `kv_cache_dtype`; others have at most one.
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "auto": 2}
+# Fields of the sampling that vLLM's parameters have by the same names.
+_SAME_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model, from its configuration."""
+
+    context_tokens: int
+    vocabulary: int
+    slot_bytes: int
+    dtype: str
+
+    @classmethod
+    def read(cls, directory: Path, dtype: str, stored: str) -> Shape:
+        """Keys and values are of the type `stored`, a name of vLLM's."""
+        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+        sizes = ModelSizes.of(config)
+        return cls(
+            context_tokens=sizes.context_tokens,
+            vocabulary=sizes.vocabulary,
+            slot_bytes=sizes.slot_bytes(_BYTES.get(stored, 1)),
+            dtype=dtype,
+        )
+
+
+class VLLMRequests:
+    """`Requests` on a running vLLM; its calls belong to the event loop of the first of them."""
+
+    def __init__(self, llm: Any, end_ids: frozenset[int], adapters: Mapping[str, Path]) -> None:
+        """llm: an `AsyncLLMEngine`."""
+        self._llm = llm
+        self._end_ids = sorted(end_ids)
+        self._adapters = {
+            name: LoRARequest(name, number, str(directory))
+            for number, (name, directory) in enumerate(adapters.items(), 1)
+        }
+        self._names = map(str, itertools.count(1))
+        self._num_running = 0
+        self._last_part = 0.0  # time of the last part, or of the first request that runs
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        """As `Requests.generate`."""
+        command, params = ask.command, self._params(ask)
+        ids = [*command.prompt_ids, *ask.token_ids]
+        prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
+        adapter = self._adapters[command.adapter] if command.adapter else None
+        outputs = self._llm.generate(prompt, params, next(self._names), lora_request=adapter)
+        if not self._num_running:
+            self._last_part = time.monotonic()
+        self._num_running += 1
+        is_first = True
+        try:
+            async for output in outputs:
+                self._last_part = time.monotonic()
+                part = _part(output.outputs[0], command.sampling.top_logprobs)
+                if is_first:
+                    part.prompt_tokens = len(ids)
+                    part.cached_tokens = output.num_cached_tokens
+                    is_first = False
+                yield part
+        except (GeneratorExit, InternalError):
+            raise
+        except Exception as error:
+            if self._llm.errored:
+                raise Unavailable("the engine is gone") from error
+            log.exception("vLLM failed")
+            raise InternalError("the generator's step failed") from error
+        finally:
+            self._num_running -= 1
+            await outputs.aclose()
+
+    def heartbeat_s(self) -> float:
+        """Seconds since the last part while requests run; infinite if vLLM has ended."""
+        if self._llm is None or self._llm.errored:
+            return math.inf
+        return time.monotonic() - self._last_part if self._num_running else 0.0
+
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        llm, self._llm = self._llm, None
+        if llm:
+            llm.shutdown()
+
+    def _params(self, ask: Ask) -> SamplingParams:
+        sampling = ask.command.sampling
+        output = sampling.structured_output
+        ends = sampling.stop_token_ids
+        return SamplingParams(
+            **{name: getattr(sampling, name) for name in _SAME_FIELDS},
+            seed=ask.seed,
+            max_tokens=ask.count,
+            min_tokens=min(ask.min_tokens, ask.count),
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=list(ends) if sampling.ignore_eos else [*ends, *self._end_ids],
+            logit_bias={item.token_id: item.bias for item in sampling.logit_bias} or None,
+            bad_words=list(sampling.bad_words) or None,
+            structured_outputs=output and StructuredOutputsParams(**structured_fields(output)),
+            detokenize=False,
+            logprobs=sampling.top_logprobs,  # and of the drawn token
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=ask.interval,
+        )
+
+
+def _part(output: Any, most: int) -> Part:
+    """vLLM's output; of each token, its flat log-probabilities begin with those of the drawn one.
+
+    Raises:
+        InternalError: the request failed.
+    """
+    flat = output.logprobs
+    starts = flat.start_indices if flat else ()
+    logprobs = [flat.logprobs[start] for start in starts]
+    if any(map(math.isnan, logprobs)):
+        raise InternalError("the model's logits are not finite")
+    if output.finish_reason not in (None, "stop", "length"):
+        raise InternalError(f"vLLM ended a candidate by {output.finish_reason}")
+    finish = FinishReason(output.finish_reason) if output.finish_reason else None
+    top = [_top(flat, start, most) for start in starts] if most else ()
+    return Part(output.token_ids, logprobs, top, finish=finish)
+
+
+def _top(flat: Any, start: int, most: int) -> Top:
+    """The most probable tokens: behind the drawn one, which may be among them."""
+    best = slice(start + 1, start + 1 + most)
+    return flat.token_ids[best], [max(one, LEAST_LOGPROB) for one in flat.logprobs[best]]
+
+
+def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> StockGenerator:
+    """A generator on a vLLM that is started for it; takes a minute.
+
+    Raises:
+        Exception: any of vLLM's, if it cannot start.
+    """
+    if settings.vllm_options.get("load_format", "auto") in ("auto", "safetensors"):
+        check_tensors(settings.model_directory, reads_quantized=True)
+    examined = examine(settings.model_directory)
+    shape = _shape(settings)
+    llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**_arguments(settings, shape)))
+    config = llm.vllm_config
+    if "max_model_len" in settings.vllm_options:  # else a small kv_slots may have reduced it
+        shape = replace(shape, context_tokens=config.model_config.max_model_len)
+    block_tokens = config.cache_config.block_size
+    capacity = (config.cache_config.num_gpu_blocks - SPARE_BLOCKS) * block_tokens
+    device = current_platform.device_name
+    card = GeneratorDescription(
+        model=settings.files.name,
+        fingerprint=vllm_fingerprint(settings, shape.dtype, vllm.__version__),
+        context_tokens=shape.context_tokens,
+        max_candidates=settings.max_candidates,
+        vocabulary=shape.vocabulary,
+        slot_bytes=shape.slot_bytes,
+        device=f"vllm {device} {shape.dtype}",
+        slots=SlotGauge(capacity, 0, 0),
+        auto_candidates=settings.auto_candidates_of(device),
+        adapters=tuple(settings.adapters),
+        can_fork=True,
+        probe=examined.probe,
+        form=CandidateForm.ROUNDS,
+    )
+    return StockGenerator(
+        VLLMRequests(llm, examined.end_ids, settings.adapters),
+        Frontend(Text.of(examined), card),
+        examined.end_ids,
+        card,
+        block_tokens=block_tokens,
+        max_waiting=settings.max_waiting,
+        on_step=on_step,
+    )
+
+
+def run_node(settings: GeneratorSettings) -> NoReturn:
+    """Become vLLM's process of a node without a port; it ends with one of its workers."""
+    command = node_command(settings)
+    os.execv(command[0], command)
+
+
+def node_command(settings: GeneratorSettings) -> list[str]:
+    """The command of a node that computes for the generator of node 0, with equal arguments."""
+    arguments = _arguments(settings, _shape(settings))
+    model = arguments.pop("model")
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--headless"]
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *value]
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def _shape(settings: GeneratorSettings) -> Shape:
+    dtype = "float32" if current_platform.is_cpu() else "bfloat16"
+    dtype = settings.vllm_options.get("dtype", dtype)
+    stored = settings.vllm_options.get("kv_cache_dtype", "auto")
+    shape = Shape.read(settings.model_directory, dtype, dtype if stored == "auto" else stored)
+    return replace(shape, context_tokens=settings.context_of(shape.context_tokens))
+
+
+def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
+    """vLLM's engine arguments; `vllm_options` override the others."""
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": str(settings.model_directory),
+        "dtype": shape.dtype,
+        "max_model_len": shape.context_tokens,
+        "max_num_seqs": settings.max_candidates,
+        "max_num_batched_tokens": batched_tokens(settings.max_candidates),
+        # Every block holds all layers: where some have a window, vLLM would store a text in several
+        # blocks, and slots would not be tokens.
+        "disable_hybrid_kv_cache_manager": True,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "gpu_memory_utilization": settings.memory_fraction,
+        "logprobs_mode": "raw_logprobs",
+        "structured_outputs_config": {"backend": "guidance"},
+        **_adapter_arguments(settings.adapters),
+        **({"block_size": BLOCK_TOKENS["cpu"]} if on_cpu else {}),
+        **settings.vllm_options,
+    }
+    if settings.kv_slots:
+        arguments |= _capacity(settings.kv_slots, arguments, shape, on_cpu=on_cpu)
+    return arguments
+
+
+def _adapter_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
+    """All adapters stay loaded, at the highest rank among them, and one place stays empty: on CPUs
+    vLLM adds the product of the last place to rows without an adapter."""
+    if not adapters:
+        return {}
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in adapters.values()]
+    return {
+        "enable_lora": True,
+        "max_loras": len(configs) + 1,
+        # vLLM accepts some ranks only, the powers of two among them.
+        "max_lora_rank": max(8, 1 << (max(config["r"] for config in configs) - 1).bit_length()),
+    }
+
+
+def _capacity(
+    slots: int, arguments: dict[str, Any], shape: Shape, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Engine arguments for so many slots in whole blocks; texts cannot be longer than that."""
+    block = arguments.setdefault("block_size", BLOCK_TOKENS["cuda"])
+    blocks = slots // block + SPARE_BLOCKS
+    longest = min(arguments["max_model_len"], (blocks - 1) * block)
+    capacity: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": longest}
+    if on_cpu:
+        capacity["kv_cache_memory_bytes"] = blocks * block * shape.slot_bytes
+    return capacity
