@@ -205,8 +205,8 @@ async def test_answers_of_a_generator_that_ignores_seeds_are_not_cached(
 ) -> None:
     """Unless they are greedy: guards against one draw that is returned for ever."""
     cached_service.generator.ignores_seeds = True
-    for temperature, is_cached in ((1.0, False), (0.0, True)):
-        made = small_request(sampling={"temperature": temperature})
+    for n, temperature, is_cached in ((4, 1.0, False), (1, 0.0, True)):
+        made = small_request(selection={"n": n}, sampling={"temperature": temperature})
         await cached_service.answer(made)
         assert (await cached_service.answer(made)).cached == is_cached
 
