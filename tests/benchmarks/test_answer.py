@@ -34,11 +34,11 @@ def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
     assert (systems[1].role, systems[1].content) == ("system", "Be brief.")
 
 
-async def double(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+async def double(item: Item, n: int, max_tokens: int) -> answer.Answer:
     """A system that fails with 64 candidates."""
     if n == 64:
         raise TimeoutError
-    return "text", max_tokens
+    return answer.Answer("text", max_tokens)
 
 
 @pytest.mark.parametrize("judge_is_away", [False, True])
@@ -51,7 +51,7 @@ async def test_a_failure_ends_one_case_only(judge_is_away: bool) -> None:
         return 0.5, 0.5
 
     record = Record(Path())
-    bench = answer.Bench({"vllm": double}, [64, 4], judge, record, settle_s=0.0)
+    bench = answer.Bench({"vllm": double}, {"vllm": [64, 4]}, judge, record, settle_s=0.0)
     for number in range(2):
         await bench.answer(replace(ITEM, id=str(number)), max_tokens=8)
     failed = {64: "no answer in time"}
@@ -68,7 +68,8 @@ async def test_the_best_text_of_the_peer_is_its_answer() -> None:
     def respond(request: httpx.Request) -> httpx.Response:
         sent.append(json.loads(request.content))
         choices = [{"message": {"content": text}} for text in ("bad", "good")]
-        return httpx.Response(200, json={"choices": choices, "usage": {"completion_tokens": 7}})
+        usage = {"completion_tokens": 7, "prompt_tokens": 5}
+        return httpx.Response(200, json={"choices": choices, "usage": usage})
 
     class Rewards:
         async def score(self, prompt: Prompt, texts: list[str], reward: str) -> Scores:
@@ -77,12 +78,13 @@ async def test_the_best_text_of_the_peer_is_its_answer() -> None:
     rewards: Any = Rewards()
     transport = httpx.MockTransport(respond)
     async with httpx.AsyncClient(transport=transport, base_url="http://peer") as http:
-        assert await answer.ask_peer(http, rewards, "r", 60.0, ITEM, 2, 8) == ("good", 7)
+        assert await answer.ask_peer(http, rewards, "r", 60.0, ITEM, 2, 8) == ("good", 7, 5)
     assert [sent[0][name] for name in ("n", "max_tokens", "seed")] == [2, 8, ITEM.number]
 
 
 def answers(system: str, n: int, rewards: list[float], seconds: float = 2.0) -> list[Any]:
     of = {"system": system, "n": n, "seconds": seconds, "tokens": 100, "second_judge": -1.0}
+    of["prefilled"] = 5
     return [
         of | {"prompt_id": str(i), "reward": reward, "text": "three short words"}
         for i, reward in enumerate(rewards)
@@ -153,7 +155,7 @@ def test_a_run_that_ends_early_reports_and_continues(
 
     async def ends_early(
         client: Client, options: Any, reward: str, item: Item, n: int, tokens: int
-    ) -> tuple[str, int]:
+    ) -> answer.Answer:
         calls.append(item.number)
         if item.number == 1 and calls.count(1) == 1:
             signal.raise_signal(signal.SIGINT)
