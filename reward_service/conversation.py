@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from reward_service.specs import CausalSpec, LabelledSpec, PairwiseSpec
+from reward_service.specs import CausalSpec, ClassifierSpec, PairwiseSpec
 from specrej.contracts import NO_PROBE, Candidate, FinishReason, Message, ModelProbe, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
@@ -76,7 +76,7 @@ class Conversation:
         self.tokenizer = tokenizer
         # Token ids after each conversation.
         self.appended: list[int] = []
-        if isinstance(spec, LabelledSpec) and spec.append_token is not None:
+        if isinstance(spec, ClassifierSpec) and spec.append_token is not None:
             self.appended = [single_token(tokenizer, spec.append_token, "append_token")]
         self._control_tokens = ControlTokens(tokenizer, probe.vocabulary or sys.maxsize)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)

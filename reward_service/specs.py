@@ -19,7 +19,14 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from specrej import fingerprint
 from specrej.security import is_loopback
@@ -189,38 +196,16 @@ class CausalSpec(LocalSpec):
     unfinished: Unfinished = "closed"
 
 
-class LabelledSpec(CausalSpec):
-    """A decoder-only model with a logit for each label, read at the end of the conversation.
-
-    logit_of: the token whose logit, by the model's language model head, is the score; append_token:
-    a token after the conversation, to read the logits at; label_weights: the weight of each label's
-    logit in the score; label: the one that counts, in place of weights.
-    """
-
-    logit_of: OneToken | None = None
-    append_token: OneToken | None = None
-    label: Label = None
-    label_weights: LabelWeights = (1.0,)
-    transform: Transform = Transform()
-
-    @model_validator(mode="after")
-    def _has_a_label_or_weights(self) -> Self:
-        if self.label is not None and "label_weights" in self.model_fields_set:
-            raise ValueError("label and label_weights exclude each other")
-        if self._has_one_label() and (self.label or len(self.label_weights) > 1):
-            raise ValueError("has one label: label must be 0, label_weights one number")
-        return self
-
-    def _has_one_label(self) -> bool:
-        return self.logit_of is not None
-
-
-class ClassifierSpec(LabelledSpec):
+class ClassifierSpec(CausalSpec):
     """A decoder-only sequence classifier, or a backbone with a head of another kind.
 
     head: the name of the head's module, or tensor, in the checkpoint; head_layers: the names of its
     linear layers below that, in order, with a ReLU between them, by default its numbered ones or
-    itself; head_file: a head that `specrej train-reward` wrote.
+    itself; head_file: a head that `specrej train-reward` wrote; logit_of: the token whose logit, by
+    the model's language model head, is the score; append_token: a token after the conversation, to
+    read the head at; label_weights: the weight of each label's logit in the score; label: the one
+    that counts, in place of weights; engine: what computes it, "auto" is vLLM on CUDA where it can
+    and the own network elsewhere; vllm_options: further engine arguments of vLLM.
     """
 
     loader = "classifier:load_classifier"
@@ -228,24 +213,27 @@ class ClassifierSpec(LabelledSpec):
     head: str = Field("score", min_length=1)
     head_layers: tuple[str, ...] = ()
     head_file: Path | None = None
+    logit_of: OneToken | None = None
+    append_token: OneToken | None = None
+    label: Label = None
+    label_weights: LabelWeights = (1.0,)
+    transform: Transform = Transform()
+    engine: Literal["auto", "own", "vllm"] = "auto"
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _has_one_head(self) -> Self:
+    def _options_fit(self) -> Self:
         heads = self.model_fields_set & {"head", "head_file", "logit_of"}
         if len(heads) > 1 or (self.head_layers and heads - {"head"}):
             raise ValueError("head with head_layers, head_file and logit_of exclude each other")
+        if self.label is not None and "label_weights" in self.model_fields_set:
+            raise ValueError("label and label_weights exclude each other")
+        has_one_label = self.head_file or self.logit_of is not None
+        if has_one_label and (self.label or len(self.label_weights) > 1):
+            raise ValueError("has one label: label must be 0, label_weights one number")
+        if self.vllm_options and self.engine != "vllm":
+            raise ValueError('vllm_options require engine "vllm"')
         return self
-
-    def _has_one_label(self) -> bool:
-        return bool(self.head_file) or super()._has_one_label()
-
-
-class VLLMClassifierSpec(LabelledSpec):
-    """A decoder-only sequence classifier on vLLM; vllm_options: further engine arguments."""
-
-    loader = "vllm_classifier:load_vllm_classifier"
-    kind: Literal["vllm-classifier"] = "vllm-classifier"
-    vllm_options: dict[str, Any] = Field(default_factory=dict)
 
 
 class GatedSpec(CausalSpec):
@@ -363,12 +351,17 @@ class HTTPSpec(Spec):
         return self
 
 
+def _is_not_former(spec: Any) -> Any:
+    if isinstance(spec, dict) and spec.get("kind") == "vllm-classifier":
+        raise ValueError('kind "vllm-classifier" is now "classifier" with "engine": "vllm"')
+    return spec
+
+
 RewardSpec = Annotated[
     ToySpec
     | RelevanceSpec
     | CrossEncoderSpec
     | ClassifierSpec
-    | VLLMClassifierSpec
     | GatedSpec
     | LikelihoodSpec
     | ProcessSpec
@@ -376,4 +369,5 @@ RewardSpec = Annotated[
     | FunctionSpec
     | HTTPSpec,
     Field(discriminator="kind"),
+    BeforeValidator(_is_not_former),
 ]

@@ -8,6 +8,7 @@ file of its own. Imports without grpc.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from specrej_models.attention import PrefillSegment, Segment
 from specrej_models.kv import PromptKV
 from specrej_models.model import SegmentedModel
 from specrej_models.token_prefix import common_length, match
+
+log = logging.getLogger(__name__)
 
 # Rows of one sequence that are attended to at once: bounds the memory for attention scores.
 _CHUNK_TOKENS = 512
@@ -129,7 +132,7 @@ class CausalReward(SegmentedModel, Reward):
     """Keeps up to `Resources.kept_tokens` tokens of all sessions, the most recently used.
 
     float32 on a CPU, where neither the batch nor earlier batches change a score by more than 1e-4;
-    the checkpoint's own precision elsewhere.
+    the checkpoint's own precision on CUDA, where it is a reference.
 
     A raw text prompt is one user message. A prompt must fit the model's limit, the smaller of the
     tokenizer's and the position embeddings'; if prompt and response together do not, the last
@@ -162,6 +165,9 @@ class CausalReward(SegmentedModel, Reward):
             ValueError: the model's layers do not all keep plain keys and values.
         """
         super().__init__(model)
+        if resources.device != "cpu":
+            reason = "torch on CUDA is a reference, each text launches kernels of its own"
+            log.warning("reward %s: %s", spec.name, reason)
         self.name = spec.name
         self.fingerprint = spec.fingerprint(resources, **(digests or {}))
         self.description = description

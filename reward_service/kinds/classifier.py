@@ -9,20 +9,45 @@ code that comes with other heads reads the last token (Eurus-RM, UltraRM, GRM, I
 
 An unfinished text is closed by default: these models were trained on whole conversations, and their
 reward is read at the tokens that close the last turn.
+
+On CPUs they run on the own network. On CUDA they run on vLLM's pooling, if it reads the head and is
+installed: its prefix cache keeps beginnings that texts share, in whole blocks while there is room,
+and sessions keep nothing. Of vLLM, public interfaces only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
 
 from transformers import AutoModelForCausalLM
 
 from reward_service.checkpoint import HEAD_TENSOR, Network, load_head, load_model
-from reward_service.conversation import load_conversation, single_token
+from reward_service.conversation import Conversation, Turns, load_conversation, single_token
 from reward_service.kinds.causal import CausalReward, Head
 from reward_service.kinds.lm_head import LMHead
-from reward_service.specs import ClassifierSpec, LabelledSpec, Resources
+from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
+from reward_service.specs import ClassifierSpec, Resources
 from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt
+from specrej_models.probe import check_tensors, load_config
+from specrej_models.sizes import ModelSizes
+from specrej_models.vllm_options import BLOCK_TOKENS, end_children_with_us, prepare_environment
+
+log = logging.getLogger(__name__)
+
+_MAX_TEXTS = 256
+
+# vLLM divides what it gets into passes itself, and most of it is in its prefix cache. On CPUs a
+# call is as short as a pass, for the heartbeat.
+_PASSES_PER_CALL = {"cpu": 1, "cuda": 32}
+
+# vLLM keeps one block, of at most so many tokens, to itself.
+_SPARE_TOKENS = 256
 
 
 def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
@@ -37,7 +62,7 @@ def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
     return length
 
 
-def weighted(spec: LabelledSpec, logits: Sequence[float]) -> float:
+def weighted(spec: ClassifierSpec, logits: Sequence[float]) -> float:
     """The score of one text, from a logit per label."""
     if spec.label is not None:
         return spec.transform(logits[spec.label])
@@ -45,13 +70,41 @@ def weighted(spec: LabelledSpec, logits: Sequence[float]) -> float:
     return spec.transform(sum(logit * weight for logit, weight in pairs))
 
 
-def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
+def load_classifier(spec: ClassifierSpec, resources: Resources) -> Reward:
     """A decoder-only model with a head: one of the checkpoint, by its name; one in a file of its
     own; or a row of the language model's.
 
     Raises:
-        ValueError: the directory does not hold such a model; the message says why.
+        ValueError: the directory does not hold such a model, or not one for the spec's engine; the
+            message says why.
     """
+    on_vllm = spec.engine == "vllm" or (spec.engine == "auto" and resources.device != "cpu")
+    if on_vllm and (reason := _refusal(spec)):
+        if spec.engine == "vllm":
+            raise ValueError(f"{spec.directory}: {reason}")
+        log.warning("reward %s does not run on vLLM: %s", spec.name, reason)
+        on_vllm = False
+    # The engine is in the fingerprint.
+    chosen = spec.model_copy(update={"engine": "vllm" if on_vllm else "own"})
+    return _load_on_vllm(chosen, resources) if on_vllm else _load_own(chosen, resources)
+
+
+def _refusal(spec: ClassifierSpec) -> str:
+    """Why vLLM does not compute a classifier; empty if it does."""
+    if find_spec("vllm") is None:
+        package = "pip install 'specrej-server[models,vllm]' in an environment of its own"
+        return f"vLLM is not installed: {package}"
+    if spec.head != "score" or spec.head_layers or spec.head_file:
+        return "vLLM does not read head, head_layers or head_file"
+    config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
+    if spec.logit_of is None:
+        others = load_head(spec.directory, "score").keys() - {"weight"}
+        return f"vLLM reads score.weight alone, not score.{min(others)}" if others else ""
+    is_bounded = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return "vLLM does not bound logit_of" if is_bounded else ""
+
+
+def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     pad_id = None
     if spec.logit_of is None:
         network = _network(spec, resources.device)
@@ -83,6 +136,132 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     )
 
 
+class VLLMClassifier(Reward):
+    """Weighted logits of a decoder-only sequence classifier, transformed.
+
+    llm: an `AsyncLLMEngine`; raw: the `PoolingParams` of untouched logits.
+    """
+
+    description = "A reward model's logit for the response as the assistant's turn, by vLLM."
+
+    def __init__(
+        self,
+        spec: ClassifierSpec,
+        resources: Resources,
+        llm: Any,
+        raw: Any,
+        conversation: Conversation,
+        pad_id: int | None,
+    ) -> None:
+        self.name = spec.name
+        device, _, _ = resources.device.partition(":")
+        self.token_budget = resources.token_budget * _PASSES_PER_CALL[device]
+        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
+        self.probe = conversation.probe
+        self._spec = spec
+        self._conversation = conversation
+        self._pad_id = pad_id
+        self._llm = llm
+        self._raw = raw
+        # Used by the reward's thread alone, and running only during `compute`.
+        self._runner = asyncio.Runner()
+        self._request_ids = map(str, itertools.count(1))
+
+    def open(self, prompt: Prompt, *, once: bool = False) -> Turns:
+        """Raises InvalidRequest: the model cannot take this prompt."""
+        return Turns(self._conversation, prompt)
+
+    def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
+        """A task of the batch's different texts."""
+        tokenized = session.tokenize([self._conversation.turn(c) for c in candidates])
+        texts = [tokens.token_ids for tokens in tokenized]
+        unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
+
+        def to_scores(logits: list[list[float]]) -> list[float]:
+            return [weighted(self._spec, of_text) for of_text in logits]
+
+        return text_task([Text(token_ids) for token_ids in unique], where, to_scores)
+
+    def compute(self, pieces: Sequence[Text]) -> None:
+        """All at once: vLLM makes its own batches of them."""
+        self._runner.run(self._compute(pieces))
+
+    def close(self) -> None:
+        """End vLLM's processes, which otherwise end with this one."""
+        self._llm.shutdown()
+        self._runner.close()  # cancels what vLLM leaves in its loop
+
+    async def _compute(self, pieces: Sequence[Text]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in pieces:
+                    group.create_task(self._read(piece))
+        except ExceptionGroup as failed:
+            if self._llm.errored:
+                raise RewardLost("vLLM has ended") from failed
+            raise failed.exceptions[0] from None
+
+    async def _read(self, text: Text) -> None:
+        prompt = {"prompt_token_ids": list(text.token_ids)}
+        async for answer in self._llm.encode(prompt, self._raw, next(self._request_ids)):
+            text.result = answer.outputs.data.tolist()
+            text.num_computed = len(text.token_ids) - answer.num_cached_tokens
+
+
+def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
+    """A vLLM of a sequence classifier's directory; the spec's vllm_options override all else."""
+    config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
+    check_tensors(spec.directory, reads_quantized=True)
+    conversation = load_conversation(spec, config)
+    text_config = config.get_text_config()
+    if spec.logit_of is None:
+        check_labels(spec, config.num_labels)
+    if longest := spec.vllm_options.get("max_model_len"):
+        conversation.max_tokens = min(conversation.max_tokens, int(longest))
+    arguments: dict[str, Any] = {
+        "model": str(spec.directory),
+        "runner": "pooling",
+        "max_model_len": conversation.max_tokens,
+        "max_num_seqs": _MAX_TEXTS,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "trust_remote_code": spec.trust_remote_code,
+    }
+    if spec.logit_of is not None:
+        token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")
+        arguments["hf_overrides"] = {
+            "architectures": [
+                name.replace("ForCausalLM", "ForSequenceClassification")
+                for name in config.architectures
+            ],
+            "classifier_from_token": [conversation.tokenizer.convert_ids_to_tokens(token)],
+            "method": "no_post_processing",
+            "num_labels": 1,
+        }
+    device, _, number = resources.device.partition(":")
+    if number:
+        arguments["device_ids"] = [int(number)]
+    # As on the own network, the service's setting sizes what is kept, and other models may share
+    # the device: vLLM would take most of it, or require most of it to be free.
+    kept = max(resources.kept_tokens, conversation.max_tokens) + _SPARE_TOKENS
+    slot_bytes = ModelSizes.of(text_config).slot_bytes(4 if device == "cpu" else 2)
+    if "gpu_memory_utilization" not in spec.vllm_options:
+        arguments |= {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": kept * slot_bytes}
+    if device == "cpu":
+        arguments |= {"dtype": "float32", "block_size": BLOCK_TOKENS["cpu"]}
+    end_children_with_us()
+    prepare_environment(resources.threads)
+    # Here, as it has an environment of its own, and reads the variables when it is imported.
+    from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams
+
+    llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
+    raw = PoolingParams(task="classify", use_activation=False)
+    reads_last = conversation.appended or spec.logit_of is not None
+    pad_id = None if reads_last else text_config.pad_token_id
+    return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)
+
+
 def _network(spec: ClassifierSpec, device: str) -> Network:
     """Raises ValueError: there is no such head, or it has another number of labels."""
     source, name = spec.directory, spec.head
@@ -97,7 +276,7 @@ def _network(spec: ClassifierSpec, device: str) -> Network:
     return network
 
 
-def check_labels(spec: LabelledSpec, num_labels: int) -> None:
+def check_labels(spec: ClassifierSpec, num_labels: int) -> None:
     """Raises ValueError unless the label, or a weight for each label, is there."""
     if spec.label is not None:
         reason = f"none is {spec.label}" if spec.label >= num_labels else ""

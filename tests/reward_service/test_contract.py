@@ -36,8 +36,8 @@ WORDS = {"good": "+", "bad": "-"}
 # Read at a token after the conversation, of which unfinished texts are open.
 VALUE_HEAD = {"head": "v_head.summary", "append_token": tiny.BOS, "unfinished": "open"}
 
-# How a tiny model of the kind is saved, and options beside it. Not here: vllm-classifier, which
-# needs another environment, and http, whose server is part of its own tests.
+# How a tiny model of the kind is saved, and options beside it. Not here: a classifier on
+# vLLM, which needs another environment, and http, whose server is part of its own tests.
 CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
     "value head": ("classifier", CARDS["GRM-llama3-8B-sftreg"].save, VALUE_HEAD),
@@ -192,6 +192,8 @@ def test_options_are_in_the_fingerprint(tmp_path: Path) -> None:
         {"head": "v_head"},
         {"logit_of": 0},
         {"append_token": 0},
+        {"engine": "vllm"},
+        {"engine": "vllm", "vllm_options": {"quantization": "fp8"}},
     ]
     specs = [ClassifierSpec(name="r", directory=tmp_path, **change) for change in changes]
     fingerprints = {spec.fingerprint(Resources()) for spec in specs}

@@ -17,7 +17,7 @@ from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
-ON_VLLM = CLASSIFIER.replace("classifier", "vllm-classifier")
+FORMER = '[{"name": "x", "kind": "vllm-classifier"}]'
 PROCESS = CLASSIFIER.replace("classifier", "process")
 PAIRWISE = CLASSIFIER.replace("classifier", "pairwise")
 
@@ -47,9 +47,8 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", CLASSIFIER % '"head_layers": ["0"], "head_file": "h"', "exclude each other"),
         ("rewards", CLASSIFIER % '"label": 1, "logit_of": 0', "label must be 0"),
         ("rewards", CLASSIFIER % '"label": 1, "label_weights": [1, 2]', "exclude each other"),
-        ("rewards", ON_VLLM % '"head": "v_head"', "0.vllm-classifier.head"),
-        ("rewards", ON_VLLM % '"head_layers": ["0"]', "0.vllm-classifier.head_layers"),
-        ("rewards", ON_VLLM % '"head_file": "h"', "0.vllm-classifier.head_file"),
+        ("rewards", FORMER, '"vllm-classifier" is now "classifier" with "engine": "vllm"'),
+        ("rewards", CLASSIFIER % '"vllm_options": {"seed": 1}', 'require engine "vllm"'),
         ("rewards", CLASSIFIER % '"transform": {"kind": "cube"}', "'identity' or 'sigmoid'"),
         ("rewards", CLASSIFIER % '"transform": {"scale": NaN}', "finite"),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),

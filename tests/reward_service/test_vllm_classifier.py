@@ -17,11 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reward_service.kinds import vllm_classifier
+from reward_service.kinds import classifier
 from reward_service.reward import RewardLost, score, score_batch
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
@@ -46,16 +47,19 @@ def saved(directory: Path, pad_id: int) -> Path:
     return save(directory, config, make_tokenizer("<pad>" if pad_id == 0 else tiny.EOS))
 
 
-def loaded(kind: str, directory: Path, **options: Any) -> Any:
+def loaded(directory: Path, **options: Any) -> Any:
     options = {"label_weights": [1.0, -0.5], "kept_tokens": 2048} | options
-    return tiny.load(kind, directory, **options)
+    return tiny.load("classifier", directory, **options)
+
+
+on_vllm = partial(loaded, engine="vllm", vllm_options={"enforce_eager": True})
 
 
 @pytest.fixture(scope="module")
 def by_vllm(directory: Path) -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own
-        reward = loaded("vllm-classifier", directory, vllm_options={"enforce_eager": True})
+        reward = on_vllm(directory)
     yield reward
     reward.close()
 
@@ -82,19 +86,18 @@ class FakeEngine:
         """There is nothing to end."""
 
 
-def on_fake(directory: Path, **options: Any) -> Any:
-    return loaded("vllm-classifier", directory, vllm_options={"quantization": "fp8"}, **options)
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """What `FakeEngine` receives."""
     module = SimpleNamespace(
-        AsyncEngineArgs=dict, AsyncLLMEngine=FakeEngine, PoolingParams=lambda **options: options
+        __spec__="installed",
+        AsyncEngineArgs=dict,
+        AsyncLLMEngine=FakeEngine,
+        PoolingParams=lambda **options: options,
     )
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(vllm_classifier, "prepare_environment", lambda threads: None)
-    monkeypatch.setattr(vllm_classifier, "end_children_with_us", lambda: None)
+    monkeypatch.setattr(classifier, "prepare_environment", lambda threads: None)
+    monkeypatch.setattr(classifier, "end_children_with_us", lambda: None)
     monkeypatch.setattr(FakeEngine, "requests", [])
     return FakeEngine.requests
 
@@ -103,25 +106,25 @@ def test_scores_are_weighted_logits_of_each_different_text(
     directory: Path, fake: list[list[int]]
 ) -> None:
     """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
-    reward = on_fake(directory, unfinished="open")
+    reward = on_vllm(directory, unfinished="open")
     ends = (None, FinishReason.STOP, None)
     candidates = [Candidate(i, "ab", 0, 0.0, finish) for i, finish in enumerate(ends)]
     scores = score_batch(reward.open(PROMPT), reward, candidates)
     made = FakeEngine.arguments
-    assert (made["quantization"], made["max_model_len"]) == ("fp8", CONTEXT)
+    assert (made["enforce_eager"], made["max_model_len"]) == (True, CONTEXT)
     unclosed, closed = fake
     assert closed == [*unclosed, closed[-1]]
     expected = [len(ids) - 0.5 * ids[-1] for ids in (unclosed, closed, unclosed)]
     assert list(scores.values) == expected
     assert scores.computed_tokens == len(unclosed) + len(closed) - 10
     with pytest.raises(ValueError, match="has 2 labels, label_weights has 3"):
-        loaded("vllm-classifier", directory, label_weights=[1.0, 1.0, 1.0])
+        on_vllm(directory, label_weights=[1.0, 1.0, 1.0])
     reward.close()
 
 
 def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -> None:
     """Guards models whose padding is their end of text: their heads were not trained on it."""
-    reward = on_fake(saved(tmp_path, 2))
+    reward = on_vllm(saved(tmp_path, 2))
     score(reward, PROMPT, ["ab"])
     (read,) = fake
     assert 2 not in read[-2:]
@@ -131,9 +134,9 @@ def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -
 def test_options_of_the_score_are_those_of_classifiers(
     tmp_path: Path, fake: list[list[int]]
 ) -> None:
-    """Guards a label and an appended token, and a bias, which vLLM would leave out."""
-    load = partial(tiny.load, "vllm-classifier", saved(tmp_path, 2), append_token=7, label=1)
-    reward = load()
+    """Guards a label and an appended token, and what vLLM would leave out."""
+    load = partial(tiny.load, "classifier", saved(tmp_path, 2), engine="vllm")
+    reward = load(append_token=7, label=1)
     assert score(reward, PROMPT, ["ab"]).values == (7.0,)
     (read,) = fake
     assert read[-2:] == [2, 7]
@@ -141,7 +144,12 @@ def test_options_of_the_score_are_those_of_classifiers(
     weights = load_file(tmp_path / "model.safetensors") | {"score.bias": torch.zeros(2)}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"score\.weight alone, not score\.bias"):
-        load()
+        load(label=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.dumps({**config, "final_logit_softcapping": 30.0})
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="does not bound logit_of"):
+        load(logit_of="a")
 
 
 def test_a_failure_of_the_engine_is_raised_as_itself(
@@ -154,7 +162,7 @@ def test_a_failure_of_the_engine_is_raised_as_itself(
         yield
 
     monkeypatch.setattr(FakeEngine, "encode", fails)
-    reward = on_fake(directory)
+    reward = on_vllm(directory)
     with pytest.raises(Unavailable, match="dead"):
         score(reward, PROMPT, ["ab", "c"])
     monkeypatch.setattr(FakeEngine, "errored", True)
@@ -165,17 +173,52 @@ def test_a_failure_of_the_engine_is_raised_as_itself(
 
 @pytest.mark.parametrize(("device", "numbers"), [("cuda", None), ("cuda:1", [1])])
 @pytest.mark.usefixtures("fake")
-def test_the_device_is_the_settings(
+def test_on_cuda_it_is_vllm_with_the_services_settings(
     directory: Path, device: str, numbers: list[int] | None
 ) -> None:
-    """Guards against a reward beside the generator on the first GPU, with the second one idle."""
-    on_fake(directory, device=device).close()
-    assert FakeEngine.arguments.get("device_ids") == numbers
+    """Guards against a reward beside the generator on the first GPU, with the second one idle, and
+    against one that takes, or waits for, the memory of the models beside it."""
+    reward = loaded(directory, device=device)
+    made = FakeEngine.arguments
+    assert made.get("device_ids") == numbers
+    assert made["kv_cache_memory_bytes"] == (2048 + 256) * 512  # kept_tokens, and one block
+    assert made["gpu_memory_utilization"] < 0.1
+    assert reward.token_budget > 2**15, "vLLM would wait between small calls"
+    reward.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": "cpu"}, ""),
+        ({"engine": "own"}, ""),
+        ({"head_layers": ["0"]}, "vLLM does not read head"),
+        ({"is_installed": False}, "vLLM is not installed"),
+    ],
+)
+@pytest.mark.usefixtures("fake")
+def test_what_vllm_does_not_compute_is_computed_by_torch(
+    directory: Path,
+    options: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guards the reason, which is an error where vLLM is required, and the fingerprint."""
+    if not (options := {"device": "cuda"} | options).pop("is_installed", True):
+        monkeypatch.setattr(classifier, "find_spec", lambda name: None)
+    monkeypatch.setattr(classifier, "_load_own", lambda spec, resources: spec)
+    assert loaded(directory, **options).engine == "own"
+    assert reason in caplog.text
+    assert bool(reason) == bool(caplog.text)
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            loaded(directory, **options, engine="vllm")
 
 
 @needs_vllm
 def test_scores_are_those_of_our_own_classifier(directory: Path, by_vllm: Any) -> None:
-    own = loaded("classifier", directory)
+    own = loaded(directory)
     values = score(own, PROMPT, TEXTS).values
     assert score(by_vllm, PROMPT, TEXTS).values == pytest.approx(values, abs=1e-3)
     assert max(values) - min(values) > 0.1, "equal scores would prove nothing"
@@ -190,8 +233,8 @@ def test_a_token_of_the_language_model_scores_as_on_our_own_network(tmp_path: Pa
     config = make_config("llama", 2, head_dim=32)
     tiny.save_language_model(tmp_path, config, make_tokenizer(tiny.EOS))
     options: dict[str, Any] = {"logit_of": "a", "label_weights": [1.0]}
-    expected = score(loaded("classifier", tmp_path, **options), PROMPT, TEXTS).values
-    reward = loaded("vllm-classifier", tmp_path, vllm_options={"enforce_eager": True}, **options)
+    expected = score(loaded(tmp_path, **options), PROMPT, TEXTS).values
+    reward = on_vllm(tmp_path, **options)
     values = score(reward, PROMPT, TEXTS).values
     reward.close()
     assert values == pytest.approx(expected, abs=1e-3)
@@ -201,7 +244,7 @@ def test_a_token_of_the_language_model_scores_as_on_our_own_network(tmp_path: Pa
 @needs_vllm
 async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> None:
     """And they are not computed again."""
-    own = loaded("classifier", directory)
+    own = loaded(directory)
     text = "".join(chr(97 + i * i % 26) for i in range(150))
     worker = await Worker.start(lambda: by_vllm)
     try:
@@ -221,10 +264,8 @@ async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> N
 @needs_vllm
 async def test_vllm_ends_with_a_service_that_is_killed(directory: Path) -> None:
     """Also while it starts. Guards the memory of a GPU, which vLLM's own process would keep."""
-    psutil = pytest.importorskip("psutil")  # of vLLM's environment
-
-    options = {"label_weights": [1.0, -0.5], "vllm_options": {"enforce_eager": True}}
-    reward = {"name": "r", "kind": "vllm-classifier", "directory": str(directory), **options}
+    options = {"label_weights": [1.0, -0.5], **on_vllm.keywords}
+    reward = {"name": "r", "kind": "classifier", "directory": str(directory), **options}
     variables = {"SPECREJ_REWARD_REWARDS": json.dumps([reward]), "SPECREJ_REWARD_PORT": "0"}
     command = [sys.executable, "-m", "reward_service"]
     with subprocess.Popen(command, env={**os.environ, **variables}) as service:  # noqa: ASYNC220
