@@ -78,6 +78,7 @@ def _kill(mark: bytes) -> bool:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    # Again, as one may have just started another.
-    while _kill(os.fsencode(sys.argv[1])):
+    # Again for a while: a process that was just started shows no environment yet.
+    end_s = time.monotonic() + 5
+    while _kill(os.fsencode(sys.argv[1])) or time.monotonic() < end_s:
         time.sleep(0.1)
