@@ -54,6 +54,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
         ("gateway-api",),
         _EDGE | {"gateway": "infrastructure/shared"},
     ),
+    "servers behind a router": ("gpu", ("vllm-router",), {}),
 }
 GRPC = ("orchestrator", "generator", "reward")
 SERVICES = (*GRPC, "gateway")
@@ -65,6 +66,7 @@ SETTINGS: dict[str, type[ProcessSettings]] = {
 }
 WORKER = "generator-worker"  # pods that compute for a generator of several nodes
 DOWNLOAD = "model-download"
+SERVERS, ROUTER = "vllm", "vllm-router"  # the endpoint of generators without a model
 MARGIN_S = 10  # between the end of the last request and SIGKILL
 
 Object = Mapping[str, Any]

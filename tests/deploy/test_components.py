@@ -20,6 +20,8 @@ from tests.deploy.manifests import (
     DOWNLOAD,
     OVERLAYS,
     ROOT,
+    ROUTER,
+    SERVERS,
     SERVICES,
     VARIANTS,
     Manifests,
@@ -31,7 +33,7 @@ from tests.deploy.manifests import (
 from tests.deploy.policies import NAMESPACE
 
 SCHEMAS = ROOT / ".tools" / "schemas"  # make crd-schemas
-OPERATORS, INGRESS, SHARED = VARIANTS
+OPERATORS, INGRESS, SHARED, BALANCED = VARIANTS
 ROUTED = (OPERATORS, SHARED)
 COMPILER = ("--strict", "--skipLibCheck", "--module", "nodenext", "--target", "es2022")
 
@@ -234,3 +236,20 @@ def _models(manifests: Manifests) -> list[str]:
     (reward,) = json.loads(manifests.settings("reward")["REWARDS"])
     assert (reward["name"], reward["kind"]) == ("helpful", "classifier")
     return [manifests.settings("generator")["MODEL"], reward["directory"]]
+
+
+# Servers behind a router
+
+
+def test_the_router_knows_all_servers() -> None:
+    """Guards against a server without requests, and generators that call one server, or another
+    model than the servers have."""
+    manifests = rendered(BALANCED)
+    servers, router = manifests.workloads[SERVERS]["spec"], manifests.container(ROUTER)
+    hosts = [f"{SERVERS}-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
+    flags = router["args"]
+    assert flags[flags.index("--worker-urls") + 1 :] == [f"http://{host}" for host in hosts]
+    settings, (service, *_) = manifests.settings("generator"), router["ports"]
+    assert settings["REMOTE_URL"] == f"http://{ROUTER}:{service['containerPort']}/v1"
+    assert f"--model={settings['MODEL']}" in manifests.container(SERVERS)["args"]
+    assert "nvidia.com/gpu" not in manifests.container("generator")["resources"]["limits"]
