@@ -4,10 +4,15 @@ For machines with CUDA and vLLM. Without CUDA it runs a small model on vLLM's CP
 tests the checks themselves. It writes gpu-check.json:
 
 * conformance: the generators' tests on vLLM, and on CUDA those of the own engine and of rewards;
-* agreement: tokens and log-probabilities of a small model on both engines, against the own engine
-  in float32 on the processor, greedy and drawn;
+* agreement: greedy tokens and log-probabilities of a small model on both engines, against the own
+  engine in float32 on the processor; on CUDA those drawn by the own engine there, too;
 * speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the
-  candidates, with random weights in the shape of a model.
+  candidates, with random weights in the shape of a model;
+* verbs: the same tokens by calls of vLLM alone, one request with n = N, by turns, whole and with
+  cuts to a half at a quarter and at a half of the tokens, and the processor time of this process
+  and vLLM's together, per step;
+* load: answers per second of 1 to 64 sessions at the same time, with cuts and whole;
+* slots_decide: rounds of a session whose N and rounds the slots decide.
 
 The bound of a step is the sum over its operators of the longer one of two times: for its bytes at
 the bandwidth of a large copy, and for its operations at the speed of a large product, both measured
@@ -19,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import LlamaConfig
 
@@ -53,6 +60,16 @@ _SMALL = {
 }
 SHAPES: dict[str, dict[str, int]] = {
     "small": _SMALL,
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 8192,
+    },
     "llama-3-8b": {
         "hidden_size": 4096,
         "intermediate_size": 14_336,
@@ -81,6 +98,8 @@ def main() -> None:
         n=([16, 64, 256, 1024] if ON_CUDA else [4, 16], "candidates"),
         prompt=(128, "tokens of the prompt"),
         new=(128 if ON_CUDA else 32, "new tokens per candidate"),
+        rounds=(3, "measurements of the verbs, of which the medians are reported"),
+        sessions=([1, 4, 16, 64] if ON_CUDA else [1, 4], "sessions at the same time"),
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
     )
@@ -141,6 +160,9 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         result["speed"] = []
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments, roofline))
+        result["verbs"] = [await _verbs(generator, n, arguments) for n in arguments.n]
+        result["load"] = await _load(generator, arguments)
+        result["slots_decide"] = await _memory(generator, arguments)
     finally:
         await generator.close()
 
@@ -166,7 +188,7 @@ async def _agreement(directory: Path) -> list[dict[str, Any]]:
     return [
         {"engine": engine, "draws": draws, **_compared(rounds["reference", draws], made)}
         for (engine, draws), made in rounds.items()
-        if engine != "reference"
+        if engine != "reference" and (engine, draws) != ("vllm", "drawn")  # it has its own draws
     ]
 
 
@@ -267,6 +289,131 @@ async def _speed(
         "prune_ms": round(1e3 * prune_s, 2),
         "ended_by": rest.ended_by.value,
     }
+
+
+async def _verbs(
+    generator: StockGenerator, n: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Speed through the verbs over that of vLLM alone, and processor time per step of both."""
+    log(f"verbs against bare calls, N = {n}")
+    new, prompt = arguments.new, "y" * (arguments.prompt - 1)
+    quarter, half = new // 4, new // 2
+    plans = {
+        "whole": [(n, new)],
+        "cut": [(n, quarter), (max(1, n // 2), half - quarter), (max(1, n // 4), new - half)],
+    }
+    ways = {"verbs": _by_verbs, "bare": _by_calls}
+    point: dict[str, Any] = {"n": n}
+    for name, plan in plans.items():
+        measured: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        for number in range(arguments.rounds):
+            for way, run in ways.items():
+                text = f"{number}{way}{prompt}"[: arguments.prompt - 1]  # no stored prompt
+                began, used = time.perf_counter(), _processor_s()
+                await run(generator, text, plan)
+                seconds, processor_s = time.perf_counter() - began, _processor_s() - used
+                measured[way].append((seconds, processor_s))
+        seconds, processor_s = (
+            {way: statistics.median(one[which] for one in of) for way, of in measured.items()}
+            for which in (0, 1)
+        )
+        tokens = sum(rows * count for rows, count in plan)
+        point[name] = {
+            "tokens_per_s": round(tokens / seconds["verbs"], 1),
+            "of_bare": round(seconds["bare"] / seconds["verbs"], 3),
+            "processor_ms_per_step": round(1e3 * processor_s["verbs"] / new, 3),
+            "bare_processor_ms_per_step": round(1e3 * processor_s["bare"] / new, 3),
+        }
+    return point
+
+
+async def _by_verbs(
+    generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
+) -> None:
+    """A session that is cut to each part's rows; `plan`: rows and tokens of each part."""
+    total = sum(count for _, count in plan)
+    sampling = Sampling(total, seed=1, ignore_eos=True)
+    spec = SessionSpec(Prompt(text=prompt), plan[0][0], sampling, plan[0][1])
+    async with generator.open(spec) as session:
+        reached = 0
+        for rows, count in plan:
+            if reached:
+                await session.prune(range(rows))
+            reached += count
+            await session.extend(reached)
+
+
+async def _by_calls(
+    generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
+) -> None:
+    """One request with n per part, all with the same prompt."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    requests: Any = generator.requests
+    spec = SessionSpec(Prompt(text=prompt), 1, Sampling(1, ignore_eos=True), 1)
+    ids = (await generator.frontend.command(spec)).prompt_ids
+    for rows, count in plan:
+        params = vllm.SamplingParams(
+            n=rows,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        given = {"prompt_token_ids": [*ids]}
+        async for _ in requests.llm.generate(given, params, f"bare-{time.monotonic_ns()}"):
+            pass
+
+
+def _processor_s() -> float:
+    """Processor time of this process and its children so far."""
+    us = psutil.Process()
+    times = [one.cpu_times() for one in (us, *us.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+async def _load(generator: StockGenerator, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Answers per second of sessions at the same time, with cuts and without."""
+    n, new = arguments.n[0], arguments.new
+    cut = [(n, new // 4), (max(1, n // 2), new // 4), (max(1, n // 4), new - new // 2)]
+    points = []
+    for sessions in arguments.sessions:
+        log(f"{sessions} sessions at the same time")
+        point: dict[str, Any] = {"sessions": sessions, "n": n}
+        for name, plan in {"cut": cut, "whole": [(n, new)]}.items():
+            began = time.perf_counter()
+            async with asyncio.TaskGroup() as group:
+                for number in range(sessions):
+                    text = f"{number}{name}" + "z" * (arguments.prompt - 12)
+                    group.create_task(_by_verbs(generator, text, plan))
+            point[f"{name}_answers_per_s"] = round(sessions / (time.perf_counter() - began), 3)
+        points.append(point)
+    return points
+
+
+async def _memory(generator: StockGenerator, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A session whose N is left open, cut to a half whenever its slots are full."""
+    log("a session whose N the slots decide")
+    longest = (await generator.describe()).context_tokens - arguments.prompt
+    sampling = Sampling(min(4 * arguments.new, longest), seed=1, ignore_eos=True)
+    text, rounds = "m" * (arguments.prompt - 1), []
+    async with generator.open(SessionSpec(Prompt(text=text), 0, sampling, 1)) as session:
+        while True:
+            ended = await session.extend(sampling.max_tokens)
+            live = [one.id for one in ended.candidates if one.finish is None]
+            pruned = await session.prune(live[: -(-len(live) // 2)])
+            rounds.append(
+                {
+                    "tokens": ended.num_tokens,
+                    "ended_by": ended.ended_by.value,
+                    "live": len(ended.candidates),
+                    "slots": ended.slots.session,
+                    "freed": pruned.freed_slots,
+                }
+            )
+            if not live:
+                return rounds
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:

@@ -89,8 +89,8 @@ class VLLMRequests:
     """`Requests` on a running vLLM; its calls belong to the event loop of the first of them."""
 
     def __init__(self, llm: Any, end_ids: frozenset[int], adapters: Mapping[str, Path]) -> None:
-        """llm: an `AsyncLLMEngine`."""
-        self._llm = llm
+        """llm: an `AsyncLLMEngine`; None after `close`."""
+        self.llm: Any | None = llm
         self._end_ids = sorted(end_ids)
         self._adapters = {
             name: LoRARequest(name, number, str(directory))
@@ -106,7 +106,7 @@ class VLLMRequests:
         ids = [*command.prompt_ids, *ask.token_ids]
         prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
         adapter = self._adapters[command.adapter] if command.adapter else None
-        outputs = self._llm.generate(prompt, params, next(self._names), lora_request=adapter)
+        outputs = self.llm.generate(prompt, params, next(self._names), lora_request=adapter)
         if not self._num_running:
             self._last_part = time.monotonic()
         self._num_running += 1
@@ -123,7 +123,7 @@ class VLLMRequests:
         except (GeneratorExit, InternalError):
             raise
         except Exception as error:
-            if self._llm.errored:
+            if self.llm.errored:
                 raise Unavailable("the engine is gone") from error
             log.exception("vLLM failed")
             raise InternalError("the generator's step failed") from error
@@ -133,13 +133,13 @@ class VLLMRequests:
 
     def heartbeat_s(self) -> float:
         """Seconds since the last part while requests run; infinite if vLLM has ended."""
-        if self._llm is None or self._llm.errored:
+        if not self.llm or self.llm.errored:
             return math.inf
         return time.monotonic() - self._last_part if self._num_running else 0.0
 
     async def close(self) -> None:
         """End vLLM's processes."""
-        llm, self._llm = self._llm, None
+        llm, self.llm = self.llm, None
         if llm:
             llm.shutdown()
 
