@@ -311,18 +311,16 @@ async def _verbs(
                 text = f"{number}{way}{prompt}"[: arguments.prompt - 1]  # no stored prompt
                 began, used = time.perf_counter(), _processor_s()
                 await run(generator, text, plan)
-                seconds, processor_s = time.perf_counter() - began, _processor_s() - used
-                measured[way].append((seconds, processor_s))
-        seconds, processor_s = (
-            {way: statistics.median(one[which] for one in of) for way, of in measured.items()}
-            for which in (0, 1)
+                measured[way].append((time.perf_counter() - began, _processor_s() - used))
+        (ours_s, our_processor_s), (bare_s, bare_processor_s) = (
+            map(statistics.median, zip(*measured[way], strict=True)) for way in ways
         )
         tokens = sum(rows * count for rows, count in plan)
         point[name] = {
-            "tokens_per_s": round(tokens / seconds["verbs"], 1),
-            "of_bare": round(seconds["bare"] / seconds["verbs"], 3),
-            "processor_ms_per_step": round(1e3 * processor_s["verbs"] / new, 3),
-            "bare_processor_ms_per_step": round(1e3 * processor_s["bare"] / new, 3),
+            "tokens_per_s": round(tokens / ours_s, 1),
+            "of_bare": round(bare_s / ours_s, 3),
+            "processor_ms_per_step": round(1e3 * our_processor_s / new, 3),
+            "bare_processor_ms_per_step": round(1e3 * bare_processor_s / new, 3),
         }
     return point
 
@@ -370,7 +368,7 @@ def _processor_s() -> float:
     """Processor time of this process and its children so far."""
     us = psutil.Process()
     times = [one.cpu_times() for one in (us, *us.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    return float(sum(one.user + one.system for one in times))
 
 
 async def _load(generator: StockGenerator, arguments: argparse.Namespace) -> list[dict[str, Any]]:
