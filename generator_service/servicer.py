@@ -32,9 +32,9 @@ from specrej.contracts.errors import (
 )
 from specrej.contracts.validation import (
     check_candidates,
+    check_logprobs,
     check_prompt,
     check_sampling,
-    check_top_logprobs,
 )
 from specrej.server.commands import answer_commands, leased
 from specrej.server.serving import Context, Service
@@ -194,7 +194,7 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     limits = (description.context_tokens, description.vocabulary)
     yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
     candidates = spec.n or max(1, description.auto_candidates)
-    yield from check_top_logprobs(spec.sampling, candidates, "open.sampling")
+    yield from check_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
     if spec.adapter and spec.adapter not in description.adapters:

@@ -38,7 +38,7 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.contracts.validation import check_request, check_top_logprobs
+from specrej.contracts.validation import check_logprobs, check_request
 from specrej.security import Share
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class Planner:
         most = 0
         if not problems:  # the other checks need valid fields
             most = _most_candidates(request, generator)
-            problems += check_top_logprobs(request.sampling, most)
+            problems += check_logprobs(request.sampling, most)
             try:
                 named = request.selection.rewards or (WeightedReward(await self._default()),)
                 problems += check_expansion(named, self._composites, _REWARDS_PATH)

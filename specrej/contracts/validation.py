@@ -87,7 +87,7 @@ MAX_WEIGHT = 1e6
 MAX_REWARD = 1e12  # thresholds, means and deviations
 MIN_DEVIATION = 1e-12
 MAX_BIAS = 100.0
-MAX_ALL_TOP_LOGPROBS = 2**20  # of one request
+MAX_ALL_LOGPROBS = 2**20  # of all tokens of a request's candidates
 
 # The kinds of schedules that use a field.
 _KINDS_WITH = {"first": ("geometric", "memory"), "factor": ("geometric",), "tokens": ("tokens",)}
@@ -192,15 +192,18 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def check_top_logprobs(
+def check_logprobs(
     sampling: Sampling, candidates: int, path: str = "sampling"
 ) -> Iterator[Violation]:
     """Not too many over all candidates: each takes about 70 bytes."""
-    num = candidates * sampling.max_tokens * sampling.top_logprobs
-    if num > MAX_ALL_TOP_LOGPROBS:
-        most = MAX_ALL_TOP_LOGPROBS // (candidates * sampling.max_tokens)
-        tokens = f"{candidates} candidates of {sampling.max_tokens} tokens"
-        yield _out_of(f"{path}.top_logprobs", sampling.top_logprobs, f"0 .. {most} with {tokens}")
+    tokens = candidates * sampling.max_tokens
+    each = sampling.logprobs + sampling.top_logprobs
+    if tokens * each > MAX_ALL_LOGPROBS:
+        yield Violation(
+            f"{path}.{'top_logprobs' if sampling.top_logprobs else 'logprobs'}",
+            f"{candidates:,} candidates of {sampling.max_tokens:,} tokens have"
+            f" {tokens * each:,} log-probabilities, at most {MAX_ALL_LOGPROBS:,} are allowed",
+        )
 
 
 def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:

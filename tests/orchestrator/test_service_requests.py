@@ -53,7 +53,11 @@ async def test_all_violations_are_reported_at_once(service: World, stream: bool)
 
 async def test_log_probabilities_of_one_request_are_bounded(service: World) -> None:
     """Guards against gigabytes of them; N is at most 8 where it is left open."""
-    sampling = {"max_tokens": 4000, "logprobs": True, "top_logprobs": 20}
+    sampling: dict[str, Any] = {"max_tokens": 4000, "logprobs": True}
+    error = await service.refusal(small_request(sampling=sampling, selection={"n": 1024}))
+    number = "1,024 candidates of 4,000 tokens have 4,096,000 log-probabilities"
+    assert number in violations_of(error)["sampling.logprobs"]
+    sampling["top_logprobs"] = 20
     error = await service.refusal(small_request(sampling=sampling, selection={"n": 64}))
     assert set(violations_of(error)) == {"sampling.top_logprobs"}
     best = (await service.answer(small_request(sampling=sampling, selection={"n": 0}))).candidates
