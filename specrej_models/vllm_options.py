@@ -15,6 +15,8 @@ from pathlib import Path
 # Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 
+_MARK = "SPECREJ_FAMILY"
+
 
 def prepare_environment(threads: int, **more: str) -> None:
     """Set what vLLM reads from variables only; variables that are set already win."""
@@ -37,29 +39,24 @@ def prepare_environment(threads: int, **more: str) -> None:
 
 
 def end_children_with_us() -> None:
-    """Let all processes that this one starts from now on be killed as soon as it has ended.
+    """Let all processes that this one starts after the first call be killed once it has ended.
 
     vLLM's engine process outlives a service that is killed, and would keep its share of a GPU. A
     process of this file waits for the end. It finds the others by a variable that they inherit, as
-    their parent is lost by then. Linux only; on other systems nothing is killed. A further call
-    changes nothing.
+    their parent is lost by then. Linux only; on other systems nothing is killed.
     """
-    name, process = "SPECREJ_FAMILY", f"{os.getpid()}-"
-    if os.environ.get(name, "").startswith(process):
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    if os.environ.get(_MARK, "").startswith(f"{os.getpid()}-"):
         return
-    mark = (name, f"{process}{time.time_ns()}")
     reader, _ = os.pipe()  # this process never closes the other end, and no child inherits it
-    os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-IS", __file__, "=".join(mark)],
-        os.environ,
-        file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)],
-        setsid=True,  # Ctrl-C is not for it
-    )
+    command = [sys.executable, "-IS", __file__, f"{_MARK}={mark}"]
+    to_stdin = (os.POSIX_SPAWN_DUP2, reader, 0)
+    # In a session of its own: Ctrl-C is not for it.
+    os.posix_spawn(command[0], command, os.environ, file_actions=[to_stdin], setsid=True)
     os.close(reader)
     # Else the titles that vLLM gives its processes overwrite their environment in /proc.
     os.environ["SPT_NOENV"] = "1"
-    os.environ.update([mark])
+    os.environ[_MARK] = mark
 
 
 def _kill(mark: bytes) -> bool:

@@ -42,8 +42,7 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXTS = 256
 
-# vLLM divides what it gets into passes itself, and most of it is in its prefix cache. On CPUs a
-# call is as short as a pass, for the heartbeat.
+# vLLM divides a call into passes itself. On CPUs a call is one, for the heartbeat.
 _PASSES_PER_CALL = {"cpu": 1, "cuda": 32}
 
 # vLLM keeps one block, of at most so many tokens, to itself.
@@ -78,22 +77,20 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> Reward:
         ValueError: the directory does not hold such a model, or not one for the spec's engine; the
             message says why.
     """
-    on_vllm = spec.engine == "vllm" or (spec.engine == "auto" and resources.device != "cpu")
-    if on_vllm and (reason := _refusal(spec)):
-        if spec.engine == "vllm":
-            raise ValueError(f"{spec.directory}: {reason}")
-        log.warning("reward %s does not run on vLLM: %s", spec.name, reason)
-        on_vllm = False
-    # The engine is in the fingerprint.
-    chosen = spec.model_copy(update={"engine": "vllm" if on_vllm else "own"})
-    return _load_on_vllm(chosen, resources) if on_vllm else _load_own(chosen, resources)
+    if spec.engine == "own" or (spec.engine == "auto" and resources.device == "cpu"):
+        return _load_own(spec, resources)
+    if not (reason := _refusal(spec)):
+        return _load_on_vllm(spec, resources)
+    if spec.engine == "vllm":
+        raise ValueError(f"{spec.directory}: {reason}")
+    log.warning("reward %s does not run on vLLM: %s", spec.name, reason)
+    return _load_own(spec, resources)
 
 
 def _refusal(spec: ClassifierSpec) -> str:
     """Why vLLM does not compute a classifier; empty if it does."""
     if find_spec("vllm") is None:
-        package = "pip install 'specrej-server[models,vllm]' in an environment of its own"
-        return f"vLLM is not installed: {package}"
+        return "vLLM is not installed: pip install 'specrej-server[models,vllm]'"
     if spec.head != "score" or spec.head_layers or spec.head_file:
         return "vLLM does not read head, head_layers or head_file"
     config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
@@ -105,6 +102,7 @@ def _refusal(spec: ClassifierSpec) -> str:
 
 
 def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
+    spec = spec.model_copy(update={"engine": "own"})  # for the fingerprint
     pad_id = None
     if spec.logit_of is None:
         network = _network(spec, resources.device)
@@ -210,6 +208,7 @@ class VLLMClassifier(Reward):
 
 def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     """A vLLM of a sequence classifier's directory; the spec's vllm_options override all else."""
+    spec = spec.model_copy(update={"engine": "vllm"})  # for the fingerprint
     config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
     check_tensors(spec.directory, reads_quantized=True)
     conversation = load_conversation(spec, config)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,7 +26,7 @@ from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest, Unavailable
 from tests.reward_service import tiny
 from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, make_config, make_tokenizer, save
-from tests.serving import until
+from tests.specrej_models.test_vllm_options import end_with_service
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: make vllm"
@@ -184,6 +181,10 @@ def test_on_cuda_it_is_vllm_with_the_services_settings(
     assert made["kv_cache_memory_bytes"] == (2048 + 256) * 512  # kept_tokens, and one block
     assert made["gpu_memory_utilization"] < 0.1
     assert reward.token_budget > 2**15, "vLLM would wait between small calls"
+    assert reward.fingerprint == loaded(directory, device=device, engine="vllm").fingerprint
+    own = {loaded(directory, engine=engine).fingerprint for engine in ("auto", "own")}
+    assert len(own) == 1
+    assert loaded(directory, engine="vllm").fingerprint not in own
     reward.close()
 
 
@@ -204,11 +205,11 @@ def test_what_vllm_does_not_compute_is_computed_by_torch(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Guards the reason, which is an error where vLLM is required, and the fingerprint."""
+    """Guards the reason, which is an error where vLLM is required."""
     if not (options := {"device": "cuda"} | options).pop("is_installed", True):
         monkeypatch.setattr(classifier, "find_spec", lambda name: None)
-    monkeypatch.setattr(classifier, "_load_own", lambda spec, resources: spec)
-    assert loaded(directory, **options).engine == "own"
+    monkeypatch.setattr(classifier, "_load_own", lambda *_: "own")
+    assert loaded(directory, **options) == "own"
     assert reason in caplog.text
     assert bool(reason) == bool(caplog.text)
     if reason:
@@ -261,38 +262,13 @@ async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> N
         worker.close()
 
 
+_START = """
+from tests.reward_service import tiny
+reward = tiny.load("classifier", sys.argv[1], label=1, engine="vllm")
+"""
+
+
 @needs_vllm
 async def test_vllm_ends_with_a_service_that_is_killed(directory: Path) -> None:
-    """Also while it starts. Guards the memory of a GPU, which vLLM's own process would keep."""
-    options = {"label_weights": [1.0, -0.5], **on_vllm.keywords}
-    reward = {"name": "r", "kind": "classifier", "directory": str(directory), **options}
-    variables = {"SPECREJ_REWARD_REWARDS": json.dumps([reward]), "SPECREJ_REWARD_PORT": "0"}
-    command = [sys.executable, "-m", "reward_service"]
-    with subprocess.Popen(command, env={**os.environ, **variables}) as service:  # noqa: ASYNC220
-        parent = psutil.Process(service.pid)
-
-        def children() -> Any:
-            return parent.children(recursive=True)
-
-        def has_engine() -> bool:  # by the title that vLLM gives it
-            return any("EngineCore" in "".join(child.cmdline()) for child in children())
-
-        try:
-            await until(has_engine, bound_s=120, every_s=0.05)
-            others = children()
-        finally:
-            service.kill()
-    assert len(others) > 1
-
-    def has_ended(child: Any) -> bool:
-        try:
-            return bool(child.status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
-
-    try:
-        await until(lambda: all(map(has_ended, others)), bound_s=30, every_s=0.05)
-    finally:
-        for child in others:
-            if not has_ended(child):
-                child.kill()
+    """Guards the memory of a GPU, and the titles that vLLM writes over its environment."""
+    await end_with_service(_START, str(directory))
