@@ -89,8 +89,9 @@ class VLLMRequests:
     """`Requests` on a running vLLM; its calls belong to the event loop of the first of them."""
 
     def __init__(self, llm: Any, end_ids: frozenset[int], adapters: Mapping[str, Path]) -> None:
-        """llm: an `AsyncLLMEngine`; None after `close`."""
-        self.llm: Any | None = llm
+        """llm: an `AsyncLLMEngine`."""
+        self.llm = llm
+        self._is_closed = False
         self._end_ids = sorted(end_ids)
         self._adapters = {
             name: LoRARequest(name, number, str(directory))
@@ -133,15 +134,15 @@ class VLLMRequests:
 
     def heartbeat_s(self) -> float:
         """Seconds since the last part while requests run; infinite if vLLM has ended."""
-        if not self.llm or self.llm.errored:
+        if self._is_closed or self.llm.errored:
             return math.inf
         return time.monotonic() - self._last_part if self._num_running else 0.0
 
     async def close(self) -> None:
         """End vLLM's processes."""
-        llm, self.llm = self.llm, None
-        if llm:
-            llm.shutdown()
+        if not self._is_closed:
+            self._is_closed = True
+            self.llm.shutdown()
 
     def _params(self, ask: Ask) -> SamplingParams:
         sampling = ask.command.sampling
