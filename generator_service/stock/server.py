@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,6 +19,8 @@ from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
+    RetryableError,
+    SpecrejError,
     Unavailable,
     Violation,
 )
@@ -34,8 +36,9 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _MAX_RETRY_AFTER_S = 86_400.0
 _CONNECT_S = 10.0
 _MOST_BYTES = 64 << 20  # of a whole answer, and of a line of a stream
-# What reading JSON of another form than the API's raises, besides failed look-ups.
-UNREADABLE = (ValueError, TypeError, RecursionError)
+# The server has closed a connection that was kept, before it received the request.
+_STALE = ("RemoteProtocolError", "ReadError", "WriteError")
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 Body = Mapping[str, Any]
 
 
@@ -51,6 +54,8 @@ class Server:
         path = settings.remote_key_file
         self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
         self._client = httpx2.AsyncClient(
+            # Compressed answers are not read: a few bytes could be gigabytes.
+            headers={"Accept-Encoding": "identity"},
             limits=httpx2.Limits(max_connections=settings.remote_requests + 1),
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
             trust_env=may_use_proxy(self.url),
@@ -62,12 +67,13 @@ class Server:
         Raises:
             SpecrejError: as `messages`.
         """
-        response = await self._request("GET", path, None, "")
-        if isinstance(response, httpx2.Response) and response.status_code in (404, 405, 501):
-            return None
-        if isinstance(response, str) or response.status_code != 200:
-            raise _failure(response, 0)
-        return _parsed(response.content)
+        try:
+            async with self._response("GET", path, None, "") as response:
+                return _parsed(await _whole(response))
+        except _Failed as failed:
+            if failed.status in (404, 405, 501):
+                return None
+            raise failed.error(0) from failed
 
     async def messages(self, path: str, body: Body, session: str) -> AsyncGenerator[Any, None]:
         """The JSON of the server's messages: one, or if `body` has `stream` those of its stream.
@@ -84,51 +90,51 @@ class Server:
         for attempt in range(_ATTEMPTS):
             has_begun = False
             try:
-                async with self._place(session):
-                    async for message in self._attempt(path, body, session):
+                async with (
+                    self._place(session),
+                    aclosing(self._attempt(path, body, session)) as messages,
+                ):
+                    async for message in messages:
                         has_begun = True
                         yield message
                 return
             except _Failed as failed:
-                failure, delay_s = _failure(failed.response, attempt), 0.0
                 if has_begun:
                     raise Unavailable("the endpoint broke off a stream") from failed
+                error = failed.error(attempt)
+                delay_s = error.retry_after_s or 0.0
+                if not attempt and failed.reason in _STALE:
+                    delay_s = 0.0
                 left_s = time_left_s()
-                delay_s = failure.retry_after_s or 0.0
                 longest_s = _MAX_DELAY_S if left_s is None else left_s
-                if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
-                    raise failure from failed
-                log.info("%s; again in %.1f s", failure.message, delay_s)
+                is_last = attempt + 1 == _ATTEMPTS or not isinstance(error, RetryableError)
+                if is_last or delay_s > longest_s:
+                    raise error from failed
+                log.info("%s; again in %.1f s", error.message, delay_s)
             await asyncio.sleep(delay_s)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _attempt(self, path: str, body: Body, session: str) -> AsyncIterator[Any]:
+    async def _attempt(self, path: str, body: Body, session: str) -> AsyncGenerator[Any, None]:
         """Raises _Failed: the server has refused it, or does not answer."""
-        if not body.get("stream"):
-            response = await self._request("POST", path, body, session)
-            if isinstance(response, str) or response.status_code != 200:
-                raise _Failed(response)
-            yield _parsed(response.content)
-            return
-        headers, is_complete = self._headers(session), False
-        try:
-            async with self._client.stream(
-                "POST", f"{self.url}{path}", json=body, headers=headers
-            ) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise _Failed(response)
-                async for line in response.aiter_lines():
-                    name, _, data = line.partition(":")
-                    if name != "data":
-                        continue
-                    if is_complete := data.strip() == "[DONE]":
-                        break
-                    yield _parsed(data)
-        except httpx2.HTTPError as error:
-            raise _Failed(type(error).__name__) from error
+        async with self._response("POST", path, body, session) as response:
+            if "event-stream" not in response.headers.get("content-type", ""):
+                yield _parsed(await _whole(response))
+                return
+            is_complete = False
+            # Up to the end of the body, not of the messages: the connection can be used again.
+            async for line in _lines(response):
+                name, _, data = line.partition(b":")
+                if name != b"data" or is_complete:
+                    continue
+                if is_complete := data.strip() == b"[DONE]":
+                    continue
+                message = _parsed(data)
+                if isinstance(message, dict) and (error := message.get("error")):
+                    code = error.get("code") if isinstance(error, dict) else None
+                    raise _Failed(_reason(data), code if isinstance(code, int) else 500)
+                yield message
         if not is_complete:
             raise _Failed("its stream has no end")
 
@@ -144,16 +150,28 @@ class Server:
         finally:
             self._places.release()
 
-    async def _request(
+    @asynccontextmanager
+    async def _response(
         self, method: str, path: str, body: Body | None, session: str
-    ) -> httpx2.Response | str:
-        """The response, or the kind of error without one."""
+    ) -> AsyncIterator[httpx2.Response]:
+        """A response of status 200, whose body is still to be read.
+
+        Raises:
+            _Failed: another status, or no response; also from the body of the `with` statement.
+        """
+        headers = self._headers(session)
         try:
-            return await self._client.request(
-                method, f"{self.url}{path}", json=body, headers=self._headers(session)
-            )
+            async with self._client.stream(
+                method, f"{self.url}{path}", json=body, headers=headers
+            ) as response:
+                if response.status_code == 200:
+                    yield response
+                    return
+                answer = await _whole(response)
         except httpx2.HTTPError as error:
-            return type(error).__name__
+            raise _Failed(type(error).__name__) from error
+        retry_after_s = _retry_after_s(response.headers.get("retry-after", ""))
+        raise _Failed(_reason(answer), response.status_code, retry_after_s)
 
     def _headers(self, session: str) -> dict[str, str]:
         headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
@@ -163,11 +181,28 @@ class Server:
 
 
 class _Failed(Exception):
-    """An attempt failed; `response`: the server's, or the kind of error without one."""
+    """An attempt failed; `reason`: the server's, or without a status the kind of error."""
 
-    def __init__(self, response: httpx2.Response | str) -> None:
-        super().__init__(response)
-        self.response = response
+    def __init__(self, reason: str, status: int = 0, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason, status)
+        self.reason = reason
+        self.status = status
+        self._retry_after_s = retry_after_s
+
+    def error(self, attempt: int) -> SpecrejError:
+        """What callers receive; if another attempt may succeed, with the time until then."""
+        status = self.status
+        if status in (401, 403):
+            return InternalError(f"the endpoint refuses the key: status {status}")
+        if status not in (0, 408, 409, 429) and status < 500:
+            reason = f"the endpoint refuses it with status {status}: {self.reason}"
+            return InvalidRequest([Violation("sampling", reason)])
+        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
+        delay_s = max(delay_s, self._retry_after_s)
+        if status == 429:
+            return Overloaded("the endpoint limits requests", retry_after_s=delay_s)
+        reason = f"answers with status {status}" if status else f"does not answer: {self.reason}"
+        return Unavailable(f"the endpoint {reason}", retry_after_s=delay_s)
 
 
 def encodable(text: str) -> str:
@@ -175,39 +210,46 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def unreadable(error: BaseException) -> InternalError:
-    """The error for an answer of another form than the API's."""
-    reason = encodable(f"{type(error).__name__} {error}"[:200])
-    return InternalError(f"the endpoint's answer cannot be read: {reason}")
-
-
-def _parsed(data: bytes | str) -> Any:
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raises InternalError: an answer that is read within has another form than the API's."""
     try:
-        return json.loads(data)
-    except UNREADABLE as error:
-        raise unreadable(error) from error
+        yield
+    except _MISFITS as error:
+        reason = encodable(f"{type(error).__name__} {error}"[:200])
+        raise InternalError(f"the endpoint's answer cannot be read: {reason}") from error
 
 
-def _failure(response: httpx2.Response | str, attempt: int) -> Overloaded | Unavailable:
-    """What an attempt failed with, and when the next one may succeed.
+def _parsed(data: bytes | bytearray) -> Any:
+    with reading():
+        return json.loads(data.decode("utf-8", "replace"))
 
-    Raises:
-        InvalidRequest, InternalError: another attempt would fail, too.
-    """
-    delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
-    if isinstance(response, str):
-        reason = f"the endpoint does not answer: {response}"
-        return Unavailable(reason, retry_after_s=delay_s)
-    status = response.status_code
-    if status in (401, 403):
-        raise InternalError(f"the endpoint refuses the key: status {status}")
-    if status not in (408, 409, 429) and status < 500:
-        reason = f"the endpoint refuses it with status {status}: {_reason(response.content)}"
-        raise InvalidRequest([Violation("sampling", reason)])
-    delay_s = max(delay_s, _retry_after_s(response.headers.get("retry-after", "")))
-    if status == 429:
-        return Overloaded("the endpoint limits requests", retry_after_s=delay_s)
-    return Unavailable(f"the endpoint answers with status {status}", retry_after_s=delay_s)
+
+async def _whole(response: httpx2.Response) -> bytearray:
+    """The body. Raises InternalError: it is too long."""
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part  # bytes would be copied for each part
+        _check_length(body)
+    return body
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[bytearray]:
+    """The lines of the body, which end at b"\n" only: JSON may have U+2028, at which Python's
+    `splitlines` splits. Raises InternalError: one is too long."""
+    line = bytearray()
+    async for part in response.aiter_raw():
+        line += part
+        if b"\n" in part:
+            *lines, line = line.split(b"\n")
+            for complete in lines:
+                yield complete
+        _check_length(line)
+
+
+def _check_length(received: bytearray) -> None:
+    if len(received) > _MOST_BYTES:
+        raise InternalError(f"the endpoint's answer has more than {_MOST_BYTES} bytes")
 
 
 def _retry_after_s(text: str) -> float:
@@ -217,7 +259,7 @@ def _retry_after_s(text: str) -> float:
     return 0.0
 
 
-def _reason(answer: bytes) -> str:
-    with suppress(LookupError, *UNREADABLE):
+def _reason(answer: bytes | bytearray) -> str:
+    with suppress(*_MISFITS):
         return encodable(str(json.loads(answer)["error"]["message"])[:200])
     return "without a reason"

@@ -1,0 +1,229 @@
+"""OpenAI's API in the forms of several servers: requests of tokens, and the parts of answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from generator_service.engine.commands import Top
+from generator_service.engine.grammar import json_schema_of
+from generator_service.engine.sampling import LEAST_LOGPROB
+from generator_service.stock.requests import Ask, Part, continues_exactly, structured_fields
+from generator_service.stock.server import encodable, reading
+from specrej.contracts import (
+    CandidateForm,
+    FinishReason,
+    JsonObject,
+    JsonSchema,
+    Sampling,
+    StructuredOutput,
+)
+from specrej.contracts.requests import MAX_INT32
+
+# Servers whose own defaults, or those of the model's files, differ from ours, and their names of
+# fields beyond OpenAI's.
+KNOWN = ("vllm", "sglang", "llamacpp")
+_CANCEL_ALL = ("vllm", "sglang")  # when the connection closes, streams or not
+_PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
+_MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
+_LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
+_LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
+_ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a server can do.
+
+    `kind`: "vllm", "llamacpp", or what its list of models says. `ids`: it takes token ids and
+    returns them. `least_logprobs`: to be requested; None: it has none. `structured`: the field for
+    structured outputs, or empty.
+    """
+
+    kind: str = ""
+    version: str = ""
+    context_tokens: int = 0
+    ids: bool = False
+    streams: bool = False
+    seeds: bool = False
+    least_logprobs: int | None = None
+    structured: str = ""
+
+    @property
+    def form(self) -> CandidateForm:
+        if self.ids:
+            return CandidateForm.ROUNDS
+        return CandidateForm.STREAMS if self.streams else CandidateForm.WHOLE_ANSWERS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """For people."""
+        found = {
+            "token ids": self.ids,
+            "streams": self.streams,
+            "seeds": self.seeds,
+            "log-probabilities": self.least_logprobs is not None,
+            f"structured outputs ({self.structured})": self.structured,
+        }
+        return tuple(name for name, is_there in found.items() if is_there)
+
+
+def request_of(ask: Ask, model: str, able: Abilities) -> tuple[str, dict[str, Any]]:
+    """Path and body."""
+    sampling = ask.command.sampling
+    body: dict[str, Any] = {"model": model, "max_tokens": ask.count, "seed": ask.seed}
+    body |= _sampling_fields(sampling, able)
+    if ask.min_tokens:
+        body["min_tokens"] = min(ask.min_tokens, ask.count)
+    # llama.cpp's server, for one, goes on with a request that is not a stream after its caller has
+    # left.
+    if able.streams and (ask.interval == 1 or able.kind not in _CANCEL_ALL):
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if sampling.structured_output:
+        body |= structured_field(sampling.structured_output, able.structured)
+    if able.kind == "vllm" and ask.command.cache_salt:
+        body["cache_salt"] = ask.command.cache_salt
+    path, fields = _prompt_fields(ask, able)
+    return path, body | fields
+
+
+def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
+    """The path, and the fields that depend on the form of the prompt."""
+    sampling, prompt, least = ask.command.sampling, ask.prompt, able.least_logprobs
+    if able.ids:
+        ids = [*ask.command.prompt_ids, *ask.token_ids]
+        logprobs = max(least or 0, sampling.top_logprobs)
+        more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return "/completions", {"prompt": ids, "logprobs": logprobs, **more}
+    fields: dict[str, Any] = {"stop": list(sampling.stop)} if sampling.stop else {}
+    if prompt.text:
+        fields |= {} if least is None else {"logprobs": least}
+        return "/completions", {**fields, "prompt": prompt.text}
+    fields |= {} if least is None else {"logprobs": True}
+    if prompt.continue_final:  # as vLLM's API has it
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return "/chat/completions", {**fields, "messages": turns}
+
+
+def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
+    """Fields of the body by the server's names. Servers that read defaults from the model receive
+    all, others only those of OpenAI's and what differs from the defaults."""
+    is_llama, default = able.kind == "llamacpp", Sampling()
+    more = _LLAMA_NAMES if is_llama else _MORE_NAMES
+    body = {name: getattr(sampling, name) for name in ("temperature", "top_p")}
+    for name, theirs in {**_PENALTIES, **more}.items():
+        value = getattr(sampling, name)
+        if value != getattr(default, name) or (able.kind in KNOWN and name in more):
+            body[theirs] = value
+    if is_llama and (sampling.repetition_penalty != 1 or not continues_exactly(sampling)):
+        body["repeat_last_n"] = _LLAMA_WINDOW
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
+    if sampling.stop_token_ids and not is_llama:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.bad_words:
+        body["bad_words"] = list(sampling.bad_words)
+    return body
+
+
+def structured_field(output: StructuredOutput, name: str) -> dict[str, Any]:
+    """The field of the body for a structured output, by the name of `Abilities.structured`."""
+    if name == "structured_outputs":
+        return {name: structured_fields(output)}
+    assert isinstance(output, JsonObject | JsonSchema)
+    if name == "json_schema":  # llama.cpp's
+        return {name: json.loads(json_schema_of(output))}
+    if isinstance(output, JsonObject):
+        return {name: {"type": "json_object"}}
+    schema = {"name": "answer", "schema": json.loads(output.schema), "strict": True}
+    return {name: {"type": "json_schema", "json_schema": schema}}
+
+
+def part_of(message: Any, made: int, most: int, *, has_ids: bool) -> Part:
+    """The part in a message of one of the API's forms: of chats or not, whole or of a stream.
+
+    `made`: tokens that the answer has already; `most`: as `top_logprobs`.
+
+    Raises:
+        InternalError: it has another form, or numbers that cannot be.
+    """
+    with reading():
+        choice = message["choices"][0] if message["choices"] else {}
+        usage = message.get("usage") or {}
+        ids, logprobs, top = _tokens(choice.get("logprobs") or {}, most if has_ids else 0)
+        text = ""
+        if has_ids:
+            ids = ids or [_count(one) for one in choice.get("token_ids") or ()]
+        else:
+            text = _text(choice)
+            is_whole = "message" in choice or (choice.get("finish_reason") and usage and not made)
+            counted = usage["completion_tokens"] if is_whole and not logprobs else bool(text)
+            logprobs = logprobs or [0.0] * _count(counted)
+            ids = [*range(made, made + len(logprobs))]
+        if len(logprobs) != len(ids) or len(top) != (len(ids) if most and has_ids else 0):
+            raise ValueError("tokens and log-probabilities must be equally many")
+        if any(len(values) != most for _, values in top):
+            raise ValueError(f"there must be {most} most probable tokens")
+        finish = choice.get("finish_reason")
+        # A filtered answer is not complete.
+        reason = FinishReason.STOP if finish == "stop" else FinishReason.LENGTH
+        part = Part(ids, logprobs, top, text, reason if finish else None)
+        if usage:
+            part.prompt_tokens = _count(usage["prompt_tokens"])
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            if cached is not None:
+                part.cached_tokens = min(part.prompt_tokens, _count(cached))
+        return part
+
+
+def text_of(message: Any) -> str:
+    """The text in a message. Raises InternalError: as `part_of`."""
+    with reading():
+        return _text(message["choices"][0])
+
+
+def _tokens(given: Mapping[str, Any], most: int) -> tuple[list[int], list[float], list[Top]]:
+    """Ids, if `given` has them, log-probabilities, and the most probable tokens of each step."""
+    if content := given.get("content"):  # of chats, and of llama.cpp
+        ids = [_count(one["id"]) for one in content if "id" in one]
+        steps = [[(t["id"], t["logprob"]) for t in one["top_logprobs"]] for one in content if most]
+        return ids, [_logprob(one["logprob"]) for one in content], [_top(s, most) for s in steps]
+    logprobs = [_logprob(one) for one in given.get("token_logprobs") or ()]
+    named = given.get("top_logprobs") or () if most else ()
+    pairs = [[(name.rpartition(":")[2], value) for name, value in one.items()] for one in named]
+    return [], logprobs, [_top(step, most) for step in pairs]
+
+
+def _top(step: list[tuple[Any, Any]], most: int) -> Top:
+    """The most probable tokens, best first: vLLM has the drawn one before them."""
+    best = sorted(((_logprob(value), _count(name)) for name, value in step), reverse=True)[:most]
+    return [number for _, number in best], [max(value, LEAST_LOGPROB) for value, _ in best]
+
+
+def _logprob(value: Any) -> float:
+    logprob = float(value)
+    if not (math.isfinite(logprob) and logprob < _ROUNDING):
+        raise ValueError("log-probabilities must be finite and at most 0")
+    return min(0.0, logprob)
+
+
+def _count(value: Any) -> int:
+    count = int(value)
+    if not 0 <= count <= MAX_INT32:
+        raise ValueError("counts and ids of tokens must be from 0 to 2**31 - 1")
+    return count
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    text = choice.get("text")
+    if text is None:
+        text = (choice.get("message") or choice.get("delta") or {}).get("content")
+    if not isinstance(text, str | None):
+        raise TypeError("the text must be a string")
+    return encodable(text or "")

@@ -1,0 +1,169 @@
+"""Finds out what a server with OpenAI's API can do, by small requests when the generator starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+from generator_service.engine.text import Text, TokenDecoder
+from generator_service.stock.api import KNOWN, Abilities, part_of, structured_field, text_of
+from generator_service.stock.server import Server, reading
+from specrej.contracts import JsonSchema, Prompt
+from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
+from specrej_models.hub import find
+from specrej_models.probe import Examined, examine
+
+log = logging.getLogger(__name__)
+
+_PROBE = Prompt(text="The quick brown fox jumps over the lazy dog. The")
+_CHAT = {"messages": [{"role": "user", "content": "Count from one to nine in words."}]}
+_PROBE_TOKENS = 8
+# Drawn at once, as the candidates of a session are: batches change the numbers of some servers.
+_SEEDS = (1, 1, 1, 1, 2)
+_SEVEN = JsonSchema('{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}')
+
+
+class Examiner:
+    """`able`, and for a server of token ids `examined`, are set by `examine`."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self._server = server
+        self._model = model
+        self._text: Mapping[str, Any] = {}  # the probe as text, in the form for this server
+        self.able = Abilities()
+        self.examined: Examined | None = None
+
+    async def examine(self, tokenizer: str) -> None:
+        """Examine the server; `tokenizer`: where that of its model is, or empty.
+
+        Raises:
+            ValueError: the server does not have the model.
+            OSError: there is no such tokenizer.
+            SpecrejError: the server does not answer, or not as the API does.
+        """
+        entry = await self._entry()
+        limits = (entry.get("max_model_len"), (entry.get("meta") or {}).get("n_ctx"))
+        with reading():
+            context_tokens = next((int(one) for one in limits if one), 0)
+        kind = f"{entry.get('owned_by', '')}"
+        self.able = Abilities(kind if kind in KNOWN else "openai", context_tokens=context_tokens)
+        self.examined = await self._tokenizer(tokenizer, f"{entry.get('root') or self._model}")
+        if self.examined:
+            await self._examine_ids(self.examined)
+        if not self.able.ids:
+            self.examined = None
+        self._text = {"prompt": _PROBE.text} if self.able.ids else _CHAT
+        if not self.able.ids:
+            await self._examine_logprobs()
+            await self._examine_seeds(self._text)
+        await self._examine_streams()
+        await self._examine_structured()
+
+    async def _entry(self) -> Mapping[str, Any]:
+        """The server's entry of the model; empty if it has no list of models."""
+        listed = await self._server.get("/models")
+        if listed is None:
+            return {}
+        with reading():
+            entries = {str(entry["id"]): dict(entry) for entry in listed["data"]}
+        if self._model not in entries:
+            names = ", ".join(sorted(entries)) or "none"
+            raise ValueError(f"{self._server.url} has no model {self._model}; it has: {names}")
+        return entries[self._model]
+
+    async def _tokenizer(self, given: str, guessed: str) -> Examined | None:
+        """The examined files of the model's tokenizer, which may be guessed."""
+
+        def load() -> Examined:
+            files = find(given or guessed, weights=False)
+            return examine(files.directory, files.gguf_file)
+
+        try:
+            return await asyncio.to_thread(load)
+        except (OSError, ValueError) as error:
+            if given:
+                raise
+            log.warning("no token ids: there is no tokenizer (remote_tokenizer): %s", error)
+            return None
+
+    async def _examine_ids(self, examined: Examined) -> None:
+        """Whether the server takes and returns the ids of this tokenizer."""
+        text = Text.of(examined)
+        probe = {"prompt": text.encode(_PROBE)}
+        more = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        for least in (0, 1):
+            try:
+                reply = await self._ask({**probe, **more, "logprobs": least})
+                part, written = part_of(reply, 0, 0, has_ids=True), text_of(reply)
+            except (InvalidRequest, InternalError) as error:
+                log.info("no token ids with logprobs %d: %s", least, error)
+                continue
+            if not part.token_ids:
+                continue
+            ours = TokenDecoder(text)(part.token_ids)
+            if not (ours and written.startswith(ours)):
+                log.warning(
+                    "no token ids: the tokenizer is not the server's: %r, %r", ours, written
+                )
+                return
+            version = f"{reply.get('system_fingerprint') or ''}"
+            self.able = replace(self.able, ids=True, least_logprobs=least, version=version)
+            await self._examine_seeds(probe)
+            return
+        log.warning("no token ids: the server does not return them")
+
+    async def _examine_logprobs(self) -> None:
+        """Whether chats have log-probabilities."""
+        try:
+            reply = await self._ask({**_CHAT, "logprobs": True})
+        except InvalidRequest:
+            reply = await self._ask(_CHAT)
+        part_of(reply, 0, 0, has_ids=False)  # raises if the number of tokens is unknown
+        if reply["choices"][0].get("logprobs"):
+            self.able = replace(self.able, least_logprobs=0)
+
+    async def _examine_seeds(self, probe: Mapping[str, Any]) -> None:
+        """Whether equal seeds give equal texts, and others other ones."""
+        draw: dict[str, Any] = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 2 * _PROBE_TOKENS}
+        if self.able.kind in KNOWN:
+            draw |= {"top_k": 0, "min_p": 0.0}
+        with suppress(InvalidRequest):
+            asks = (self._ask({**probe, **draw, "seed": seed}) for seed in _SEEDS)
+            *equal, other = map(text_of, await asyncio.gather(*asks))
+            self.able = replace(self.able, seeds=len({*equal}) == 1 and other not in equal)
+
+    async def _examine_streams(self) -> None:
+        body, count = self._body({**self._text, "stream": True}), 0
+        try:
+            async for _ in self._server.messages(_path(body), body, ""):
+                count += 1
+        except (InvalidRequest, InternalError, Unavailable) as error:
+            log.info("no streams: %s", error)
+        self.able = replace(self.able, streams=count > 2)
+
+    async def _examine_structured(self) -> None:
+        for name in ("structured_outputs", "json_schema", "response_format"):
+            body = {**self._text, **structured_field(_SEVEN, name)}
+            with suppress(InvalidRequest, InternalError, ValueError, LookupError, TypeError):
+                reply = await self._ask({**body, "max_tokens": 2 * _PROBE_TOKENS})
+                if json.loads(text_of(reply))["a"] == 7:
+                    self.able = replace(self.able, structured=name)
+                    return
+
+    async def _ask(self, body: Mapping[str, Any]) -> Any:
+        """The one message of a request that is no stream."""
+        sent = self._body(body)
+        async with aclosing(self._server.messages(_path(sent), sent, "")) as messages:
+            return await anext(messages)
+
+    def _body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"model": self._model, "max_tokens": _PROBE_TOKENS, **body}
+
+
+def _path(body: Mapping[str, Any]) -> str:
+    return "/completions" if "prompt" in body else "/chat/completions"
