@@ -1,0 +1,464 @@
+"""The stock engine before a scripted server of OpenAI's API on loopback: forms, tokens, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generator_service.stock.endpoint import open_endpoint
+from specrej import contracts as c
+from specrej.contracts.errors import InternalError, InvalidRequest, SlotsExceeded
+from tests.generator_service.completions import (
+    EOS_ID,
+    Completions,
+    Servers,
+    ids_of,
+    logprob_of,
+    save_tokenizer,
+    settings_of,
+    started,
+    text_of,
+    top_of,
+)
+from tests.reward_service.endpoint import Reply, served
+from tests.serving import turns, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT_IDS = [1, *ids_of("<user>why?"), EOS_ID]
+SAMPLING = c.Sampling(max_tokens=24, seed=5, ignore_eos=True)
+SPEC = c.SessionSpec(c.Prompt.from_user("why?"), 4, SAMPLING, 8)
+IN_STREAMS = replace(SAMPLING, presence_penalty=0.5)
+KINDS = pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+ALL_KINDS = pytest.mark.parametrize("kind", ["vllm", "llamacpp", "chat"])
+FORMS = pytest.mark.parametrize("sampling", [SAMPLING, IN_STREAMS], ids=["rounds", "streams"])
+OPENAI = {"streams", "seeds", "log-probabilities"}
+CHAT = OPENAI | {"structured outputs (response_format)"}
+VLLM = OPENAI | {"token ids", "structured outputs (structured_outputs)"}
+LLAMA = OPENAI | {"token ids", "structured outputs (json_schema)"}
+ROUNDS, STREAMS, WHOLE = (
+    c.CandidateForm.ROUNDS,
+    c.CandidateForm.STREAMS,
+    c.CandidateForm.WHOLE_ANSWERS,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "form", "abilities"),
+    [
+        ({}, ROUNDS, VLLM),
+        ({"kind": "llamacpp"}, ROUNDS, LLAMA),
+        ({"streams": False}, ROUNDS, VLLM - {"streams"}),
+        ({"seeds": "ignored"}, ROUNDS, VLLM - {"seeds"}),
+        ({"seeds": "constant"}, ROUNDS, VLLM - {"seeds"}),
+        ({"directory": Path("none")}, STREAMS, VLLM - {"token ids"}),
+        ({"directory": "other"}, STREAMS, VLLM - {"token ids"}),
+        ({"ids": False}, STREAMS, VLLM - {"token ids"}),
+        ({"kind": "chat"}, STREAMS, CHAT),
+        ({"kind": "chat", "logprobs": False}, STREAMS, CHAT - {"log-probabilities"}),
+        ({"kind": "chat", "streams": False}, WHOLE, CHAT - {"streams"}),
+    ],
+)
+async def test_the_form_is_found_by_what_the_server_does(
+    servers: Servers, tmp_path: Path, changes: Any, form: c.CandidateForm, abilities: set[str]
+) -> None:
+    """Guards against ids of another tokenizer, rounds that a server cannot continue, and equal
+    answers promised where seeds are not honoured."""
+    model = replace(Completions(servers.directory), **changes)
+    if changes.get("directory") == "other":
+        model.directory = save_tokenizer(tmp_path, reverses=True)
+    async with started(model) as server:
+        card = await server.generator.describe()
+        assert (card.form, {*card.abilities}) == (form, abilities)
+        assert card.ignores_seeds == ("seeds" not in abilities)
+        assert card.can_fork == (form is ROUNDS)
+        assert card.context_tokens == (131_072 if model.kind == "chat" else 250)
+        for sampling in (SAMPLING, IN_STREAMS):
+            spec = replace(SPEC, sampling=sampling, n=1)
+            async with server.generator.open(spec) as session:
+                (candidate,) = (await session.extend(24)).candidates
+            assert (candidate.num_tokens, len(candidate.text)) == (24, 24)
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings", "kind", "text"),
+    [
+        (None, {"model": "x"}, ValueError, "has no model x; it has: m"),
+        (None, {"remote_tokenizer": "/none"}, OSError, "/none: no model directory"),
+        (Reply({}, 401), {}, InternalError, "refuses the key: status 401"),
+        (Reply([]), {}, InternalError, "read: TypeError"),
+        (Reply({"choices": ["x"], "data": [{"id": "m"}]}), {}, InternalError, "read: Attribute"),
+        (
+            Reply({"data": [{"id": "m", "max_model_len": [1]}]}),
+            {},
+            InternalError,
+            "read: TypeError",
+        ),
+    ],
+)
+async def test_a_server_that_cannot_be_used_ends_the_start(
+    servers: Servers, reply: Reply | None, settings: Any, kind: type[Exception], text: str
+) -> None:
+    """Guards against a service that waits for what never comes."""
+    model = Completions(servers.directory)
+    async with served(lambda *request: reply or model.reply(*request)) as endpoint:
+        with pytest.raises(kind, match=text):
+            await open_endpoint(settings_of(endpoint.url, **settings))
+
+
+async def test_a_server_that_starts_later_is_waited_for(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not listen yet, and then loads its model."""
+    model, loading = Completions(servers.directory), Reply({}, 503)
+    async with served() as gone:
+        pass
+    opening = asyncio.create_task(open_endpoint(settings_of(gone.url)))
+    await until(lambda: "does not answer: ConnectError" in caplog.text)
+    async with served(lambda b, n: loading if n < 2 else model.reply(b, n), gone.port):
+        generator = await opening
+        assert (await generator.describe()).form is ROUNDS
+        await generator.close()
+    assert "answers with status 503" in caplog.text
+
+
+async def test_the_key_is_a_line_of_a_file_that_may_change(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """Guards against a key that ends the headers, and one that needs a restart."""
+    path = tmp_path / "key"
+    for bad in ("two\nlines", "", None):
+        path.unlink(missing_ok=True) if bad is None else path.write_text(bad)
+        with pytest.raises((ValueError, OSError)):
+            await open_endpoint(settings_of("http://127.0.0.1:9/v1", remote_key_file=path))
+    path.write_text("first")
+    server = await servers.get(remote_key_file=path)
+    for written in ("next\n", "two\nlines"):
+        path.write_text(written)
+        async with server.generator.open(replace(SPEC, n=1)) as session:
+            await session.extend(2)
+    headers = [request.headers for request in server.endpoint.requests]
+    assert [header["authorization"] for header in headers] == ["Bearer next"] * 2
+
+
+@KINDS
+async def test_rounds_continue_with_the_candidates_own_tokens(servers: Servers, kind: str) -> None:
+    """Guards against a fork, or a survivor, that goes on with another one's tokens, and against
+    draws of one candidate in another; equal sessions send equal requests."""
+    server, sent = await servers.get(kind), []
+    for _ in range(2):
+        async with server.generator.open(SPEC) as session:
+            first = await session.extend(5)
+            pruned = await session.prune([0, 2], {4: 2, 5: 3})
+            last = await session.extend(24)
+        assert not pruned.refused and session.prompt_tokens == len(PROMPT_IDS)
+        sent.append(server.sent)
+        server.endpoint.requests.clear()
+    assert sent[0] == sent[1] and len({body["seed"] for body in sent[0]}) == 8
+    own = {one.id: [*one.new_token_ids] for one in first.candidates}
+    parents = {0: 0, 2: 2, 4: 2, 5: 3}
+    assert [one.id for one in last.candidates] == [*parents]
+    prompts = [body["prompt"] for body in sent[0]]
+    assert prompts[:4] == [PROMPT_IDS] * 4
+    assert sorted(prompts[4:]) == sorted([*PROMPT_IDS, *own[n]] for n in parents.values())
+    whole = [[*own[parents[one.id]], *one.new_token_ids] for one in last.candidates]
+    assert sorted([*PROMPT_IDS, *ids] for ids in [*own.values(), *whole]) == sorted(
+        [*ids, *server.model.tokens(ids, body["seed"], body["max_tokens"], 24)]
+        for ids, body in zip(prompts, sent[0], strict=True)
+    )
+    assert [one.text for one in last.candidates] == [text_of(ids) for ids in whole]
+    assert [one.logprob for one in last.candidates] == [sum(map(logprob_of, w)) for w in whole]
+    assert sum(step.generated for step in server.steps) == 2 * (4 * 5 + 4 * 19)
+
+
+@FORMS
+@ALL_KINDS
+async def test_greedy_rounds_are_one_request(
+    servers: Servers, kind: str, sampling: c.Sampling
+) -> None:
+    server, text = await servers.get(kind), ""
+    spec = replace(SPEC, n=1, sampling=replace(sampling, temperature=0.0))
+    async with server.generator.open(spec) as session:
+        for until_tokens in (1, 2, 9, 24):
+            (candidate,) = (await session.extend(until_tokens)).candidates
+            assert candidate.text.startswith(text) and candidate.num_tokens == until_tokens
+            text = candidate.text
+    assert text == text_of(server.model.tokens(PROMPT_IDS, 0, 24, 24))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "num_tokens"),
+    [
+        ("presence_penalty", 0.5, 24),
+        ("frequency_penalty", -0.5, 24),
+        ("bad_words", ("x",), 24),
+        ("structured_output", c.JsonObject(), 9),
+    ],
+)
+async def test_what_a_continued_prompt_would_change_goes_by_streams(
+    servers: Servers, name: str, value: Any, num_tokens: int
+) -> None:
+    server = await servers.get()
+    async with server.generator.open(
+        replace(SPEC, sampling=replace(SAMPLING, **{name: value}))
+    ) as session:
+        assert {one.num_tokens for one in (await session.extend(5)).candidates} == {5}
+        assert (await session.prune([0, 2], {4: 0})).refused == (4,)
+        ended = await session.extend(24)
+    assert [(one.id, one.num_tokens) for one in ended.candidates] == [
+        (0, num_tokens),
+        (2, num_tokens),
+    ]
+    assert [body["max_tokens"] for body in server.sent] == [24] * 4
+    field = "structured_outputs" if name == "structured_output" else name
+    assert all(body[field] for body in server.sent)
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("rounds", "discarded"), [((24,), 2), ((5, 24), 1), ((9, 24), 2), ((10,), 0)]
+)
+async def test_a_stop_text_may_lie_over_a_border(
+    servers: Servers, sampling: c.Sampling, rounds: tuple[int, ...], discarded: int
+) -> None:
+    """Also within a character, whose first bytes are not shown. The server's messages have three
+    tokens: those after the stop are discarded."""
+    server = await servers.get()
+    server.model.behave("né 面 END.", chunk=3)
+    spec = replace(SPEC, sampling=replace(sampling, stop=("面 EN",)))
+    async with server.generator.open(spec) as session:
+        for until_tokens in rounds:
+            ended = await session.extend(until_tokens)
+            if until_tokens == 5:
+                assert {one.text for one in ended.candidates} == {"né "}
+        pruned = await session.prune([])
+    assert {(one.text, one.num_tokens, one.finish) for one in ended.candidates} == {
+        ("né ", 10, c.FinishReason.STOP)
+    }
+    if sampling is SAMPLING:
+        assert pruned.discarded_tokens == 4 * discarded
+
+
+@FORMS
+@KINDS
+async def test_log_probabilities_are_those_of_each_round(
+    servers: Servers, kind: str, sampling: c.Sampling
+) -> None:
+    """Guards against vLLM's drawn token, which it lists before the most probable ones."""
+    server = await servers.get(kind)
+    spec = replace(SPEC, sampling=replace(sampling, logprobs=True, top_logprobs=2))
+    async with server.generator.open(spec) as session:
+        for before, until_tokens in itertools.pairwise((0, 3, 24)):
+            ended, count = await session.extend(until_tokens), until_tokens - before
+            for one in ended.candidates:
+                assert len(one.new_token_ids) == count
+                assert [*one.new_logprobs] == [logprob_of(drawn) for drawn in one.new_token_ids]
+                assert one.new_top_token_ids == (*top_of(2),) * count
+                assert one.new_top_logprobs == (*top_of(2).values(),) * count
+            named = {*top_of(2)}.union(*(one.new_token_ids for one in ended.candidates))
+            assert {one.token_id for one in ended.token_texts} == named
+
+
+@pytest.mark.parametrize("rounds", [{5: 8 - 3, 6: 1, 24: 2}, {9: 8, 24: None}])
+async def test_min_tokens_are_those_of_the_whole_candidate(
+    servers: Servers, rounds: Mapping[int, int | None]
+) -> None:
+    """`rounds`: ends of rounds, and what is then sent."""
+    server, finished = await servers.get(), []
+    server.model.behave(ends=True)
+    sampling = replace(SAMPLING, min_tokens=8, ignore_eos=False)
+    async with server.generator.open(replace(SPEC, n=8, sampling=sampling)) as session:
+        for until_tokens, sent in rounds.items():
+            ended = await session.extend(until_tokens)
+            assert {body.get("min_tokens") for body in server.sent} == {sent}
+            server.endpoint.requests.clear()
+            finished += [one for one in ended.candidates if one.finish is c.FinishReason.STOP]
+    assert len(finished) > 2 and min(one.num_tokens for one in finished) > 8
+
+
+@KINDS
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_prompt_tokens_computed_anew_are_the_servers(
+    servers: Servers, kind: str, is_read: bool
+) -> None:
+    """Also of candidates that end by themselves, whose usage follows their last tokens."""
+    server, all_anew = await servers.get(kind), 0
+    server.model.behave(ends=True)
+    spec = replace(SPEC, n=8, sampling=replace(SAMPLING, ignore_eos=False))
+    async with server.generator.open(spec) as session:
+        for until_tokens in (5, 24):
+            ended = await session.extend(until_tokens, (lambda _: None) if is_read else None)
+            usages = server.model.usages
+            cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+            anew = sum(usage["prompt_tokens"] for usage in usages) - sum(cached)
+            assert ended.prefilled_tokens == anew > 0
+            usages.clear()
+            all_anew += anew
+        assert {one.finish for one in ended.candidates} >= {c.FinishReason.STOP}
+    assert sum(step.prefilled for step in server.steps) == all_anew
+
+
+async def test_the_server_counts_the_prompts_of_texts(servers: Servers) -> None:
+    """Tokens that were read ahead, and belong to no candidate, are counted."""
+    server = await servers.get("chat")
+    server.model.behave(hold_after=12)
+    async with server.generator.open(SPEC) as session:
+        ended = await session.extend(5)
+        assert session.prompt_tokens == ended.prompt_tokens == 0
+        await turns(200)  # until the tokens before the hold have come
+        assert (await session.prune([0, 2])).discarded_tokens == 2 * (12 - 5)
+        await until(lambda: server.endpoint.running == 2, bound_s=2)
+        server.endpoint.release.set()
+        ended = await session.extend(24)
+        assert ended.prompt_tokens == session.prompt_tokens == len(PROMPT_IDS)
+        assert {(one.num_tokens, len(one.text)) for one in ended.candidates} == {(24, 24)}
+        assert (await session.extend(24)).candidates == ()
+
+
+@FORMS
+@ALL_KINDS
+async def test_parts_are_those_of_the_only_candidate(
+    servers: Servers, kind: str, sampling: c.Sampling
+) -> None:
+    """Of several candidates they have the number, not the texts."""
+    server = await servers.get(kind)
+    for n in (3, 1):
+        parts: list[c.Round] = []
+        async with server.generator.open(replace(SPEC, n=n, sampling=sampling)) as session:
+            ended = await session.extend(24, parts.append)
+        assert {part.num_live for part in parts} == {n} and len(parts) > 8
+        grown = [one for part in parts for one in part.candidates]
+        assert bool(grown) == (n == 1)
+    texts = [one.text for one in (*grown, *ended.candidates)]
+    assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
+    ids = [one for part in (*grown, *ended.candidates) for one in part.new_token_ids]
+    assert text_of(ids) == ("" if kind == "chat" else texts[-1])
+
+
+async def test_a_stream_may_have_parts_of_characters_and_other_line_ends(servers: Servers) -> None:
+    """Guards against answers that are lost since one ends within an emoji, or has a character at
+    which Python, but not JSON, ends lines."""
+    server, said = await servers.get("chat"), "\u2028\x85 \U0001f600 cut".encode()
+    choice = b'{"delta": {"content": "%s\\ud83d \xf0\x9f"}, "finish_reason": "stop"}' % said
+    line = b'data: {"choices": [%s]}\r\n\r\n' % choice
+    reply = Reply(
+        stream=[b": ping\n\n", line[:70], line[70:], b"data: [DONE]\n\n"],
+        headers={"Content-Type": "text/event-stream; charset=utf-8"},
+    )
+    server.model.behave(script=lambda *_: reply)
+    async with server.generator.open(SPEC) as session:
+        ended = await session.extend(24)
+    assert {one.text for one in ended.candidates} == {f"{said.decode()}\ufffd \ufffd"}
+
+
+@FORMS
+@ALL_KINDS
+async def test_a_server_that_stops_early_and_counts_nothing(
+    servers: Servers, kind: str, sampling: c.Sampling
+) -> None:
+    """By a limit of its own: its answers are cut off, also if that is known after a round only.
+    Without a usage nothing is known of prompts."""
+    server = await servers.get(kind)
+    server.model.behave(most=7, spoil=lambda message: message | {"usage": None})
+    async with server.generator.open(replace(SPEC, sampling=sampling)) as session:
+        ended = await session.extend(7 if sampling is IN_STREAMS else 24)
+        assert {one.num_tokens for one in ended.candidates} == {7}
+        if any(one.finish is None for one in ended.candidates):
+            ended = await session.extend(24)
+        assert {(one.num_tokens, one.finish) for one in ended.candidates} == {
+            (7, c.FinishReason.LENGTH)
+        }
+        assert ended.prefilled_tokens == 0 and (await session.extend(24)).candidates == ()
+
+
+@pytest.mark.parametrize("settings", [{}, {"remote_affinity_header": "X-Key"}])
+async def test_requests_of_a_session_have_one_key(servers: Servers, settings: Any) -> None:
+    server, keys = await servers.get(**settings), []
+    name = settings.get("remote_affinity_header", "x-session-id").lower()
+    for sampling in (SAMPLING, IN_STREAMS):
+        async with server.generator.open(replace(SPEC, sampling=sampling)) as session:
+            await session.extend(2)
+            await session.extend(4)
+        keys.append({request.headers[name] for request in server.endpoint.requests})
+        server.endpoint.requests.clear()
+    assert [len(one) for one in keys] == [1, 1] and keys[0] != keys[1]
+
+
+@ALL_KINDS
+async def test_every_field_of_the_sampling_reaches_the_server(servers: Servers, kind: str) -> None:
+    """Guards against options that are accepted and dropped, and defaults of a model's files."""
+    server, is_llama = await servers.get(kind), kind == "llamacpp"
+    sampling = c.Sampling(
+        max_tokens=9, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.1,
+        presence_penalty=0.2, frequency_penalty=0.3, ignore_eos=True, stop=("END",),
+        min_tokens=0 if is_llama else 2, bad_words=() if is_llama else ("x",),
+        logit_bias=(c.TokenBias(7, -1.0),), stop_token_ids=() if kind == "chat" else (4,),
+    )  # fmt: skip
+    for sent in (sampling, c.Sampling(max_tokens=9)):
+        async with server.generator.open(replace(SPEC, n=1, sampling=sent)) as session:
+            await session.extend(9)
+    body, plain = (request.body for request in server.endpoint.requests)
+    ours = {"stop", "seed", "logprobs", "top_logprobs", "structured_output"}
+    ours |= {"stop_token_ids"} if is_llama else set()
+    for name in {field.name for field in fields(c.Sampling)} - ours:
+        value = getattr(sampling, name)
+        value = list(value) if isinstance(value, tuple) else value
+        value = {"7": -1.0} if name == "logit_bias" else value
+        theirs = "repeat_penalty" if is_llama and name == "repetition_penalty" else name
+        assert body.get(theirs, 0) == value or not value
+    assert ("stop" in body) == (kind == "chat") and body["model"] == "m"
+    assert ("top_k" in plain) == (kind != "chat") and (plain["temperature"], plain["top_p"]) == (
+        1,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "names"),
+    [
+        ("chat", {"logprobs": True, "top_logprobs": 2, "stop_token_ids": (4,)},
+         {"logprobs", "top_logprobs", "stop_token_ids"}),
+        ("chat", {"structured_output": c.Regex("a")}, {"structured_output"}),
+        ("llamacpp", {"min_tokens": 2, "bad_words": ("x",)}, {"min_tokens", "bad_words"}),
+    ],
+)  # fmt: skip
+async def test_what_a_server_lacks_is_refused(
+    servers: Servers, kind: str, changes: Any, names: set[str]
+) -> None:
+    server = await servers.get(kind)
+    spec = replace(SPEC, sampling=replace(SAMPLING, **changes))
+    with pytest.raises(InvalidRequest) as refused:
+        async with server.generator.open(spec):
+            pass
+    fields = {violation.field for violation in refused.value.violations}
+    assert fields == {f"sampling.{name}" for name in names} and not server.endpoint.requests
+
+
+async def test_slots_bound_the_tokens_that_are_sent(servers: Servers) -> None:
+    """The next session waits, or is cancelled; a stream needs the slots of its whole answer."""
+    server = await servers.get(kv_slots=(len(PROMPT_IDS) - 1) + 4 * 12)
+    with pytest.raises(SlotsExceeded):
+        async with server.generator.open(replace(SPEC, sampling=IN_STREAMS)):
+            pass
+
+    async def second() -> c.Round:
+        async with server.generator.open(SPEC) as session:
+            return await session.extend(8)
+
+    async with server.generator.open(SPEC) as session:
+        waiting = [asyncio.create_task(second()) for _ in range(2)]
+        ended = await session.extend(24)
+        assert (ended.ended_by, ended.num_tokens) == (c.RoundEnd.SLOTS_FULL, 12)
+        assert ended.slots.session == ended.slots.capacity
+        assert sum(body["max_tokens"] for body in server.sent) == 4 * 12
+        assert server.generator.load().waiting == 2
+        waiting[0].cancel()
+        await session.prune([1])
+        assert (await session.extend(24)).num_tokens == 24
+        assert server.generator.load().waiting == 1
+    assert (await waiting[1]).num_tokens == 8
