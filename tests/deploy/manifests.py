@@ -66,7 +66,6 @@ SETTINGS: dict[str, type[ProcessSettings]] = {
 }
 WORKER = "generator-worker"  # pods that compute for a generator of several nodes
 DOWNLOAD = "model-download"
-SERVERS, ROUTER = "vllm", "vllm-router"  # the endpoint of generators without a model
 MARGIN_S = 10  # between the end of the last request and SIGKILL
 
 Object = Mapping[str, Any]

@@ -20,8 +20,6 @@ from tests.deploy.manifests import (
     DOWNLOAD,
     OVERLAYS,
     ROOT,
-    ROUTER,
-    SERVERS,
     SERVICES,
     VARIANTS,
     Manifests,
@@ -245,11 +243,11 @@ def test_the_router_knows_all_servers() -> None:
     """Guards against a server without requests, and generators that call one server, or another
     model than the servers have."""
     manifests = rendered(BALANCED)
-    servers, router = manifests.workloads[SERVERS]["spec"], manifests.container(ROUTER)
-    hosts = [f"{SERVERS}-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
+    servers, router = manifests.workloads["vllm"]["spec"], manifests.container("vllm-router")
+    hosts = [f"vllm-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
     flags = router["args"]
     assert flags[flags.index("--worker-urls") + 1 :] == [f"http://{host}" for host in hosts]
     settings, (service, *_) = manifests.settings("generator"), router["ports"]
-    assert settings["REMOTE_URL"] == f"http://{ROUTER}:{service['containerPort']}/v1"
-    assert f"--model={settings['MODEL']}" in manifests.container(SERVERS)["args"]
+    assert settings["REMOTE_URL"] == f"http://vllm-router:{service['containerPort']}/v1"
+    assert f"--model={settings['MODEL']}" in manifests.container("vllm")["args"]
     assert "nvidia.com/gpu" not in manifests.container("generator")["resources"]["limits"]

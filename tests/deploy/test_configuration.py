@@ -17,17 +17,7 @@ from specrej.telemetry import names
 from tests.certificates import Authority
 from tests.deploy.busy import METRICS
 from tests.deploy.expressions import of_dashboards, selected
-from tests.deploy.manifests import (
-    DEPLOY,
-    DOWNLOAD,
-    ROUTER,
-    SERVERS,
-    SERVICES,
-    WORKER,
-    Manifests,
-    accepted,
-    rendered,
-)
+from tests.deploy.manifests import DEPLOY, DOWNLOAD, SERVICES, WORKER, Manifests, accepted, rendered
 from tests.deploy.policies import NAMESPACE, Peer, edges
 from tests.endpoints import prometheus_name
 from tests.serving import until
@@ -134,15 +124,15 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
     }
     numbers = (8000, 50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
     ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
-    for name in {WORKER, DOWNLOAD, ROUTER} & manifests.workloads.keys():
+    for name in {WORKER, DOWNLOAD, "vllm-router"} & manifests.workloads.keys():
         expected |= {(name, target, port) for _, target, port in expected if port[1] == 53}
     if DOWNLOAD in manifests.workloads:
         expected |= {(DOWNLOAD, "hub", ("TCP", 443))}
     if manifests.of("GRPCRoute", "Ingress"):
         expected |= {("edge", "orchestrator", ("TCP", 50050)), ("edge", "gateway", ("TCP", 8000))}
-    if ROUTER in manifests.workloads:
-        expected |= {("generator", ROUTER, ("TCP", 8000)), (ROUTER, SERVERS, ("TCP", 8000))}
-        expected |= {("monitoring", ROUTER, ("TCP", 9464)), ("monitoring", SERVERS, ("TCP", 8000))}
+    if (router := "vllm-router") in manifests.workloads:
+        expected |= {("generator", router, ("TCP", 8000)), (router, "vllm", ("TCP", 8000))}
+        expected |= {("monitoring", router, ("TCP", 9464)), ("monitoring", "vllm", ("TCP", 8000))}
     if WORKER in manifests.workloads:
         pairs = (("generator", WORKER), (WORKER, "generator"))
         expected |= {(*pair, port) for pair in pairs for port in ports}

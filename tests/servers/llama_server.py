@@ -1,0 +1,22 @@
+"""llama.cpp's own server, from the wheel xllamacpp: `llama_server.py GGUF PORT SLOTS TOKENS`.
+
+TOKENS is the size of the KV cache, which all slots share.
+"""
+
+import signal
+import sys
+
+import xllamacpp  # type: ignore[import-not-found]
+
+path, port, slots, tokens = sys.argv[1:]
+parameters = xllamacpp.CommonParams()
+parameters.model.path = path
+parameters.hostnames = ["127.0.0.1"]
+parameters.port = int(port)
+parameters.n_parallel = int(slots)
+parameters.n_ctx = int(tokens)
+parameters.kv_unified = True
+parameters.endpoint_metrics = True
+parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 2
+server = xllamacpp.Server(parameters)
+signal.pause()

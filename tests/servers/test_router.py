@@ -1,0 +1,122 @@
+"""The engine behind the real vllm-router and two unmodified vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from generator_service.settings import GeneratorSettings
+from generator_service.stock.endpoint import open_endpoint
+from specrej.contracts import Generator, Prompt, Sampling, SessionSpec
+from tests.servers.starting import MODEL, router, vllm_server
+from tests.serving import until
+
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+# By a hash of their keys; all on one of two servers in one of 2^9 runs.
+_SESSIONS, _CANDIDATES, _ROUNDS = 10, 4, (16, 32, 64)
+_KINDS = ("hits", "queries")
+_HEADER = GeneratorSettings.model_fields["remote_affinity_header"].default
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers() -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        opening = (stack.enter_async_context(vllm_server()) for _ in range(2))
+        yield list(await asyncio.gather(*opening))
+
+
+@asynccontextmanager
+async def _generator(url: str, header: str) -> AsyncIterator[Generator]:
+    own: dict[str, Any] = {
+        "model": str(MODEL),
+        "remote_url": f"{url}/v1",
+        "remote_affinity_header": header,
+    }
+    generator = await open_endpoint(GeneratorSettings(engine="remote", **own))
+    try:
+        yield generator
+    finally:
+        await generator.close()
+
+
+async def _counts(servers: Sequence[str], name: str) -> list[float]:
+    """A series of each server, summed over its labels."""
+    async with httpx2.AsyncClient(trust_env=False) as client:
+        pages = [(await client.get(f"{server}/metrics")).text for server in servers]
+    return [sum(map(float, re.findall(rf"^{name}{{.*}} (.+)$", page, re.M))) for page in pages]
+
+
+async def _session(generator: Generator, name: str) -> None:
+    """A session of rounds, with cuts to half between."""
+    prompt = Prompt(
+        text=f"{name}. " + "The history of bridges, from wood over stone to steel. " * 6
+    )
+    sampling = Sampling(max_tokens=_ROUNDS[-1], seed=1, ignore_eos=True)
+    spec = SessionSpec(prompt, _CANDIDATES, sampling, _ROUNDS[0])
+    async with generator.open(spec) as session:
+        for until_tokens in _ROUNDS:
+            live = [candidate.id for candidate in (await session.extend(until_tokens)).candidates]
+            if until_tokens < _ROUNDS[-1]:
+                await session.prune(live[: len(live) // 2])
+
+
+async def _found(url: str, servers: Sequence[str], name: str, header: str) -> float:
+    """The share of prompt tokens that the servers' caches had; all servers receive some."""
+
+    async def counts() -> list[list[float]]:
+        return [await _counts(servers, f"vllm:prefix_cache_{kind}_total") for kind in _KINDS]
+
+    async with _generator(url, header) as generator:
+        before = np.array(await counts())
+        await asyncio.gather(*(_session(generator, f"{name} {i}") for i in range(_SESSIONS)))
+        hits, queries = np.array(await counts()) - before
+    assert all(queries), queries
+    return float(hits.sum() / queries.sum())
+
+
+async def test_rounds_of_a_session_meet_their_prefixes(
+    servers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a session's rounds at several servers, and all sessions at one."""
+    one = await _found(servers[0], servers[:1], "One", _HEADER)
+    async with router(*servers) as url:
+        with_key = await _found(url, servers, "Keyed", _HEADER)
+        without = await _found(url, servers, "Keyless", "")
+    with capsys.disabled():
+        print(f"\nfound {one:.3f} by one server, {with_key:.3f} by two, {without:.3f} without keys")
+    assert with_key >= 0.8 * one
+    assert with_key > (one + without) / 2  # else the header has no effect
+
+
+async def test_a_cancelled_round_frees_the_servers(servers: list[str]) -> None:
+    """Guards against a router that goes on reading for a client that has gone."""
+
+    async def running() -> float:
+        return sum(await _counts(servers, "vllm:num_requests_running"))
+
+    async def all_run() -> bool:
+        return await running() == spec.n
+
+    async def none_runs() -> bool:
+        return not await running()
+
+    sampling = Sampling(max_tokens=1500, seed=1, ignore_eos=True)
+    spec = SessionSpec(Prompt(text="The history of bridges."), 8, sampling, 16)
+    async with (
+        router(*servers) as url,
+        _generator(url, _HEADER) as generator,
+        generator.open(spec) as session,
+    ):
+        extending = asyncio.create_task(session.extend(sampling.max_tokens))
+        await until(all_run, bound_s=60)
+        extending.cancel()
+        await asyncio.gather(extending, return_exceptions=True)
+        await until(none_runs, bound_s=2)
