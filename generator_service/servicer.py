@@ -140,6 +140,7 @@ class _Commands:
             slots=wire.to_message(description.slots, common_pb2.SlotGauge),
             fingerprint=description.fingerprint,
             reduced=session.reduced,
+            costly_rounds=session.costly_rounds,
             max_tokens=session.max_tokens,
         )
         return pb.SessionResponse(opened=opened)

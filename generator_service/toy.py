@@ -69,6 +69,7 @@ class ToySession:
     """A `Session` of words."""
 
     fingerprint = ""  # the servicer has the generator's
+    costly_rounds = False
 
     def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
         self.id = session_id

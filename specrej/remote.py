@@ -223,6 +223,7 @@ class RemoteSession:
         self.prompt_tokens = opened.prompt_tokens
         self.max_tokens = opened.max_tokens
         self.reduced = opened.reduced
+        self.costly_rounds = opened.costly_rounds
         self._texts = wire.StreamedTexts()
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:

@@ -214,6 +214,7 @@ class LongTexts(HeldGenerator):
     prompt_tokens, max_tokens = 1, 10**6
     reduced = False
     fingerprint = ""
+    costly_rounds = False
 
     def __init__(self, num_characters: int, finish: FinishReason | None = None) -> None:
         super().__init__()

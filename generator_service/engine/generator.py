@@ -148,6 +148,7 @@ class LocalSession:
     """A `Session` on an engine of this process."""
 
     fingerprint = ""  # the servicer has the generator's
+    costly_rounds = False
 
     def __init__(
         self,

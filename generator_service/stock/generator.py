@@ -124,6 +124,7 @@ class StockSession:
         self.max_tokens = command.sampling.max_tokens
         self.blocks = Blocks(generator.block_tokens, max(1, self.prompt_tokens))
         self.form = generator.form_of(command.sampling)
+        self.costly_rounds = self.form is CandidateForm.ROUNDS
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
         if self.form is not CandidateForm.ROUNDS:  # a stream may reach its end in the first round
             self.demand = replace(self.demand, first_round_tokens=self.max_tokens)

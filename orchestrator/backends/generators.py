@@ -88,6 +88,7 @@ class PlacedSession:
         self.max_tokens = session.max_tokens
         self.reduced = session.reduced
         self.fingerprint = session.fingerprint
+        self.costly_rounds = session.costly_rounds
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         async with self._answering():

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from orchestrator.loop.rejection import num_kept
 
-# Tokens of a stride before the speed is known.
+# Tokens of a stride before the speed is known. A first one of so many measures a step, too.
 _UNMEASURED_TOKENS = 16
+# Seconds of a step before it is measured, where each stride costs: more than it usually takes.
+_UNMEASURED_S = 0.5
 
 # A stride takes at most this part of the time left, so that a wrong estimate does no harm.
 _STRIDE_PART = 0.25
@@ -48,6 +50,8 @@ class DeadlineController:
     clock: Callable[[], float] = time.perf_counter
     min_answers: int = 1
     can_reject: bool = True  # whether a cut rejects candidates; never with Best-of-N
+    # Whether a pause costs the generator nothing; else strides are as long as the time allows.
+    pauses_freely: bool = True
     hurried: bool = False  # whether it has changed anything
     _deadline: float = field(init=False)
     _reserve_s: float = field(init=False)
@@ -87,9 +91,10 @@ class DeadlineController:
 
     def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
         """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
+        is_step = self._first_s is not None or num_tokens >= _UNMEASURED_TOKENS
         if self._first_s is None:
             self._first_s = seconds / max(1, num_tokens)
-        elif num_tokens > 0 and rows > 0:
+        if is_step and num_tokens > 0 and rows > 0:
             self._steps[rows] = seconds / num_tokens
             self._latest_rows = rows
         self._num_ended += num_ended
@@ -117,10 +122,13 @@ class DeadlineController:
         wanted = until - position
         if math.isinf(self.time_left_s):
             return wanted
-        if self._first_s is None:
+        if self._first_s is None and self.pauses_freely:
             return 1  # the first stride includes the prefill, so it is not measured as a step
-        if not self._steps:
+        if not self._steps and self.pauses_freely:
             wanted = min(wanted, _UNMEASURED_TOKENS)
+        if self._first_s is None:
+            fitting = int(self.patience_s * _STRIDE_PART / _UNMEASURED_S)
+            return max(1, min(wanted, max(_UNMEASURED_TOKENS, fitting)))
         step_s = self.step_s(rows) or self._first_s
         fitting = self.patience_s * _STRIDE_PART / max(step_s, 1e-9)
         return max(1, int(min(fitting, wanted)))

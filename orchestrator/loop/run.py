@@ -248,6 +248,7 @@ class _Run:
                 opening = stack.enter_async_context(self.generator.open(spec))
                 self.session = session = await _in_time(opening, self.deadline.patience_s)
                 self.deadline.next_token, self.deadline.max_tokens = self._ends(session.max_tokens)
+                self.deadline.pauses_freely = not session.costly_rounds
                 is_lenient = request.allow_degraded
                 part = _OPENING_PART if is_lenient else 1.0
                 patience_s = self.deadline.patience_s * part

@@ -236,6 +236,10 @@ class Session(Protocol):
     def fingerprint(self) -> str:
         """The generator's, or empty in a process without a port."""
 
+    @property
+    def costly_rounds(self) -> bool:
+        """Whether each round computes tokens again, so that fewer rounds are cheaper."""
+
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         """Grow all live candidates to `until_tokens` new tokens.
 

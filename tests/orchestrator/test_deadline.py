@@ -42,6 +42,16 @@ def test_reading_the_prompt_is_no_step() -> None:
     assert deadline.step_s(64) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("left_s", "tokens"), [(3600.0, 128), (60.0, 29), (4.0, 16)])
+def test_where_pauses_cost_the_first_stride_is_long(left_s: float, tokens: int) -> None:
+    """Guards against prompts that a server computes again for each of several short strides."""
+    deadline = DeadlineController(lambda position: 2 * position, MAX_TOKENS, left_s, Clock())
+    deadline.pauses_freely = False
+    assert deadline.stride_tokens(0, 128, 64) == tokens
+    deadline.note_stride(64, tokens, 0, 0.1 * tokens)
+    assert deadline.step_s(64) == pytest.approx(0.1)
+
+
 def test_without_a_deadline_nothing_changes() -> None:
     deadline = controller(math.inf)
     assert deadline.stride_tokens(16, 128, 64) == 112

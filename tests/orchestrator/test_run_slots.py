@@ -38,7 +38,7 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
                 self.session, self.live, self.n = session, spec.n, spec.n
                 self.prompt_tokens, self.reduced = session.prompt_tokens, False
                 self.max_tokens = session.max_tokens
-                self.fingerprint = ""
+                self.fingerprint, self.costly_rounds = "", False
                 yield self
 
         async def extend(self, until_tokens: int, report: Report | None = None) -> Round:

@@ -273,6 +273,7 @@ class SessionOpened(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     REDUCED_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    COSTLY_ROUNDS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; their ids are 0 .. n - 1. A candidate's tokens depend on the seed and its id."""
     prompt_tokens: _builtins.int
@@ -283,6 +284,8 @@ class SessionOpened(_message.Message):
     """Whether n was 0 and would have been larger without the slots of other sessions."""
     max_tokens: _builtins.int
     """Most new tokens of a candidate: the sampling's, or with fits_context perhaps fewer."""
+    costly_rounds: _builtins.bool
+    """Whether each round computes tokens again, so that fewer rounds are cheaper."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots after admission."""
@@ -296,10 +299,11 @@ class SessionOpened(_message.Message):
         fingerprint: _builtins.str = ...,
         reduced: _builtins.bool = ...,
         max_tokens: _builtins.int = ...,
+        costly_rounds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costly_rounds", b"costly_rounds", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
