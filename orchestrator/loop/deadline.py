@@ -127,8 +127,8 @@ class DeadlineController:
         if not self._steps and self.pauses_freely:
             wanted = min(wanted, _UNMEASURED_TOKENS)
         if self._first_s is None:
-            fitting = int(self.patience_s * _STRIDE_PART / _UNMEASURED_S)
-            return max(1, min(wanted, max(_UNMEASURED_TOKENS, fitting)))
+            most = int(self.patience_s * _STRIDE_PART / _UNMEASURED_S)
+            return max(1, min(wanted, max(_UNMEASURED_TOKENS, most)))
         step_s = self.step_s(rows) or self._first_s
         fitting = self.patience_s * _STRIDE_PART / max(step_s, 1e-9)
         return max(1, int(min(fitting, wanted)))
