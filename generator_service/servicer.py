@@ -37,6 +37,7 @@ from specrej.contracts.validation import (
     check_sampling,
 )
 from specrej.server.commands import answer_commands, leased
+from specrej.server.health import Health
 from specrej.server.serving import Context, Service
 from specrej.telemetry import names
 from specrej.threads import ended
@@ -50,6 +51,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         """`lease_s`: seconds without a command after which a session is closed."""
         self._lease_s = lease_s
         self._generator: Generator | None = None
+        self._health = Health()
 
     def load(self, generator: Generator) -> None:
         """Serve `generator`; until then every call fails with UNAVAILABLE."""
@@ -59,6 +61,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         return Service(
             pb.DESCRIPTOR.services_by_name["GeneratorService"].full_name,
             lambda server: generator_pb2_grpc.add_GeneratorServiceServicer_to_server(self, server),
+            self._health,
         )
 
     # The stubs declare an async generator; serving.py explains why this is a coroutine.
@@ -79,6 +82,11 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         description = await self._loaded().describe()
         message = wire.to_message(description, common_pb2.GeneratorDescription)
         return pb.GeneratorServiceDescribeResponse(generator=message)
+
+    async def Watch(  # type: ignore[override]  # noqa: N802
+        self, request: pb.GeneratorServiceWatchRequest, context: Context
+    ) -> None:
+        await self._health.report(self.Describe, pb.GeneratorServiceWatchResponse, request, context)
 
     def _loaded(self) -> Generator:
         if self._generator is None:
@@ -128,6 +136,8 @@ class _Commands:
             raise OutOfOrder("the session is open already")
         description = await self._generator.describe()
         spec = wire.from_message(command, SessionSpec)
+        if spec.adapter == description.model:
+            spec = replace(spec, adapter="")
         raise_if_any(_check_open(spec, description))
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, session.max_tokens

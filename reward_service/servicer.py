@@ -22,6 +22,7 @@ from specrej.contracts.errors import (
 )
 from specrej.contracts.validation import check_prompt
 from specrej.server.commands import answer_commands
+from specrej.server.health import Health
 from specrej.server.serving import Context, Service
 from specrej.telemetry import names
 
@@ -32,6 +33,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, max_batch: int, lease_s: float) -> None:
         self._max_batch = max_batch
         self._lease_s = lease_s
+        self._health = Health()
         self._workers: dict[str, Worker] = {}  # by reward name, the default first
 
     def serve(self, workers: Sequence[Worker]) -> None:
@@ -42,6 +44,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return Service(
             pb.DESCRIPTOR.services_by_name["RewardService"].full_name,
             lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server),
+            self._health,
         )
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
@@ -73,6 +76,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         ]
         rewards = [wire.to_message(reward, pb.RewardDescription) for reward in described]
         return pb.RewardServiceDescribeResponse(rewards=rewards)
+
+    async def Watch(  # type: ignore[override]  # noqa: N802
+        self, request: pb.RewardServiceWatchRequest, context: Context
+    ) -> None:
+        await self._health.report(self.Describe, pb.RewardServiceWatchResponse, request, context)
 
     def check_loaded(self) -> None:
         """Raises Unavailable while the rewards are being loaded."""

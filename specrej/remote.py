@@ -39,11 +39,13 @@ from specrej.v1 import common_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+T = TypeVar("T")
 
 _SESSION = "specrej.backend.v1.GeneratorService/Session"
 _SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 _BACKEND = "a backend"
 _DESCRIBE_TIMEOUT_S = 5.0
+_WATCH_TIMEOUT_S = 1e8  # in place of the backend's own, which is for calls that end
 _AFTER_OURS_S = 1.0
 # Before the first write of a stream that is started again: in it the status may arrive.
 _RESTART_PAUSES_S = (0.02, 0.1, 0.5)
@@ -171,10 +173,28 @@ def _backend_time_s() -> float | None:
 async def _described(describe: Callable[..., Awaitable[Any]], request: Any) -> Any:
     """Raises SpecrejError: of the peer's status."""
     try:
-        # Polls belong to no request: without a span here or at the backend.
+        # It belongs to no request: without a span here or at the backend.
         return await describe(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=telemetry.UNTRACED)
     except grpc.aio.AioRpcError as failure:
         raise from_backend_error(failure, _BACKEND) from failure
+
+
+async def _reports(
+    watch: Callable[..., Any], request: Any, read: Callable[[Any], T]
+) -> AsyncIterator[T | None]:
+    """Descriptions while the backend serves; None: as the one before.
+
+    Raises:
+        SpecrejError: of the peer's status.
+    """
+    call = watch(request, timeout=_WATCH_TIMEOUT_S, metadata=telemetry.UNTRACED)
+    try:
+        while (report := await call.read()) is not grpc.aio.EOF:
+            yield read(report.description) if report.HasField("description") else None
+    except grpc.aio.AioRpcError as failure:
+        raise from_backend_error(failure, _BACKEND) from failure
+    finally:
+        call.cancel()
 
 
 class RemoteGenerator:
@@ -205,8 +225,16 @@ class RemoteGenerator:
 
     async def describe(self) -> GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()
-        answer = await _described(self._stub.Describe, request)
-        return wire.from_message(answer.generator, GeneratorDescription)
+        return _generator(await _described(self._stub.Describe, request))
+
+    def watch(self, interval_s: float) -> AsyncIterator[GeneratorDescription | None]:
+        """See `_reports`."""
+        request = generator_pb2.GeneratorServiceWatchRequest(interval_s=interval_s)
+        return _reports(self._stub.Watch, request, _generator)
+
+
+def _generator(answer: generator_pb2.GeneratorServiceDescribeResponse) -> GeneratorDescription:
+    return wire.from_message(answer.generator, GeneratorDescription)
 
 
 class RemoteSession:
@@ -279,8 +307,16 @@ class RemoteRewards:
     async def describe(self) -> tuple[RewardDescription, ...]:
         """The rewards that are served; the first is the default."""
         request = reward_pb2.RewardServiceDescribeRequest()
-        answer = await _described(self._stub.Describe, request)
-        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
+        return _rewards(await _described(self._stub.Describe, request))
+
+    def watch(self, interval_s: float) -> AsyncIterator[tuple[RewardDescription, ...] | None]:
+        """See `_reports`."""
+        request = reward_pb2.RewardServiceWatchRequest(interval_s=interval_s)
+        return _reports(self._stub.Watch, request, _rewards)
+
+
+def _rewards(answer: reward_pb2.RewardServiceDescribeResponse) -> tuple[RewardDescription, ...]:
+    return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
 
 
 class RemoteScoringSession:

@@ -1,13 +1,15 @@
-"""The health service of every port: the state of each service, checked and watched."""
+"""The health service of every port, and the reports of backends, which are health and more."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej.contracts.errors import NotFound
+from specrej.contracts.errors import InvalidRequest, NotFound, Unavailable, Violation
 
 _States = health_pb2.HealthCheckResponse
 # A watcher that does not read its state for this long is dropped.
@@ -29,6 +31,30 @@ class Health(health_pb2_grpc.HealthServicer):
         self._states[name] = state
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def report(
+        self, describe: Callable[..., Awaitable[Any]], response: Any, request: Any, context: Any
+    ) -> None:
+        """Write a response with the description, which the handler `describe` returns, at once and
+        in every interval of the request; an empty one if it is as before.
+
+        Raises:
+            Unavailable: the server does not serve, or no longer.
+        """
+        if not request.interval_s > 0:
+            raise InvalidRequest([Violation("interval_s", "must be above 0")])
+        sent = None
+        await context.send_initial_metadata(())
+        while self._states.get("") == _States.SERVING:
+            changed, described = self._changed, await describe(None, context)
+            async with asyncio.timeout(_WRITE_S):
+                is_new = described != sent
+                await context.write(response(description=described if is_new else None))
+            sent = described
+            with suppress(TimeoutError):
+                async with asyncio.timeout(request.interval_s):
+                    await changed.wait()
+        raise Unavailable("not serving")
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         if request.service not in self._states:

@@ -16,7 +16,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -37,10 +37,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One gRPC service: its full name and how to add its servicer to a server."""
+    """One gRPC service: its full name, how to add its servicer to a server, and the server's health
+    if this is the first service."""
 
     name: str
     register: Callable[[grpc.aio.Server], None]
+    health: Health = field(default_factory=Health)
 
 
 # Returns the seconds since a compute thread last made progress: 0 while it is idle, infinity once
@@ -104,7 +106,7 @@ class Server:
         self._services = services
         self._heartbeats: list[Heartbeat] = []
         self._is_warm = False
-        self._health = Health()
+        self._health = services[0].health if services else Health()
         self._is_ending = False
         self._access = Access(settings.tokens_path, settings.allowed_names)
         files = settings.tls_files

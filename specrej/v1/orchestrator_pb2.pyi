@@ -229,19 +229,19 @@ class _BackendHealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Backend
     BACKEND_HEALTH_SERVING: _BackendHealth.ValueType  # 1
     """It serves."""
     BACKEND_HEALTH_OTHER_VERSION: _BackendHealth.ValueType  # 2
-    """It serves another version of a model than most others, and gets no sessions."""
+    """It serves, another version of a model than most others."""
     BACKEND_HEALTH_AWAY: _BackendHealth.ValueType  # 3
     """It does not answer, or does not serve."""
 
 class BackendHealth(_BackendHealth, metaclass=_BackendHealthEnumTypeWrapper):
-    """Whether a backend gets new sessions."""
+    """Whether a backend gets new sessions, and of which version it is."""
 
 BACKEND_HEALTH_UNSPECIFIED: BackendHealth.ValueType  # 0
 """Unknown."""
 BACKEND_HEALTH_SERVING: BackendHealth.ValueType  # 1
 """It serves."""
 BACKEND_HEALTH_OTHER_VERSION: BackendHealth.ValueType  # 2
-"""It serves another version of a model than most others, and gets no sessions."""
+"""It serves, another version of a model than most others."""
 BACKEND_HEALTH_AWAY: BackendHealth.ValueType  # 3
 """It does not answer, or does not serve."""
 Global___BackendHealth: _TypeAlias = BackendHealth  # noqa: Y015
@@ -1453,7 +1453,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
 
     @_builtins.property
     def backends(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackendState]:
-        """The backends that this process has found, as of its last poll. None if the caller's token lacks the
+        """The backends that this process has found, as last reported. None if the caller's token lacks the
         role admin; every caller gets them if there are no tokens.
         """
 

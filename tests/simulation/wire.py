@@ -16,7 +16,6 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from specrej.security import Access, Metadata
-from specrej.server.health import Health
 from specrej.server.interceptor import StatusInterceptor
 from specrej.server.serving import Service
 
@@ -41,7 +40,7 @@ class Server:
         self._calls = StatusInterceptor(deadline_s, Access(), max_deadline_s, max_calls=_MAX_CALLS)
         self.is_down = False
         self.running: set[Call] = set()
-        health = Health()
+        health = services[0].health
         health_pb2_grpc.add_HealthServicer_to_server(health, cast(Any, self))
         health.set("", True)
         for service in services:

@@ -241,6 +241,8 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
     async def ScoreSession(self, request: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         raise NotImplementedError
 
+    Watch: Any = ScoreSession
+
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
     ) -> reward_pb2.RewardServiceDescribeResponse:

@@ -154,7 +154,9 @@ class OpenSession(_message.Message):
     cache_salt: _builtins.str
     """Prompt prefixes are shared only between sessions with equal salts; up to 128 characters."""
     adapter: _builtins.str
-    """The LoRA adapter to generate with: a name of `adapters` in Describe; empty: the model alone."""
+    """The LoRA adapter to generate with: a name of `adapters` in Describe; empty, or `model` in
+    Describe: the model alone.
+    """
     fits_context: _builtins.bool
     """Whether fewer tokens than the sampling's max_tokens are enough where the prompt leaves less room in
     the context; else that is an error.
@@ -591,3 +593,49 @@ class GeneratorServiceDescribeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GeneratorServiceDescribeResponse: _TypeAlias = GeneratorServiceDescribeResponse  # noqa: Y015
+
+@_typing.final
+class GeneratorServiceWatchRequest(_message.Message):
+    """Requests reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    interval_s: _builtins.float
+    """Seconds between two reports; above 0."""
+    def __init__(
+        self,
+        *,
+        interval_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratorServiceWatchRequest: _TypeAlias = GeneratorServiceWatchRequest  # noqa: Y015
+
+@_typing.final
+class GeneratorServiceWatchResponse(_message.Message):
+    """A report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def description(self) -> Global___GeneratorServiceDescribeResponse:
+        """As by Describe; absent: that of the report before."""
+
+    def __init__(
+        self,
+        *,
+        description: Global___GeneratorServiceDescribeResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratorServiceWatchResponse: _TypeAlias = GeneratorServiceWatchResponse  # noqa: Y015

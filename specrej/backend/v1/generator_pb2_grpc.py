@@ -45,6 +45,11 @@ class GeneratorServiceStub:
                 request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
                 response_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/specrej.backend.v1.GeneratorService/Watch',
+                request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceWatchRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceWatchResponse.FromString,
+                _registered_method=True)
 
 
 class GeneratorServiceServicer:
@@ -66,6 +71,14 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The same again and again while the generator serves, then UNAVAILABLE. One whose reports cease
+        hangs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GeneratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +91,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.FromString,
                     response_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceWatchRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceWatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class GeneratorService:
             '/specrej.backend.v1.GeneratorService/Describe',
             specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
             specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/specrej.backend.v1.GeneratorService/Watch',
+            specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceWatchRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceWatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class GeneratorServiceStub:
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_generator_pb2.GeneratorServiceDescribeRequest, _generator_pb2.GeneratorServiceDescribeResponse]
     """The model, its limits and its slots."""
+    Watch: _grpc.UnaryStreamMultiCallable[_generator_pb2.GeneratorServiceWatchRequest, _generator_pb2.GeneratorServiceWatchResponse]
+    """The same again and again while the generator serves, then UNAVAILABLE. One whose reports cease
+    hangs.
+    """
 
 @_typing.type_check_only
 class GeneratorServiceAsyncStub(GeneratorServiceStub):
@@ -51,6 +55,10 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     """
     Describe: _aio.UnaryUnaryMultiCallable[_generator_pb2.GeneratorServiceDescribeRequest, _generator_pb2.GeneratorServiceDescribeResponse]  # type: ignore[assignment]
     """The model, its limits and its slots."""
+    Watch: _aio.UnaryStreamMultiCallable[_generator_pb2.GeneratorServiceWatchRequest, _generator_pb2.GeneratorServiceWatchResponse]  # type: ignore[assignment]
+    """The same again and again while the generator serves, then UNAVAILABLE. One whose reports cease
+    hangs.
+    """
 
 class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates the candidates of one prompt in rounds."""
@@ -72,5 +80,15 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.GeneratorServiceDescribeResponse, _abc.Awaitable[_generator_pb2.GeneratorServiceDescribeResponse]]:
         """The model, its limits and its slots."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _generator_pb2.GeneratorServiceWatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generator_pb2.GeneratorServiceWatchResponse], _abc.AsyncIterator[_generator_pb2.GeneratorServiceWatchResponse]]:
+        """The same again and again while the generator serves, then UNAVAILABLE. One whose reports cease
+        hangs.
+        """
 
 def add_GeneratorServiceServicer_to_server(servicer: GeneratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

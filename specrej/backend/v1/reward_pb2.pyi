@@ -360,6 +360,52 @@ class RewardServiceDescribeResponse(_message.Message):
 Global___RewardServiceDescribeResponse: _TypeAlias = RewardServiceDescribeResponse  # noqa: Y015
 
 @_typing.final
+class RewardServiceWatchRequest(_message.Message):
+    """Requests reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    interval_s: _builtins.float
+    """Seconds between two reports; above 0."""
+    def __init__(
+        self,
+        *,
+        interval_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardServiceWatchRequest: _TypeAlias = RewardServiceWatchRequest  # noqa: Y015
+
+@_typing.final
+class RewardServiceWatchResponse(_message.Message):
+    """A report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def description(self) -> Global___RewardServiceDescribeResponse:
+        """As by Describe; absent: that of the report before."""
+
+    def __init__(
+        self,
+        *,
+        description: Global___RewardServiceDescribeResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardServiceWatchResponse: _TypeAlias = RewardServiceWatchResponse  # noqa: Y015
+
+@_typing.final
 class RewardDescription(_message.Message):
     """One reward."""
 

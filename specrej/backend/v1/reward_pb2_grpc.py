@@ -50,6 +50,11 @@ class RewardServiceStub:
                 request_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.SerializeToString,
                 response_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/specrej.backend.v1.RewardService/Watch',
+                request_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceWatchRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceWatchResponse.FromString,
+                _registered_method=True)
 
 
 class RewardServiceServicer:
@@ -78,6 +83,13 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The same again and again while the service serves, as in GeneratorService.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.FromString,
                     response_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceWatchRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceWatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class RewardService:
             '/specrej.backend.v1.RewardService/Describe',
             specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.SerializeToString,
             specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/specrej.backend.v1.RewardService/Watch',
+            specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceWatchRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceWatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class RewardServiceStub:
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_reward_pb2.RewardServiceDescribeRequest, _reward_pb2.RewardServiceDescribeResponse]
     """The rewards that are served."""
+    Watch: _grpc.UnaryStreamMultiCallable[_reward_pb2.RewardServiceWatchRequest, _reward_pb2.RewardServiceWatchResponse]
+    """The same again and again while the service serves, as in GeneratorService."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
@@ -55,6 +57,8 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.RewardServiceDescribeRequest, _reward_pb2.RewardServiceDescribeResponse]  # type: ignore[assignment]
     """The rewards that are served."""
+    Watch: _aio.UnaryStreamMultiCallable[_reward_pb2.RewardServiceWatchRequest, _reward_pb2.RewardServiceWatchResponse]  # type: ignore[assignment]
+    """The same again and again while the service serves, as in GeneratorService."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """Scores texts as answers to a prompt."""
@@ -84,5 +88,13 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.RewardServiceDescribeResponse, _abc.Awaitable[_reward_pb2.RewardServiceDescribeResponse]]:
         """The rewards that are served."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _reward_pb2.RewardServiceWatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_reward_pb2.RewardServiceWatchResponse], _abc.AsyncIterator[_reward_pb2.RewardServiceWatchResponse]]:
+        """The same again and again while the service serves, as in GeneratorService."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,6 +35,7 @@ from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     OutOfOrder,
     Overloaded,
     SessionExpired,
@@ -217,6 +218,20 @@ async def test_another_number_of_candidates_is_an_internal_error(
         opening = generator.open(SessionSpec(PROMPT, requested, Sampling(), 8))
         with pytest.raises(InternalError, match=f"opened {opened} candidates"):
             await AsyncExitStack().enter_async_context(opening)
+
+
+async def test_reports_are_empty_unless_they_differ(service: World) -> None:
+    """Guards against a cost per report that is the description's, and one that does not follow."""
+    generator, rewards = service.remote_generator, service.remote_rewards
+    of_generator, of_rewards = generator.watch(0.001), rewards.watch(0.001)
+    assert await anext(of_generator) == await generator.describe()
+    assert await anext(of_rewards) == await rewards.describe()
+    assert (await anext(of_generator), await anext(of_rewards)) == (None, None)
+    service.generator.max_candidates, service.reward.fingerprint = 7, "new"
+    assert (await anext(one async for one in of_generator if one)).max_candidates == 7
+    assert (await anext(one async for one in of_rewards if one))[0].fingerprint == "new"
+    with pytest.raises(InvalidRequest, match="interval_s"):
+        await anext(generator.watch(0))
 
 
 # By fault: how the answer's number differs from that of its batch, and the answer's fields.
