@@ -280,7 +280,7 @@ class Gateway:
         described = await self._read(http, self._client.describe)
         generator = described.generator
         names = (generator.model, *generator.adapters)
-        names = (*self._settings.model_names, *names)
+        names = tuple(dict.fromkeys((*self._settings.model_names, *names)))
         suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
         common = {"object": "model", "created": 0, "owned_by": "specrej"}
         common |= {"max_model_len": generator.context_tokens, "specrej": generator.form_summary}

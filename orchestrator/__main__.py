@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from orchestrator.backends.fleet import Fleet, Peer, PollSettings
+from orchestrator.backends.fleet import Fleet, FleetSettings, Peer
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Peer)
 
-_BACKEND_POLL_S = 0.5
+_RETRY_S = 0.5
 
 
 def main() -> None:
@@ -121,8 +121,8 @@ def _fleet(
         return channel, peer(channel)
 
     resolve = Resolver(addresses.split(",")).resolve
-    polls = settings.backend_poll_s, settings.backend_resolve_s, settings.backend_lost_s
-    return Fleet(kind, resolve, connect, version, PollSettings(*polls))
+    seconds = settings.backend_report_s, settings.backend_resolve_s, settings.backend_lost_s
+    return Fleet(kind, resolve, connect, version, FleetSettings(*seconds))
 
 
 def _backend_states(
@@ -147,7 +147,7 @@ async def _backends_ready(orchestrator: Orchestrator, *fleets: Fleet[Any]) -> No
     """Return once generator and rewards serve: services may start in any order."""
     for fleet in fleets:
         # All of them: a request may need more than the first generator that answers.
-        await fleet.wait_polled()
+        await fleet.wait_heard()
     is_logged = False
     while True:
         try:
@@ -160,7 +160,7 @@ async def _backends_ready(orchestrator: Orchestrator, *fleets: Fleet[Any]) -> No
                 details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else None
                 log.info("waiting for backends: %s", details or error)
                 is_logged = True
-            await asyncio.sleep(_BACKEND_POLL_S)
+            await asyncio.sleep(_RETRY_S)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     reward_address: Addresses = Field(
         "127.0.0.1:50052", description="host:port of the reward services, in the same way"
     )
-    backend_poll_s: Seconds = Field(1, description="seconds between two polls of a backend")
+    backend_report_s: Seconds = Field(1, description="seconds between two reports of a backend")
     backend_resolve_s: Seconds = Field(
         5, description="seconds between two lookups of the backends' names"
     )

@@ -61,7 +61,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "keys ignore the tenant": (
         planning,
         "answer_key",
-        lambda request, **rest: _keys(request, **{**rest, "tenant": ""}),
+        lambda *given, **rest: _keys(*given, **{**rest, "tenant": ""}),
     ),
     "events are sent in reverse": (servicer, "asyncio", _reversed),
     "streamed text repeats": (ProgressReporter, "_send", _send_again),

@@ -1,1 +1,1 @@
-"""Generators and reward services: discovery, polls, and placement of sessions."""
+"""Generators and reward services: discovery, reports, and placement of sessions."""

@@ -1,14 +1,14 @@
-"""All backends of one kind: discovered by name, polled, and given up when they do not answer.
+"""All backends of one kind: discovered by name, watched, and given up when they are silent.
 
-New sessions go only to serving backends of the most frequent version, so during a rollout the other
-version gets none. This module does not depend on sessions.
+New sessions go to every backend that serves, whatever its version: during a rollout several do.
+This module does not depend on sessions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from orchestrator.backends.placement import order
+from orchestrator.backends.placement import Ring, order
 from orchestrator.backends.resolving import Target
 from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
+    NotFound,
     Overloaded,
     SpecrejError,
     Unavailable,
 )
-from specrej.contracts.status import from_backend_error, is_answer
+from specrej.contracts.status import is_answer
 from specrej.threads import ended
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class PollSettings:
-    """Seconds between polls, between lookups of names, and of silence until a backend is lost."""
+class FleetSettings:
+    """Seconds between reports, between lookups of names, and of silence until a backend is lost."""
 
-    poll_s: float
+    report_s: float
     resolve_s: float
     lost_s: float
 
@@ -48,8 +48,9 @@ class PollSettings:
 class Peer(Protocol):
     """The client of a backend."""
 
-    async def describe(self) -> Any:
-        """Raises SpecrejError: the backend cannot be reached."""
+    def watch(self, interval_s: float) -> AsyncIterator[Any]:
+        """Descriptions while it serves; None: as the one before. Raises SpecrejError: it does not
+        serve, or cannot be reached."""
 
 
 P = TypeVar("P", bound=Peer)
@@ -59,7 +60,8 @@ class Backend(Generic[P]):
     """One backend and its last known state.
 
     `version`: equal in backends that can replace each other; None before the first description.
-    `running`: sessions opened here that have not ended.
+    `running`: sessions opened here that have not ended. `placed`: those that the latest report may
+    lack.
     """
 
     def __init__(
@@ -67,84 +69,84 @@ class Backend(Generic[P]):
         target: Target,
         connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
         version: Callable[[Any], Hashable],
+        changed: Callable[[Backend[P]], None] = lambda _: None,
     ) -> None:
-        """`version` is computed from a description."""
+        """`version` is computed from a description; `changed` is called when it or `is_serving`
+        has changed."""
         self.target = target
         self.description: Any = None
         self.version: Hashable = None
         self.is_serving = False
         self.failure: SpecrejError = Unavailable("a backend has not answered yet")
-        self.running = 0
-        self.polled = asyncio.Event()  # set after the first poll, answered or not
-        self._connect = connect
+        self.running = self.placed = 0
+        self.heard = asyncio.Event()  # set after the first report, or without one in time
         self._version_of = version
+        self._changed = changed
         # Of calls that wait for this backend, in their order.
         self._timeouts: dict[asyncio.Timeout, None] = {}
-        self._answered = -math.inf  # the last time a session's call ended well, by the loop's clock
-        self._num_opened = 0  # sessions, ever
-        self._num_described = 0  # of these, the ones that its description includes
+        self._answered = 0.0  # the latest report or end of a session's call, by the loop's clock
+        self._num_entered = 0  # sessions that the next report includes
         self._is_closed = False
-        self._open()
+        self._channel, self.peer = connect(target)
 
     @property
     def is_lost(self) -> bool:
         """Whether it answered once and cannot be reached now."""
         cause = self.failure.__cause__
         is_unreachable = isinstance(cause, grpc.aio.AioRpcError) and not is_answer(self.failure)
-        return self._has_answered and is_unreachable and not self.is_serving
+        return bool(self.description) and is_unreachable and not self.is_serving
 
-    @property
-    def placed(self) -> int:
-        """Sessions opened here since the last description."""
-        return self._num_opened - self._num_described
+    async def follow(self, report_s: float, lost_s: float) -> None:
+        """Take its reports, one in `report_s` seconds, until they end.
 
-    async def poll(self, lost_s: float) -> None:
-        """Update the state. After `lost_s / 4` seconds without an answer, the backend gets no new
-        sessions; after `lost_s`, also without an answer to a session's call, all calls that wait
-        for it fail."""
-        answer, clock = asyncio.ensure_future(self.update()), asyncio.get_running_loop().time
-        began = clock()
+        After `lost_s / 4` seconds more without a report or an answer to a session's call, it gets
+        no new sessions; after `lost_s`, all calls that wait for it fail.
+        """
+        clock = asyncio.get_running_loop().time
+        self._answered = clock()
+        reading = asyncio.ensure_future(self._take_all(self.peer.watch(report_s)))
         try:
-            if not (await asyncio.wait({answer}, timeout=lost_s / 4))[0]:
-                self.suspect(Unavailable("a backend does not answer"))
-            # Where sessions use all streams of the connection, the poll waits for one of them.
-            while not answer.done():
-                left_s = max(began, self._answered) + lost_s - clock()
-                if left_s <= 0:
+            while not (await asyncio.wait({reading}, timeout=lost_s / 8))[0]:
+                late_s = clock() - self._answered - report_s
+                if late_s > lost_s:
                     self._give_up()
                     break
-                await asyncio.wait({answer}, timeout=left_s)
-            self.polled.set()
+                if late_s > lost_s / 4:
+                    self.suspect(Unavailable("a backend does not answer"))
         finally:
-            await ended(answer)
+            await ended(reading)
+            self.heard.set()
 
-    async def update(self) -> None:
-        """Update the state, however long that takes."""
-        num_opened = self._num_opened
+    async def _take_all(self, reports: AsyncIterator[Any]) -> None:
         try:
-            answer = await self._health.Check(health_pb2.HealthCheckRequest())
-            description = await self.peer.describe()
-        except grpc.aio.AioRpcError as failure:
-            error = from_backend_error(failure, "a backend")
-            error.__cause__ = failure  # for the log: callers do not get the details
-            self.suspect(error)
+            async for description in reports:
+                self.take(description)
         except SpecrejError as failure:
             self.suspect(failure)
         except Exception:
-            # A bug in the description of one backend must not end its polls.
+            # A bug in the description of one backend must not end its reports.
             log.exception("a backend's description cannot be read")
             self.suspect(InternalError("a backend's description cannot be read"))
-        else:
-            self.description, self.version = description, self._version_of(description)
-            self._num_described = max(self._num_described, num_opened)
-            self._has_answered = True
-            self.is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-            self.failure = Unavailable("a backend is not serving")
+
+    def take(self, description: Any) -> None:
+        """Note a report; None: the description is as before."""
+        self.description = description or self.description
+        self._answered = asyncio.get_running_loop().time()
+        self.placed -= self._num_entered
+        self._num_entered = 0
+        self._become(is_serving=True, version=self._version_of(self.description))
+        self.heard.set()
 
     def suspect(self, failure: SpecrejError) -> None:
-        """Place no sessions here until the next poll that finds it serving."""
-        self.is_serving = False
+        """Place no sessions here until the next report."""
         self.failure = failure
+        self._become(is_serving=False, version=self.version)
+
+    def _become(self, *, is_serving: bool, version: Hashable) -> None:
+        before = self.is_serving, self.version
+        self.is_serving, self.version = is_serving, version
+        if before != (is_serving, version):
+            self._changed(self)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -166,7 +168,7 @@ class Backend(Generic[P]):
                 raise self.failure from None
             raise
         except Unavailable as failure:
-            # If the backend sent this error itself, its polls decide: only one reward may be down.
+            # If the backend sent this error itself, reports decide: only one reward may be down.
             if not is_answer(failure):
                 self.suspect(failure)
             raise
@@ -180,12 +182,15 @@ class Backend(Generic[P]):
         Raises:
             Unavailable: the backend is lost while the session opens.
         """
-        self._num_opened += 1
+        self.placed += 1
         self.running += 1
         try:
             async with AsyncExitStack() as stack:
-                async with self.answering():
-                    session = await stack.enter_async_context(opening)
+                try:
+                    async with self.answering():
+                        session = await stack.enter_async_context(opening)
+                finally:
+                    self._num_entered += 1
                 yield session
                 # The session's work is done: a failure to close it concerns no caller.
                 with suppress(SpecrejError):
@@ -194,22 +199,11 @@ class Backend(Generic[P]):
         finally:
             self.running -= 1
 
-    def _open(self) -> None:
-        self._channel, self.peer = self._connect(self.target)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._has_answered = False
-
-    async def reconnect(self) -> None:
-        """Connect anew: a certificate, which a channel reads once, may have been renewed."""
-        lost = self._channel
-        self._open()
-        await lost.close()
-
     async def close(self) -> None:
         """Fail all calls that wait for this backend, and close its channel."""
         self._is_closed = True
         self._give_up()
-        self.polled.set()
+        self.heard.set()
         await self._channel.close()
 
     def _give_up(self) -> None:
@@ -220,7 +214,7 @@ class Backend(Generic[P]):
 
 
 class Fleet(Generic[P]):
-    """The backends of one kind, polled while the context lasts."""
+    """The backends of one kind, watched while the context lasts."""
 
     def __init__(
         self,
@@ -228,10 +222,10 @@ class Fleet(Generic[P]):
         resolve: Callable[[], Awaitable[frozenset[Target]]],
         connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
         version: Callable[[Any], Hashable],
-        settings: PollSettings,
+        settings: FleetSettings,
     ) -> None:
-        """`kind`: for logs. `resolve` looks up the backends. `version` of a description: what must
-        be equal in backends that work together."""
+        """`kind`: for logs. `resolve` looks up the backends. `version` of a description: equal in
+        backends that can replace each other."""
         self._kind = kind
         self._resolve = resolve
         self._connect = connect
@@ -239,7 +233,10 @@ class Fleet(Generic[P]):
         self._settings = settings
         self._backends: dict[Target, Backend[P]] = {}  # sorted
         self._watchers: dict[Target, asyncio.Task[None]] = {}
-        self._last_version: Hashable = None
+        self._members: list[Backend[P]] = []
+        self._usual_version: Hashable = None  # of most members
+        self._ring: Ring[Backend[P]] | None = None  # of all; None: not made yet
+        self._combined: tuple[float, Any] = (0.0, None)  # until when, by the loop's clock
         self._resolved = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -251,43 +248,42 @@ class Fleet(Generic[P]):
         for target in [*self._backends]:
             await self._remove(target)
 
-    async def wait_polled(self) -> None:
-        """Return once all backends found so far were polled."""
+    async def wait_heard(self) -> None:
+        """Return once all backends found so far have reported, or have not in time."""
         await self._resolved.wait()
         for backend in self._by_address():
-            await backend.polled.wait()
+            await backend.heard.wait()
 
     def members(self) -> list[Backend[P]]:
-        """Backends that serve and have the most frequent version, by address."""
-        versions: dict[Hashable, list[Backend[P]]] = {}
-        for backend in self._by_address():
-            if backend.is_serving:
-                versions.setdefault(backend.version, []).append(backend)
-        if not versions:
-            return []
-        # Of two equally frequent versions, keep the one chosen before.
-        chosen = max(versions, key=lambda v: (len(versions[v]), v == self._last_version))
-        self._last_version = chosen
-        return versions[chosen]
+        """Backends that serve, by address."""
+        return self._members
 
-    def descriptions(self) -> list[Any]:
-        """The members' latest descriptions; at least one.
+    def combined(self, combine: Callable[[list[Any]], T]) -> T:
+        """`combine` of the members' descriptions, those of the most frequent version first; kept
+        until members change, at most for `report_s`.
 
         Raises:
             SpecrejError: no backend serves.
         """
-        if members := self.members():
-            return [member.description for member in members]
-        raise self._failure()
+        if not self._members:
+            raise self._failure()
+        now = asyncio.get_running_loop().time()
+        if now >= self._combined[0]:
+            ordered = sorted(self._members, key=lambda b: b.version != self._usual_version)
+            combined = combine([backend.description for backend in ordered])
+            self._combined = now + self._settings.report_s, combined
+        result: T = self._combined[1]
+        return result
 
     def ranked(
         self, prefix: str, load: Callable[[Backend[P]], float], draw: Callable[[], float]
-    ) -> list[Backend[P]]:
+    ) -> Iterable[Backend[P]]:
         """Members in the order of `placement.order`; if there are none, all that do not serve."""
-        by_address = {member.target.address: member for member in self.members()}
-        loads = {address: load(member) for address, member in by_address.items()}
-        ranked = [by_address[address] for address in order(prefix, loads, draw)]
-        return ranked or self._by_address()
+        if not self._members:
+            return self._by_address()
+        self._ring = self._ring or Ring({t.address: b for t, b in self._backends.items()})
+        favourite = next(backend for backend in self._ring.after(prefix) if backend.is_serving)
+        return order(favourite, self._members, load, draw)
 
     async def first(
         self, ranked: Iterable[Backend[P]], enter: Callable[[Backend[P]], Awaitable[T]]
@@ -296,14 +292,14 @@ class Fleet(Generic[P]):
 
         Raises:
             Overloaded, Unavailable: no backend is available and has room.
-            InvalidRequest: all available ones refuse, for instance because each is too small.
+            InvalidRequest, NotFound: all available ones refuse, for instance as each is too small.
         """
         failure: SpecrejError | None = None
         refusal: SpecrejError | None = None
         for backend in ranked:
             try:
                 return await enter(backend)
-            except InvalidRequest as error:
+            except (InvalidRequest, NotFound) as error:
                 refusal = refusal or error
             except Unavailable as error:
                 failure = failure or error
@@ -328,10 +324,10 @@ class Fleet(Generic[P]):
         return states
 
     def _healths(self) -> Iterable[tuple[Backend[P], BackendHealth]]:
-        members = self.members()
         for backend in self._by_address():
-            otherwise = BackendHealth.OTHER_VERSION if backend.is_serving else BackendHealth.AWAY
-            yield backend, BackendHealth.SERVING if backend in members else otherwise
+            is_other = backend.version != self._usual_version
+            serving = BackendHealth.OTHER_VERSION if is_other else BackendHealth.SERVING
+            yield backend, serving if backend.is_serving else BackendHealth.AWAY
 
     def _failure(self) -> SpecrejError:
         """The reason why no backend serves."""
@@ -344,20 +340,19 @@ class Fleet(Generic[P]):
     async def _follow(self) -> None:
         """Add new backends; remove those that are gone, do not serve and have no session.
 
-        One that is lost is connected to anew, once per loss.
+        So is one that is lost, and added anew: a channel reads once a certificate that may have
+        been renewed.
         """
         while True:
             try:
                 targets = await self._resolve()
                 for target, backend in sorted(self._backends.items()):
-                    if backend.is_serving or backend.running:
-                        continue
-                    if target not in targets:
+                    is_in_use = backend.is_serving or backend.running
+                    if not is_in_use and (backend.is_lost or target not in targets):
                         await self._remove(target)
-                    elif backend.is_lost:
-                        await backend.reconnect()
                 for target in sorted(targets - self._backends.keys()):
                     self._add(target)
+                self._backends = dict(sorted(self._backends.items()))
             except Exception:
                 # For instance a certificate file that does not exist yet.
                 log.exception("cannot resolve or connect to every %s", self._kind)
@@ -366,20 +361,25 @@ class Fleet(Generic[P]):
 
     async def _watch(self, backend: Backend[P]) -> None:
         while True:
-            was_serving = backend.is_serving
-            await backend.poll(self._settings.lost_s)
-            if backend.is_serving != was_serving:
-                state = "serves" if backend.is_serving else f"does not serve: {backend.failure}"
-                log.info("%s at %s %s", self._kind, backend.target.address, state)
-            await asyncio.sleep(self._settings.poll_s)
+            await backend.follow(self._settings.report_s, self._settings.lost_s)
+            await asyncio.sleep(self._settings.report_s)
+
+    def _regroup(self, changed: Backend[P]) -> None:
+        if changed.target in self._backends:  # else it was removed
+            state = "serves" if changed.is_serving else f"does not serve: {changed.failure}"
+            log.info("%s at %s %s", self._kind, changed.target.address, state)
+        self._members = [backend for backend in self._by_address() if backend.is_serving]
+        versions = Counter(member.version for member in self._members).most_common(1)
+        self._usual_version = versions[0][0] if versions else None
+        self._combined = 0.0, None
 
     def _add(self, target: Target) -> None:
-        backend = Backend(target, self._connect, self._version)
-        self._backends = dict(sorted({**self._backends, target: backend}.items()))
+        backend = Backend(target, self._connect, self._version, self._regroup)
+        self._backends[target], self._ring = backend, None
         self._watchers[target] = asyncio.ensure_future(self._watch(backend))
 
     async def _remove(self, target: Target) -> None:
-        backend = self._backends.pop(target)
+        backend, self._ring = self._backends.pop(target), None
         try:
             await ended(self._watchers.pop(target))
         finally:

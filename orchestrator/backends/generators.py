@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
+from operator import attrgetter
 
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.placement import prefix_of
@@ -29,6 +30,7 @@ _Backend = Backend[RemoteGenerator]
 
 # Added to the load of a generator without enough free slots: more than any number of sessions.
 _FULL = 1e6
+_GAUGES = attrgetter(*SlotGauge.__dataclass_fields__)
 
 
 class FleetGenerator:
@@ -43,10 +45,12 @@ class FleetGenerator:
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
-        """A session at the best generator that takes it; its calls raise GeneratorLost when that
-        generator is lost."""
+        """A session at the best generator that takes it, of the fingerprint `spec.like` if there
+        is one; its calls raise GeneratorLost when that generator is lost."""
         prefix = prefix_of(spec.prompt, spec.cache_salt)
         ranked = self._fleet.ranked(prefix, lambda backend: _load(backend, spec), self._draw)
+        if spec.like:
+            ranked = sorted(ranked, key=lambda backend: backend.version != spec.like)
         async with AsyncExitStack() as stack:
 
             async def enter(backend: _Backend) -> PlacedSession:
@@ -56,25 +60,34 @@ class FleetGenerator:
             yield await self._fleet.first(ranked, enter)
 
     async def describe(self) -> GeneratorDescription:
-        """All generators together, as of their latest polls. A request has room for as many
-        candidates as the largest of them holds.
+        """All generators together, as of their latest reports.
 
         Raises:
             SpecrejError: no generator serves.
         """
-        descriptions: list[GeneratorDescription] = self._fleet.descriptions()
-        gauges = [astuple(one.slots) for one in descriptions]
-        return replace(
-            descriptions[0],
-            context_tokens=min(one.context_tokens for one in descriptions),
-            max_candidates=max(one.max_candidates for one in descriptions),
-            can_fork=all(one.can_fork for one in descriptions),
-            auto_candidates=max(one.auto_candidates for one in descriptions),
-            session_slots=max(one.slots.capacity for one in descriptions),
-            slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
-            sessions=sum(one.sessions for one in descriptions),
-            waiting=sum(one.waiting for one in descriptions),
-        )
+        return self._fleet.combined(together)
+
+
+def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescription:
+    """Generators as one: the first, with limits that suit all. A request has room for as many
+    candidates as the largest holds; one that names a model or an adapter goes to its generators."""
+    gauges = [_GAUGES(one.slots) for one in descriptions]
+    models = dict.fromkeys(one.model for one in descriptions)
+    adapters = dict.fromkeys(name for one in descriptions for name in one.adapters)
+    return replace(
+        descriptions[0],
+        adapters=tuple(adapters | models if len(models) > 1 else adapters),
+        context_tokens=min(one.context_tokens for one in descriptions),
+        vocabulary=min(one.vocabulary for one in descriptions),
+        max_candidates=max(one.max_candidates for one in descriptions),
+        can_fork=all(one.can_fork for one in descriptions),
+        ignores_seeds=any(one.ignores_seeds for one in descriptions),
+        auto_candidates=max(one.auto_candidates for one in descriptions),
+        session_slots=max(one.slots.capacity for one in descriptions),
+        slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
+        sessions=sum(one.sessions for one in descriptions),
+        waiting=sum(one.waiting for one in descriptions),
+    )
 
 
 class PlacedSession:
@@ -100,7 +113,7 @@ class PlacedSession:
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """Raise GeneratorLost for Unavailable, and place no session there until the next poll.
+        """Raise GeneratorLost for Unavailable, and place no session there until the next report.
 
         Not where a generator of whole answers reports that its endpoint failed: it has retried
         already, and another generator would pay for all answers again.

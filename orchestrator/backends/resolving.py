@@ -34,7 +34,7 @@ class Resolver:
         for address in self._addresses:
             targets = await _resolved(address)
             # An empty result may be a failure of the name server. A backend that is really gone
-            # does not answer polls, so it gets no sessions.
+            # does not report, so it gets no sessions.
             if targets:
                 self._known[address] = targets
             elif address not in self._known:

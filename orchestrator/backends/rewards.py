@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Self
 
 from orchestrator.backends.fleet import Backend, Fleet
@@ -40,21 +41,27 @@ class FleetRewards:
         return FailoverScoringSession(self, name, prompt)
 
     async def describe(self) -> tuple[RewardDescription, ...]:
-        """The rewards, as of the latest poll; the first is the default. Each takes as many
-        candidates as at the service that takes fewest.
+        """The rewards of all services, as of the latest reports; the first is the default.
 
         Raises:
             SpecrejError: no service serves.
         """
-        services: list[tuple[RewardDescription, ...]] = self.fleet.descriptions()
-        return tuple(
-            replace(same[0], max_batch=min(reward.max_batch for reward in same))
-            for same in zip(*services, strict=True)
-        )
+        return self.fleet.combined(together)
 
-    def ranked(self, prompt: Prompt) -> list[_Backend]:
+    def ranked(self, prompt: Prompt) -> Iterable[_Backend]:
         """The services, the best place for the prompt first."""
         return self.fleet.ranked(prefix_of(prompt, ""), lambda b: float(b.running), self._draw)
+
+
+def together(services: Sequence[Sequence[RewardDescription]]) -> tuple[RewardDescription, ...]:
+    """Each reward as of the first service that has it, with the least of their `max_batch`."""
+    by_name: dict[str, list[RewardDescription]] = {}
+    for reward in chain.from_iterable(services):
+        by_name.setdefault(reward.name, []).append(reward)
+    return tuple(
+        replace(same[0], max_batch=min(reward.max_batch for reward in same))
+        for same in by_name.values()
+    )
 
 
 class FailoverScoringSession:
@@ -72,7 +79,7 @@ class FailoverScoringSession:
         self._version: Hashable
 
     async def __aenter__(self) -> Self:
-        """Raises Unavailable, Overloaded: no service can open a session."""
+        """Raises Unavailable, Overloaded, NotFound: no service can open a session."""
         await self._place(self._rewards.ranked(self._prompt))
         self._version = self._backend.version
         return self
@@ -104,7 +111,7 @@ class FailoverScoringSession:
         ]
         return sorted(ranked, key=self._tries.__getitem__)
 
-    async def _place(self, ranked: Sequence[_Backend]) -> None:
+    async def _place(self, ranked: Iterable[_Backend]) -> None:
         self._session = await self._rewards.fleet.first(ranked, self._enter)
 
     async def _enter(self, backend: _Backend) -> ScoringSession:

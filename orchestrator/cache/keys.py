@@ -28,10 +28,10 @@ def tenant_digest(tenant: str) -> str:
 
 def answer_key(
     request: GenerationRequest,
-    *,
-    tenant: str,
     generator_fingerprint: str,
     reward_fingerprint: str,
+    *,
+    tenant: str,
     secret: Secret,
 ) -> str:
     """The key of the answer to a request with its defaults filled in; it contains no text of prompt

@@ -183,7 +183,7 @@ class Answers:
 
     async def get_or_run(
         self,
-        key: str,
+        key_of: Callable[[str, str], str],
         run: Callable[[], Awaitable[Generation]],
         *,
         group: str,
@@ -191,13 +191,13 @@ class Answers:
         left_s: Callable[[], float],
         made_by: tuple[str, str],
     ) -> tuple[Generation, AnswerSource]:
-        """The answer of `key` and its source; `run` computes it.
+        """The answer of a key and its source; `run` computes it.
 
-        Requests of one key share a run only if their `group` is the same. `left_s` returns seconds
-        to the deadline. `made_by`: the fingerprints of generator and rewards in the key; a rollout
-        may change the backends while the request waits.
+        `key_of` returns the key by the fingerprints of generator and rewards: `made_by` to look for
+        an answer, its own to store it; they differ during a rollout. Requests of one key share a
+        run only if their `group` is the same. `left_s` returns seconds to the deadline.
         """
-        flight = None
+        flight, key = None, key_of(*made_by)
         async with AsyncExitStack() as stack:
             if control is CacheControl.USE:
                 with telemetry.span(names.SPAN_FLIGHT):
@@ -222,7 +222,8 @@ class Answers:
                 is_degraded = {*generation.degradations} - {Degradation.REWARD}
                 flight.publish(generation, is_final=not (generation.hurried or is_degraded))
             made = generation.generator_fingerprint, generation.reward_fingerprint
-            if control is not CacheControl.BYPASS and made == made_by:
+            if control is not CacheControl.BYPASS:
+                key = key if made == made_by else key_of(*made)
                 with telemetry.span(names.SPAN_STORE), suppress(TimeoutError):
                     async with asyncio.timeout(left_s() / 2):
                         await self._cache.put(key, generation)

@@ -109,7 +109,7 @@ class Plan:
     candidate_tokens: int  # upper bound, for admission
     tenant: str
     share: Share
-    key: str  # of the answer in the cache
+    key_of: Callable[[str, str], str]  # of the answer, by the fingerprints that make it
     generator_fingerprint: str
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
@@ -207,13 +207,7 @@ class Planner:
             candidate_tokens=_candidate_tokens(request, most, generator),
             tenant=tenant,
             share=share,
-            key=answer_key(
-                planned,
-                tenant=tenant,
-                generator_fingerprint=generator.fingerprint,
-                reward_fingerprint=fingerprint,
-                secret=self._secret,
-            ),
+            key_of=partial(answer_key, planned, tenant=tenant, secret=self._secret),
             generator_fingerprint=generator.fingerprint,
             reward_fingerprint=fingerprint,
             arrived=arrived,

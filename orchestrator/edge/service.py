@@ -133,7 +133,7 @@ class Orchestrator:
                 emit(_for_caller(event, request_id, plan.reward_order))
 
             generation, source = await self._answers.get_or_run(
-                plan.key,
+                plan.key_of,
                 partial(self._run, plan, observed, deliver, within),
                 # Requests share a run only if the same outcome suits them: one that allows
                 # degradation may get an answer where another one gets an error.

@@ -100,8 +100,8 @@ async def run(
     `contextlib.aclosing`: it owns the open sessions.
 
     If the generator is lost, the request starts again once, with as many candidates: their draws
-    depend on the seed and their ids, so their tokens are the same. The events begin again with
-    `Admitted`, but no text is sent twice.
+    depend on the seed and their ids, so their tokens are the same at a generator of the same
+    version, which is preferred. The events begin again with `Admitted`, but no text is sent twice.
 
     Raises:
         DeadlineExceeded: fewer than `min_answers` answers were complete in time, and the request
@@ -125,7 +125,8 @@ async def run(
         log.warning("a generator was lost: the request starts again")
         left_s = time_left_s - (clock() - began)
         again = replace(request, selection=replace(request.selection, n=answering.state.n))
-        second = _Run(again, *backends, left_s, began, clock, progress)
+        like = answering.session.fingerprint
+        second = _Run(again, *backends, left_s, began, clock, progress, like)
         try:
             async with aclosing(second.events()) as events:
                 async for event in events:
@@ -160,6 +161,7 @@ class _Run:
     began: float  # the request, by the clock
     clock: Callable[[], float]
     progress: ProgressReporter | None
+    like: str = ""  # the fingerprint of the generator that was lost
     deadline: DeadlineController = field(init=False)
     session: Session = field(init=False)
     scorer: RequestScorer = field(init=False)
@@ -242,6 +244,7 @@ class _Run:
             self.cache_salt,
             request.model,
             request.fits_context,
+            self.like,
         )
         async with AsyncExitStack() as stack:
             with telemetry.span(names.SPAN_OPEN):

@@ -247,16 +247,16 @@ class BackendKind(Enum):
 
 
 class BackendHealth(Enum):
-    """Whether a backend gets new sessions."""
+    """Whether a backend gets new sessions, and of which version it is."""
 
     SERVING = "serving"
-    OTHER_VERSION = "other_version"  # of a model than most others
+    OTHER_VERSION = "other_version"  # serves, but another one than most others
     AWAY = "away"  # it does not answer, or does not serve
 
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """One backend as of the last poll; `sessions`, `waiting` and `slots` are a generator's."""
+    """One backend as last reported; `sessions`, `waiting` and `slots` are a generator's."""
 
     kind: BackendKind
     address: str

@@ -264,7 +264,8 @@ class SessionSpec:
 
     A candidate's tokens depend on the seed and its id, not on its session. Sessions with equal
     salts may share the KV of equal leading prompt tokens, others never do. `adapter`: one of the
-    generator's, or empty for the model alone.
+    generator's, or empty for the model alone. `like`, not sent: prefer a generator with this
+    fingerprint.
     """
 
     prompt: Prompt
@@ -274,6 +275,7 @@ class SessionSpec:
     cache_salt: str = ""
     adapter: str = ""
     fits_context: bool = False  # fewer than max_tokens are enough where the prompt leaves less room
+    like: str = ""
 
     def sampling_after(self, prompt_tokens: int, context_tokens: int) -> Sampling:
         """The sampling, whose max_tokens fits beside the prompt if it may be less."""

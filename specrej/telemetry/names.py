@@ -146,7 +146,7 @@ TOKENS = _counter(
 )
 BACKENDS = _gauge(
     "specrej.backends", "{backend}", "generators and reward services", "kind", "state"
-)  # serving, other_version (unused), away
+)  # serving, other_version (than most, serving too), away
 REQUESTS_RESTARTED = _counter(
     "specrej.requests.restarted",
     "{request}",

@@ -142,7 +142,7 @@ async def test_degraded_answers_are_shared_among_requests_that_allow_them(
 
 
 @pytest.mark.parametrize("changed", ["generator", "reward"])
-async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: str) -> None:
+async def test_an_answer_is_stored_as_what_made_it(redis_url: str, changed: str) -> None:
     """Guards the cache against answers of a version that was deployed while the request waited."""
     old = HeldGenerator(end_every=next(ENDS))
     async with world(old, redis_url=redis_url, max_running=1) as service:
@@ -163,7 +163,8 @@ async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: 
             old_prints.generator != new_prints.generator,
             old_prints.reward != new_prints.reward,
         ] == [changed == "generator", changed == "reward"]
-        assert (await service.answer(small_request())).fingerprints == new_prints
+        stored = await service.answer(small_request())
+        assert stored.cached and stored.fingerprints == new_prints
         service.generator.toy, service.reward.fingerprint = old_toy, ToyReward().fingerprint
         again = await service.answer(small_request())
         assert not again.cached and again.fingerprints == old_prints

@@ -22,7 +22,7 @@ from typing import Any, cast
 from unittest import mock
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.fleet import Fleet, PollSettings
+from orchestrator.backends.fleet import Fleet, FleetSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisClient, tenant_digest
@@ -46,7 +46,7 @@ from tests.simulation.wire import Channel, Server
 DEADLINE_S = 30.0
 _LATE_S = 1.5  # a call to Redis and the end of a session may follow the deadline
 _SETTLED_S = 12.0  # then every lease has expired
-_MOST_IDLE = 400  # entries of all containers of an idle orchestrator
+_MOST_IDLE = 700  # entries of all containers of an idle orchestrator, of which 64 per backend
 _CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
 _NOT_SEARCHED = ("cache", "allow_degraded")
 
@@ -127,7 +127,7 @@ class Process:
 
 def _fleet(targets: Sequence[nodes.Node], peer: Any, version: Any) -> Fleet[Any]:
     by_target = {node.target: node for node in targets}
-    polls = PollSettings(poll_s=1.0, resolve_s=5.0, lost_s=4.0)
+    polls = FleetSettings(report_s=1.0, resolve_s=5.0, lost_s=4.0)
     listed: Any = partial(asyncio.sleep, 0, frozenset(by_target))
 
     def connect(at: Any) -> tuple[Any, Any]:
@@ -217,7 +217,7 @@ class Simulation:
             for process in self._processes:
                 for fleet in (process.generators, process.rewards):
                     await stack.enter_async_context(fleet)
-                    await fleet.wait_polled()
+                    await fleet.wait_heard()
             places = [self._places[kind] for kind in self.faults if kind in self._places]
             breaking = [asyncio.ensure_future(self._break(*place)) for place in places]
             await self._send_all()

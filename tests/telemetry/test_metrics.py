@@ -39,7 +39,8 @@ async def settled(service: Observed) -> dict[str, Scrape]:
         for name in SERVICES:
             values[name] = await service.scrape(name)
         running = sum(v.sum("specrej_rpc_server_in_flight") for v in values.values())
-        return running == 0 and values["orchestrator"].sum("specrej_requests_running") == 0
+        # Two are the streams of the backends' reports.
+        return running == 2 and values["orchestrator"].sum("specrej_requests_running") == 0
 
     await until(is_quiet)
     return values

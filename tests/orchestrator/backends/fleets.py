@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from orchestrator.__main__ import _versions_of
-from orchestrator.backends.fleet import Fleet, PollSettings
+from orchestrator.backends.fleet import Fleet, FleetSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Target
 from orchestrator.backends.rewards import FleetRewards
@@ -27,11 +27,9 @@ from tests.world import Backend, generator_backend, reward_backend
 C = TypeVar("C", FleetGenerator, FleetRewards)
 R = TypeVar("R", RemoteGenerator, RemoteRewards)
 
-QUICK = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=2)
+QUICK = FleetSettings(report_s=0.02, resolve_s=0.02, lost_s=2)
 # No backend is lost, however slow the machine is.
-PATIENT = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=60)
-# One poll: afterwards only calls notice a change.
-ONCE = PollSettings(poll_s=60, resolve_s=60, lost_s=60)
+PATIENT = FleetSettings(report_s=0.02, resolve_s=0.02, lost_s=60)
 FROM_FOUR = Schedule(first=4)
 
 
@@ -97,7 +95,7 @@ async def _running(
     connect: Callable[[Target], tuple[grpc.aio.Channel, Any]],
     version: Callable[[Any], Hashable],
     *,
-    settings: PollSettings = PATIENT,
+    settings: FleetSettings = PATIENT,
     num_listed: int | None = None,
 ) -> AsyncIterator[RunningFleet[C]]:
     """Backends as one, of which the first `num_listed` serve already; None: all of them."""

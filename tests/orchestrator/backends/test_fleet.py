@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import grpc.aio
 import pytest
 
+from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.resolving import Target
 from specrej.contracts import Sampling, SessionSpec
 from specrej.contracts.errors import Unavailable
 from specrej.remote import RemoteGenerator
-from tests import world
 from tests.orchestrator.backends.fleets import (
     PATIENT,
     ListedTargets,
@@ -25,8 +27,8 @@ from tests.orchestrator.backends.fleets import (
     target_of,
 )
 from tests.orchestrator.runs import PROMPT
-from tests.serving import until
-from tests.world import HeldGenerator, generator_backend
+from tests.serving import turns, until
+from tests.world import BOUND_S, HeldGenerator, generator_backend
 
 SAMPLING = Sampling(max_tokens=8)
 
@@ -49,20 +51,19 @@ async def test_backends_follow_the_resolver_and_their_health() -> None:
 async def test_a_lost_backend_is_connected_to_anew() -> None:
     """Guards an orchestrator whose client certificate was renewed: a channel reads it once."""
     async with generators(HeldGenerator()) as running:
-        (server,), (backend,) = running.servers, running.fleet.members()
-        before = backend.peer
+        (server,), (before,) = running.servers, running.fleet.members()
         await server.kill()
         await until(lambda: running.counts == (0, 0, 1))
         num_lookups = running.resolver.num_lookups
         await until(lambda: running.resolver.num_lookups > num_lookups + 1)
         await server.start()
         await until(lambda: running.counts == (1, 0, 0))
-        assert backend.peer is not before
+        assert running.fleet.members() != [before]
 
 
 async def test_a_backend_with_a_session_stays_although_its_name_is_gone() -> None:
     """Guards against a request cut off because its pod was taken out of the Service."""
-    settings = replace(PATIENT, poll_s=60)
+    settings = replace(PATIENT, report_s=60)
     async with generators(HeldGenerator(), settings=settings) as running:
         async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)) as session:
             running.resolver.targets = frozenset()
@@ -74,24 +75,37 @@ async def test_a_backend_with_a_session_stays_although_its_name_is_gone() -> Non
         await until(lambda: sum(running.counts) == 0)
 
 
-async def test_sessions_use_the_most_frequent_version() -> None:
-    """An answer and its cache key have one version, and so has a request in parts."""
+async def test_a_new_version_receives_sessions_as_soon_as_it_serves() -> None:
+    """Guards a rollout against new generators that are idle until they are the majority."""
     old, new = ([HeldGenerator(end_every=end) for _ in range(2)] for end in (30, 40))
-    async with generators(*old, *new, num_listed=3) as running:
-        assert len(running.fleet.members()) == 2
+    async with generators(*old, *new, num_listed=2) as running, AsyncExitStack() as stack:
+        running.resolver.targets |= {target_of(running.servers[2])}
+        await until(lambda: running.counts == (2, 1, 0))
         assert (await running.client.describe()).fingerprint == "toy-30"
-        running.resolver.targets |= {target_of(running.servers[3])}
-        await until(lambda: running.counts == (2, 2, 0))
-        # Both versions are equally frequent: the one in use stays.
-        assert (await running.client.describe()).fingerprint == "toy-30"
+        for _ in range(20):  # all pass it by with a chance of 1 in 2 ** 20
+            opening = running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4))
+            await stack.enter_async_context(opening)
+        assert new[0].num_opened
         await running.servers[0].kill()
+        running.resolver.targets |= {target_of(running.servers[3])}
         await until(lambda: running.counts == (2, 1, 1))
         assert (await running.client.describe()).fingerprint == "toy-40"
-        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)):
-            assert sum(toy.toy.ledger.num_sessions for toy in new) == 1
 
 
-async def test_surveyed_does_not_wait_for_removed_backends() -> None:
+async def test_a_drain_is_noticed_at_once_and_waits_for_no_reports() -> None:
+    """Guards requests that are sent to a server which ends, and a drain that takes all its time."""
+    settings = replace(PATIENT, report_s=60)
+    async with generators(HeldGenerator(), settings=settings) as running:
+        server: Any = running.servers[0]._server
+        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)) as session:
+            server.set_serving(False)
+            await until(lambda: running.counts == (0, 0, 1))
+            assert (await session.extend(4)).num_tokens == 4
+        server.set_serving(True)
+        await asyncio.wait_for(server.stop(300), BOUND_S)
+
+
+async def test_the_start_does_not_wait_for_removed_backends() -> None:
     """Guards against a service that never starts because an address was stale at its start."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         resolver = ListedTargets()
@@ -99,9 +113,9 @@ async def test_surveyed_does_not_wait_for_removed_backends() -> None:
         resolver.targets = frozenset({Target(address, "127.0.0.1")})
         async with Fleet("generator", resolver.resolve, connect_generator, str, PATIENT) as fleet:
             await until(lambda: fleet.counts()["away"] == 1)
-            polled = asyncio.ensure_future(fleet.wait_polled())
+            heard = asyncio.ensure_future(fleet.wait_heard())
             resolver.targets = frozenset()
-            await until(polled.done)
+            await until(heard.done)
 
 
 async def test_a_failed_connection_does_not_end_the_search() -> None:
@@ -120,57 +134,56 @@ async def test_a_failed_connection_does_not_end_the_search() -> None:
         await until(lambda: fleet.counts()["serving"] == 1)
 
 
-async def test_a_session_opened_during_a_poll_counts_as_placed() -> None:
+async def test_a_session_is_placed_until_a_report_includes_it() -> None:
     """Guards against two sessions at one backend because its load was measured before the first."""
-    toy = HeldGenerator()
-    gate = toy.gates["describe"]
-    async with generator_backend(toy) as server:
-        backend = _backend(server)
-        polling = await gate.hold(backend.update())
-        async with backend.holding(nullcontext()):
-            gate.open()
-            await polling
+    async with _backend(HeldGenerator()) as backend:
+        description = await ToyGenerator().describe()
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[None]:
+            backend.take(description)
             assert backend.placed == 1
-            await backend.update()
+            yield
+
+        async with backend.holding(opening()):
+            assert backend.placed == 1
+            backend.take(None)
             assert backend.placed == 0
-        await backend.close()
 
 
 async def test_another_program_at_the_address_is_unavailable() -> None:
     """Guards callers against NOT_FOUND for a request that is right, with another program's text."""
 
-    async def absent(request: object) -> None:
+    async def absent() -> None:
         details = "unknown service at /srv/health.go:31"
         raise grpc.aio.AioRpcError(
             grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), grpc.aio.Metadata(), details
         )
 
-    async with generator_backend(HeldGenerator()) as server:
-        backend = _backend(server)
-        backend._health = SimpleNamespace(Check=absent)
-        await backend.update()
+    async with _backend(HeldGenerator()) as backend:
+        call = SimpleNamespace(read=absent, cancel=lambda: None)
+        backend.peer._stub = SimpleNamespace(Watch=lambda *_, **__: call)
+        await backend.follow(60, 60)
         assert type(backend.failure) is Unavailable
         assert "health.go" not in str(backend.failure) and not backend.is_serving
-        await backend.close()
 
 
 async def test_a_backend_that_fails_a_call_gets_no_sessions() -> None:
     """Guards against requests that go to a generator that has just died."""
-    async with generator_backend(HeldGenerator()) as server:
-        backend = _backend(server)
-        await backend.update()
+    async with _backend(HeldGenerator()) as backend:
+        backend.take(await ToyGenerator().describe())
         assert backend.is_serving
         with pytest.raises(Unavailable):
             async with backend.answering():
                 raise Unavailable("gone")
         assert not backend.is_serving
-        await backend.close()
+        backend.take(None)
+        assert backend.is_serving
 
 
 async def test_a_closed_backend_is_unavailable() -> None:
     """A caller that still has it in a list continues with the next one."""
-    async with generator_backend(HeldGenerator()) as server:
-        backend = _backend(server)
+    async with _backend(HeldGenerator()) as backend:
         await backend.close()
         with pytest.raises(Unavailable):
             async with backend.holding(nullcontext()):
@@ -179,32 +192,35 @@ async def test_a_closed_backend_is_unavailable() -> None:
 
 
 async def test_a_backend_that_answers_sessions_is_not_lost() -> None:
-    """Guards sessions that use all streams of a connection: the poll waits behind them."""
+    """Guards sessions that use all streams of a connection: that of reports waits behind them."""
     toy, waiting = HeldGenerator(), asyncio.Event()
-    toy.gates["describe"].shut()
 
     async def wait() -> None:
         async with backend.answering():
             await waiting.wait()
 
-    async with generator_backend(toy) as server:
-        backend = _backend(server)
+    async with _backend(toy) as backend:
         before = asyncio.get_running_loop().time()
         async with backend.answering():
             pass
         assert backend._answered >= before
         session = asyncio.ensure_future(wait())
+        toy.gates["describe"].shut()
+        watching = asyncio.ensure_future(backend.follow(0.001, 0.01))
+        await turns(1)
         backend._answered += 3600  # as if it went on to answer
-        polling = asyncio.ensure_future(backend.poll(0.01))
-        await until(lambda: backend.failure.message == "a backend does not answer")
-        done, _ = await asyncio.wait({session, polling}, timeout=0.1)
+        done, _ = await asyncio.wait({session, watching}, timeout=0.1)
         assert not done
-        polling.cancel()
-        await asyncio.wait({polling})
-        waiting.set()
-        await session
+        backend._answered -= 3600
+        with pytest.raises(Unavailable):
+            await session
+        await watching
+
+
+@asynccontextmanager
+async def _backend(generator: HeldGenerator) -> AsyncIterator[Backend[RemoteGenerator]]:
+    """A backend of no fleet."""
+    async with generator_backend(generator) as server:
+        backend = Backend(target_of(server), connect_generator, str)
+        yield backend
         await backend.close()
-
-
-def _backend(server: world.Backend) -> Backend[RemoteGenerator]:
-    return Backend(target_of(server), connect_generator, str)

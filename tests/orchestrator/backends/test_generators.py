@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.generators import together
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Planner
 from orchestrator.loop.scoring import LikelihoodScorer
@@ -113,7 +113,7 @@ async def test_whole_answers_that_failed_are_not_paid_for_again(
 
 
 class LateGenerator(HeldGenerator):
-    """A toy that is not ready at its first poll."""
+    """A toy that is not ready at its first report."""
 
     is_ready = False
 
@@ -125,11 +125,11 @@ class LateGenerator(HeldGenerator):
 
 async def test_a_session_may_begin_before_its_generator_is_described() -> None:
     """Guards against an internal error at the first cut, as while generators are restarted."""
-    toy, polled_once = LateGenerator(), replace(PATIENT, poll_s=60)
-    async with generators(toy, num_listed=0, settings=polled_once) as running:
+    toy, once = LateGenerator(), replace(PATIENT, report_s=60)
+    async with generators(toy, num_listed=0, settings=once) as running:
         running.resolver.targets = frozenset(map(target_of, running.servers))
         await until(lambda: running.counts == (0, 0, 1))
-        await running.fleet.wait_polled()
+        await running.fleet.wait_heard()
         toy.is_ready = True
         spec = SessionSpec(PROMPT, 4, replace(SAMPLING, ignore_eos=True), 8)
         async with running.client.open(spec) as session:
@@ -214,14 +214,51 @@ async def test_an_idle_generator_precedes_a_busy_one_with_the_same_prompt() -> N
 async def test_the_description_adds_the_capacities() -> None:
     """Guards against a request that the generator of the smaller context refuses."""
     described = [
-        replace(await ToyGenerator(slots).describe(), context_tokens=tokens)
+        replace(await ToyGenerator(slots).describe(), context_tokens=tokens, vocabulary=slots)
         for slots, tokens in ((200, 8000), (300, 4000))
     ]
-    fleet: Any = SimpleNamespace(descriptions=lambda: described)
-    description = await FleetGenerator(fleet).describe()
+    description = together(described)
+    assert description.vocabulary == 200
     assert (description.slots.capacity, description.session_slots) == (500, 300)
     assert description.max_candidates == described[0].max_candidates
     assert description.context_tokens == 4000
+
+
+class NamedGenerator(HeldGenerator):
+    """A toy under another model's name."""
+
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), model="new")
+
+
+async def test_a_request_that_names_a_model_goes_to_its_generators() -> None:
+    """Guards a rollout of a model with a new name against answers of the other model."""
+    toys = {"toy": HeldGenerator(), "new": NamedGenerator()}
+    async with generators(*toys.values()) as running:
+        await until(lambda: running.counts == (2, 0, 0))
+        assert {*(await running.client.describe()).adapters} == {*toys}
+        for number in range(4):
+            for name, toy in toys.items():
+                prompt, num_opened = Prompt.from_user(str(number)), toy.num_opened
+                async with running.client.open(SessionSpec(prompt, 1, SAMPLING, 4, "", name)):
+                    assert toy.num_opened == num_opened + 1
+        assert not any(toys["toy"].opened_adapters)
+
+
+async def test_a_request_starts_again_at_a_generator_of_the_same_version() -> None:
+    """Guards against UNAVAILABLE after a text was sent: that of another version differs."""
+    toys = [HeldGenerator(end_every=end) for end in (40, 30, 30, 30, 40)]
+    for toy in toys:
+        toy.gates["extend"].shut()
+    async with generators(*toys, num_listed=1) as running:
+        answering = asyncio.ensure_future(answer(request(), running.client, SCORER))
+        await until(lambda: toys[0].gates["extend"].held == 1)
+        running.resolver.targets = frozenset(map(target_of, running.servers))
+        await until(lambda: sum(running.counts[:2]) == len(toys))
+        for toy in toys[1:]:
+            toy.gates["extend"].open()
+        await running.servers[0].kill()
+        assert (await answering).generator_fingerprint == "toy-40"
 
 
 async def test_a_request_is_charged_for_one_generator() -> None:

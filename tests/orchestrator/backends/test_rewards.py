@@ -151,5 +151,17 @@ async def test_the_smallest_batch_of_all_services_counts() -> None:
         servers: list[Any] = running.servers
         for server, most in zip(servers, (1024, 8), strict=True):
             server._servicer._max_batch = most
-        await until(lambda: {m[0].max_batch for m in running.fleet.descriptions()} == {1024, 8})
-        assert [reward.max_batch for reward in await running.client.describe()] == [8]
+
+        async def is_least() -> bool:
+            return [reward.max_batch for reward in await running.client.describe()] == [8]
+
+        await until(is_least)
+
+
+async def test_a_reward_that_some_services_have_is_found() -> None:
+    """Guards a rollout that adds a reward against NOT_FOUND from services without it."""
+    async with reward_services(ToyReward(), ToyReward("other")) as running:
+        assert {reward.name for reward in await running.client.describe()} == {"toy", "other"}
+        for name in ("toy", "other") * 4:
+            async with running.client.open(name, Prompt(text=name)) as session:
+                assert (await session.score(CANDIDATES)).values
