@@ -47,8 +47,8 @@ class Examiner:
             SpecrejError: the server does not answer, or not as the API does.
         """
         entry = await self._entry()
-        limits = (entry.get("max_model_len"), (entry.get("meta") or {}).get("n_ctx"))
         with reading():
+            limits = (entry.get("max_model_len"), (entry.get("meta") or {}).get("n_ctx"))
             context_tokens = next((int(one) for one in limits if one), 0)
         kind = f"{entry.get('owned_by', '')}"
         self.able = Abilities(kind if kind in KNOWN else "openai", context_tokens=context_tokens)
