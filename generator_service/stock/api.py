@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from generator_service.engine.commands import Top
-from generator_service.engine.grammar import json_schema_of
+from generator_service.engine.grammar import checked_schema
 from generator_service.engine.sampling import LEAST_LOGPROB
 from generator_service.stock.requests import Ask, Part, continues_exactly, structured_fields
 from generator_service.stock.server import encodable, reading
@@ -25,7 +25,7 @@ from specrej.contracts.requests import MAX_INT32
 
 # Servers whose own defaults, or those of the model's files, differ from ours, and their names of
 # fields beyond OpenAI's.
-KNOWN = ("vllm", "sglang", "llamacpp")
+KNOWN = ("vllm", "sglang", "llamacpp", "specrej")
 _CANCEL_ALL = ("vllm", "sglang")  # when the connection closes, streams or not
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
 _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
@@ -84,6 +84,8 @@ def request_of(ask: Ask, model: str, able: Abilities) -> tuple[str, dict[str, An
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if sampling.structured_output:
         body |= structured_field(sampling.structured_output, able.structured)
+    if able.kind == "specrej":
+        body["best_of"] = 1  # of its own candidates
     if able.kind == "vllm" and ask.command.cache_salt:
         body["cache_salt"] = ask.command.cache_salt
     path, fields = _prompt_fields(ask, able)
@@ -137,12 +139,13 @@ def structured_field(output: StructuredOutput, name: str) -> dict[str, Any]:
     if name == "structured_outputs":
         return {name: structured_fields(output)}
     assert isinstance(output, JsonObject | JsonSchema)
-    if name == "json_schema":  # llama.cpp's
-        return {name: json.loads(json_schema_of(output))}
+    if name == "json_schema":  # llama.cpp's, which reads patterns of x-guidance as texts
+        schema = output.schema if isinstance(output, JsonSchema) else '{"type": "object"}'
+        return {name: json.loads(checked_schema(schema))}
     if isinstance(output, JsonObject):
         return {name: {"type": "json_object"}}
-    schema = {"name": "answer", "schema": json.loads(output.schema), "strict": True}
-    return {name: {"type": "json_schema", "json_schema": schema}}
+    described = {"name": "answer", "schema": json.loads(output.schema), "strict": True}
+    return {name: {"type": "json_schema", "json_schema": described}}
 
 
 def part_of(message: Any, made: int, most: int, *, has_ids: bool) -> Part:

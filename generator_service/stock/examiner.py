@@ -25,7 +25,10 @@ _CHAT = {"messages": [{"role": "user", "content": "Count from one to nine in wor
 _PROBE_TOKENS = 8
 # Drawn at once, as the candidates of a session are: batches change the numbers of some servers.
 _SEEDS = (1, 1, 1, 1, 2)
-_SEVEN = JsonSchema('{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}')
+_SEVEN = JsonSchema(
+    '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"],'
+    ' "additionalProperties": false}'
+)
 
 
 class Examiner:
@@ -105,7 +108,7 @@ class Examiner:
                 continue
             if not part.token_ids:
                 continue
-            ours = TokenDecoder(text)(part.token_ids)
+            ours = TokenDecoder(text)(part.token_ids).rstrip("\ufffd")  # vLLM leaves it out
             if not (ours and written.startswith(ours)):
                 log.warning(
                     "no token ids: the tokenizer is not the server's: %r, %r", ours, written
@@ -129,6 +132,8 @@ class Examiner:
 
     async def _examine_seeds(self, probe: Mapping[str, Any]) -> None:
         """Whether equal seeds give equal texts, and others other ones."""
+        if self.able.kind == "llamacpp":
+            return  # its logits depend on the batch, which this would not notice each time
         draw: dict[str, Any] = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 2 * _PROBE_TOKENS}
         if self.able.kind in KNOWN:
             draw |= {"top_k": 0, "min_p": 0.0}

@@ -5,6 +5,7 @@ All tests share one event loop: a connection to vLLM belongs to the loop that ma
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -12,26 +13,74 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.conformance.subjects import HAS_VLLM, REMOTE, SUBJECTS, Subject, remote, save_model
+from specrej.contracts import Sampling
+from tests.conformance.subjects import (
+    NEEDED,
+    REMOTE,
+    SERVERS,
+    SUBJECTS,
+    Subject,
+    remote,
+    save_model,
+)
 from tests.serving import until
 
 _BOUND_S = 60.0
+_SERVER_S = 2.0  # until a server has ended requests that were left
+# Of the servers' tests, those that CI runs: rounds, cuts, forks and ends on one that is small.
+_IN_CI = "llama"
+_CI_TESTS = (
+    "test_a_round_ends_at_its_decision_token",
+    "test_a_cut_frees_slots_at_once",
+    "test_a_fork_of_a_fork_and_its_text",
+    "test_stop_texts_end_a_candidate_before_them",
+    "test_a_cancelled_command_leaves_nothing",
+)
 
-_NO_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make vllm")
-_ALL = [
-    pytest.param(name, marks=_NO_VLLM if name.endswith("vllm") else ())
-    for name in (*SUBJECTS, *REMOTE)
-]
-_REMOTE_OWN, _ENDPOINT = "remote-own", "endpoint"
+
+def _all(*left_out: str) -> pytest.MarkDecorator:
+    """A test's subjects: all but these."""
+    names = (name for name in (*SUBJECTS, *REMOTE) if name not in left_out)
+    subjects = [pytest.param(name, marks=_needs(name.removeprefix("remote-"))) for name in names]
+    return pytest.mark.parametrize("subject", subjects, indirect=True)
+
+
+def _needs(name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a subject: what has to be installed for it."""
+    if name not in NEEDED:
+        return []
+    is_there, target = NEEDED[name]
+    return [pytest.mark.skipif(not is_there, reason=f"it is not installed: make {target}")]
+
+
 # Every test has the own engine, and over the network the toy. These have the own engine over the
 # network, too: one per verb, and those of which the toy has nothing to send.
-also_remote_own = pytest.mark.parametrize(
-    "subject", [one for one in _ALL if one.values != (_ENDPOINT,)], indirect=True
-)
-# Of these the endpoint is a subject, too: it has neither rounds nor token ids.
-also_endpoint = pytest.mark.parametrize(
-    "subject", [one for one in _ALL if one.values != (_REMOTE_OWN,)], indirect=True
-)
+also_remote_own = _all("gateway", "endpoint")
+# These have a server of text, too, whose candidates are streams without token ids.
+also_streams = _all("endpoint")
+# And one of whole answers, without rounds.
+also_endpoint = _all("remote-own")
+# vLLM's draws in this process and in its server.
+stock_vllm = _all(*(name for name in (*SUBJECTS, *REMOTE) if name not in ("vllm", "vllm-server")))
+_OTHERS = _all("remote-own", "gateway", "endpoint")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of servers that are processes of their own, but for those of CI."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        name = getattr(item, "callspec", None) and item.callspec.params.get("subject")
+        if name in SERVERS and not (name == _IN_CI and item.originalname in _CI_TESTS):
+            item.add_marker("long")
+
+
+def skip_if_refused(subject: Subject, sampling: Sampling) -> None:
+    """Skip the test if the subject refuses the sampling, which another test checks."""
+    kind = sampling.structured_output and sampling.structured_output.kind
+    for name in subject.lacks:
+        if getattr(sampling, name, name == kind):
+            pytest.skip(f"it refuses {name}")
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +89,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def until_idle(subject: Subject) -> None:
-    """Return once no session is open or waits and no slot is owned; else TimeoutError.
+    """Return once no session is open or waits and no slot is owned, and soon no request runs at the
+    server; else TimeoutError.
 
     A generator behind a port handles the end of a stream a moment later.
     """
@@ -50,6 +100,17 @@ async def until_idle(subject: Subject) -> None:
         return not (now.slots.owned or now.sessions or now.waiting)
 
     await until(idle, bound_s=_BOUND_S)
+    await runs_at_most(subject, 0)
+
+
+async def runs_at_most(subject: Subject, requests: int) -> None:
+    """Return once the server behind the subject, if there is one, runs at most so many."""
+    if running := subject.running:
+
+        async def holds() -> bool:
+            return await running() <= requests
+
+        await until(holds, bound_s=_SERVER_S, every_s=0.02)
 
 
 class Started:
@@ -58,17 +119,22 @@ class Started:
     def __init__(self, directory: Path, resources: AsyncExitStack) -> None:
         self._directory = directory
         self._resources = resources
-        self._subjects: dict[str, Subject] = {}
+        self._started: dict[str, asyncio.Future[Subject]] = {}
 
     async def get(self, name: str) -> Subject:
-        if name not in self._subjects:
+        """The generator; one that cannot start is not started again."""
+        if name not in self._started:
             opening: AbstractAsyncContextManager[Subject]
             if name in REMOTE:
                 opening = remote(await self.get(REMOTE[name]))
             else:
                 opening = SUBJECTS[name](self._directory)
-            self._subjects[name] = await self._resources.enter_async_context(opening)
-        return self._subjects[name]
+            started = self._started[name] = asyncio.get_running_loop().create_future()
+            try:
+                started.set_result(await self._resources.enter_async_context(opening))
+            except BaseException as error:
+                started.set_exception(error)
+        return await self._started[name]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -77,12 +143,9 @@ async def started(model_directory: Path) -> AsyncIterator[Started]:
         yield Started(model_directory, resources)
 
 
-@pytest_asyncio.fixture(
-    loop_scope="session",
-    params=[one for one in _ALL if one.values[0] not in (_REMOTE_OWN, _ENDPOINT)],
-)
+@pytest_asyncio.fixture(loop_scope="session", params=_OTHERS.args[1])
 async def subject(request: pytest.FixtureRequest, started: Started) -> AsyncIterator[Subject]:
-    """Afterwards no session is open and no slot is owned."""
+    """Afterwards no session is open, no slot is owned, and no request runs at a server."""
     subject = await started.get(request.param)
     yield subject
     await until_idle(subject)

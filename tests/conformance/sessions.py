@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from specrej.contracts import (
     Candidate,
-    FinishReason,
     Generator,
     Round,
     RoundEnd,
@@ -14,12 +14,13 @@ from specrej.contracts import (
     Session,
     SessionSpec,
 )
-from tests.conformance.subjects import PROMPT
+from tests.conformance.subjects import PROMPT, Subject
 
 ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
 # Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
-ENDING = Sampling(max_tokens=60, seed=4)
-Tokens = dict[int, tuple[int, ...]]
+ENDING = Sampling(max_tokens=60, seed=13)
+# Of candidates by id: token ids, or characters where a generator sends texts only.
+Tokens = dict[int, tuple[Any, ...]]
 
 
 def ids(candidates: Sequence[Candidate]) -> list[int]:
@@ -29,8 +30,14 @@ def ids(candidates: Sequence[Candidate]) -> list[int]:
 def add(tokens: Tokens, ended: Round) -> Tokens:
     """Candidates' tokens, collected from the new tokens of each round."""
     for candidate in ended.candidates:
-        tokens[candidate.id] = tokens.get(candidate.id, ()) + candidate.new_token_ids
-        assert len(tokens[candidate.id]) == candidate.num_tokens
+        before = tokens.get(candidate.id, ())
+        made = before + candidate.new_token_ids
+        if candidate.num_tokens and (not made or isinstance(made[0], str)):
+            made = tuple(candidate.text)
+            assert made[: len(before)] == before
+        else:
+            assert len(made) == candidate.num_tokens
+        tokens[candidate.id] = made
     return tokens
 
 
@@ -57,25 +64,30 @@ async def whole(
         return ended.candidates
 
 
-async def tokens_in_one_round(generator: Generator, n: int, sampling: Sampling) -> Tokens:
-    """All candidates' tokens, in one round."""
-    made = await whole(generator, n, sampling)
-    return {candidate.id: candidate.new_token_ids for candidate in made}
+async def without_cuts(
+    subject: Subject, n: int, sampling: Sampling, rounds: Sequence[int] = ()
+) -> Tokens:
+    """All candidates' tokens, in one round; in `rounds` where draws depend on their borders."""
+    if not (rounds and subject.draws_by_round(sampling)):
+        rounds = (sampling.max_tokens,)
+    async with subject.generator.open(SessionSpec(PROMPT, n, sampling, 8)) as session:
+        return (await to_the_end(session, rounds))[0]
 
 
 async def to_the_end(
     session: Session, rounds: Collection[int], cut: bool = False
-) -> tuple[Tokens, dict[int, FinishReason]]:
-    """Tokens and finishes over several rounds; with `cut`, every other one is rejected in each."""
+) -> tuple[Tokens, dict[int, Candidate]]:
+    """Tokens, and all candidates as they finished, over several rounds; with `cut`, every other one
+    is rejected in each."""
     tokens: Tokens = {}
-    finishes: dict[int, FinishReason] = {}
+    finished: dict[int, Candidate] = {}
     for until_tokens in rounds:
         ended = await session.extend(until_tokens)
         add(tokens, ended)
         live = [c.id for c in ended.candidates if c.finish is None]
         for candidate in ended.candidates:
-            assert candidate.id not in finishes, "a finished candidate came back"
+            assert candidate.id not in finished, "a finished candidate came back"
             if candidate.finish:
-                finishes[candidate.id] = candidate.finish
+                finished[candidate.id] = candidate
         await session.prune(live[::2] if cut else live)
-    return tokens, finishes
+    return tokens, finished

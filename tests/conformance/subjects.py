@@ -6,27 +6,33 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from prometheus_client import REGISTRY
 
-from generator_service.engine.commands import Step
+from generator_service.embedded import WEIGHTS, package_directory
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.endpoint import open_endpoint
 from generator_service.toy import ToyGenerator
 from specrej.client.channel import open_channel
-from specrej.contracts import Generator, Prompt
+from specrej.contracts import CandidateForm, Generator, Prompt, Sampling
 from specrej.remote import RemoteGenerator
 from specrej_models.vllm_options import prepare_environment
+from tests.endpoints import scrape
+from tests.generator_service.completions import Completions
+from tests.programs import ROOT
 from tests.reward_service import endpoint as endpoints
-from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
+from tests.reward_service.tiny import CONTEXT, make_config, make_tokenizer, save_language_model
+from tests.servers.starting import MODEL, llama_server, vllm_server
 from tests.serving import listening
 
 # More engine arguments, such as those of `make conformance-distributed`.
@@ -35,19 +41,44 @@ VLLM_OPTIONS = json.loads(os.environ.get("SPECREJ_VLLM_OPTIONS", "{}"))
 IS_FLOAT32 = not torch.cuda.is_available()
 CAPACITY = 1024
 MAX_CANDIDATES = 32
-PROMPT = Prompt(text="Name three uses of a brick, and say why each of them matters.")
+PROMPT = Prompt.from_user("Name three uses of a brick, and say why each of them matters.")
+_IDS = ("logprobs", "top_logprobs", "stop_token_ids")  # fields that need token ids
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A generator under test. A toy has no model: no stop texts, no context, no greedy draws.
 
-    `steps`: those of vLLM.
+    `form`: of its candidates where the sampling allows each. `is_exact`: equal requests draw equal
+    tokens, whatever runs beside them. `lacks`: fields of the sampling, or kinds of structured
+    outputs, that it refuses. `running` returns how many requests the server behind it runs.
     """
 
     generator: Generator
     is_toy: bool = False
-    steps: list[Step] = field(default_factory=list)
+    form: CandidateForm = CandidateForm.IN_PLACE
+    is_exact: bool = True
+    lacks: tuple[str, ...] = ()
+    running: Callable[[], Awaitable[float]] | None = None
+
+    def form_of(self, sampling: Sampling) -> CandidateForm:
+        """The form of candidates: a continued prompt would change some draws."""
+        changed = sampling.presence_penalty, sampling.frequency_penalty, sampling.bad_words
+        if self.form is CandidateForm.ROUNDS and any((*changed, sampling.structured_output)):
+            return CandidateForm.STREAMS
+        return self.form
+
+    def can_fork(self, sampling: Sampling) -> bool:
+        return self.form_of(sampling) in (CandidateForm.IN_PLACE, CandidateForm.ROUNDS)
+
+    def draws_by_round(self, sampling: Sampling) -> bool:
+        """Whether draws depend on where rounds begin."""
+        return self.form_of(sampling) is CandidateForm.ROUNDS
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether it sends token ids; else tokens in tests are characters."""
+        return self.form in (CandidateForm.IN_PLACE, CandidateForm.ROUNDS)
 
 
 def save_model(directory: Path) -> Path:
@@ -55,14 +86,17 @@ def save_model(directory: Path) -> Path:
 
     There are several end tokens, so that some answers end early.
     """
+    tokenizer = make_tokenizer("<pad>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>", "<over>", "<out>"]})
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = make_config("llama", 0, **sizes, eos_token_id=[2, 100, 150, 200])
-    return save_language_model(directory, config, make_tokenizer("<pad>"), seed=7)
+    ends = {"vocab_size": len(tokenizer), "eos_token_id": [2, 259, 260, 261]}
+    config = make_config("llama", 0, **sizes, **ends)
+    return save_language_model(directory, config, tokenizer, seed=7)
 
 
 @asynccontextmanager
 async def toy(_: Path) -> AsyncIterator[Subject]:
-    yield Subject(ToyGenerator(CAPACITY, step_s=0.001), is_toy=True)
+    yield Subject(ToyGenerator(CAPACITY, step_s=0.001), is_toy=True, lacks=("structured_output",))
 
 
 @asynccontextmanager
@@ -82,56 +116,139 @@ async def own(directory: Path, device: str = "cpu") -> AsyncIterator[Subject]:
 async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
     """As the service starts it, with `more` settings."""
     # Compiling takes minutes.
-    options = {"enforce_eager": True, **VLLM_OPTIONS, **more.pop("vllm_options", {})}
+    options = {"enforce_eager": True, "disable_log_stats": False, **VLLM_OPTIONS}
+    options |= more.pop("vllm_options", {})
     own = {"threads": 1, "kv_slots": CAPACITY, "max_candidates": MAX_CANDIDATES}
     settings = GeneratorSettings(
         engine="vllm", model=str(directory), vllm_options=options, **own | more
     )
-    steps: list[Step] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of vLLM
         prepare_environment(settings.threads)
         from generator_service.stock.vllm import load_vllm
 
-        generator = load_vllm(settings, steps.append)
+        generator = load_vllm(settings)
+
+    async def running() -> float:
+        return metric("vllm:num_requests_running") + metric("vllm:num_requests_waiting")
+
     try:
         await generator.warm_up()
-        yield Subject(generator, steps=steps)
+        yield Subject(generator, form=CandidateForm.ROUNDS, running=running)
+    finally:
+        await generator.close()
+
+
+def metric(name: str) -> float:
+    """A metric of the vLLM in this process that was started last, summed over its labels."""
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    values = [sample.value for sample in samples if sample.name == name]
+    assert values, f"there is no {name}"
+    return sum(values)
+
+
+@asynccontextmanager
+async def stock(url: str, model: str, tokenizer: str = "", **about: Any) -> AsyncIterator[Subject]:
+    """The stock engine on a server; `about`: of the subject."""
+    settings = GeneratorSettings(
+        engine="remote",
+        model=model,
+        remote_url=f"{url}/v1/",
+        remote_tokenizer=tokenizer,
+        context_tokens=CONTEXT,
+        kv_slots=CAPACITY,
+        max_candidates=MAX_CANDIDATES,
+    )
+    generator = await open_endpoint(settings)
+    try:
+        subject = Subject(generator, **about)
+        description = await generator.describe()
+        assert (description.form, description.can_fork) == (subject.form, subject.has_ids)
+        assert description.ignores_seeds != subject.is_exact
+        yield subject
     finally:
         await generator.close()
 
 
 @asynccontextmanager
-async def endpoint(_: Path) -> AsyncIterator[Subject]:
-    """An endpoint with OpenAI's API, whose answers are whole."""
-    async with endpoints.served(_answer) as server:
-        settings = GeneratorSettings(engine="remote", model="m", remote_url=f"{server.url}/")
-        generator = await open_endpoint(settings)
-        try:
-            yield Subject(generator)
-        finally:
-            await generator.close()
+async def at_vllm(directory: Path) -> AsyncIterator[Subject]:
+    """On an unmodified vLLM that listens."""
+    async with vllm_server("--max-model-len", f"{CONTEXT}", model=directory) as url:
+        running = partial(sums, url, "vllm:num_requests_running", "vllm:num_requests_waiting")
+        about: dict[str, Any] = {"form": CandidateForm.ROUNDS, "running": running}
+        async with stock(url, f"{directory}", **about) as subject:
+            yield subject
 
 
-def _answer(body: Mapping[str, Any], _: int) -> endpoints.Reply:
-    """Every second seed ends by itself."""
-    seed, ends = body["seed"], body["seed"] % 2 == 0
-    made = 3 if ends else body["max_tokens"]
-    choice = {
-        "text": f"seed {seed}",
-        "finish_reason": "stop" if ends else "length",
-        "logprobs": {"token_logprobs": [-0.5] * made},
-    }
-    return endpoints.Reply(
-        {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": made}}
-    )
+@asynccontextmanager
+async def at_llama(_: Path) -> AsyncIterator[Subject]:
+    """On llama.cpp's server, with the embedded model."""
+    async with llama_server() as url:
+        running = partial(sums, url, "llamacpp:requests_processing", "llamacpp:requests_deferred")
+        lacks = ("min_tokens", "bad_words", "regex", "grammar")
+        about: dict[str, Any] = {
+            "form": CandidateForm.ROUNDS,
+            "is_exact": False,
+            "running": running,
+        }
+        model = f"{package_directory() / WEIGHTS}"
+        async with stock(url, model, f"{MODEL}", lacks=lacks, **about) as subject:
+            yield subject
+
+
+async def sums(url: str, *names: str) -> float:
+    """The sum of some metrics of a server."""
+    metrics = await scrape([f"{url}/metrics"])
+    return sum(metrics.sum(name) for name in names)
+
+
+@asynccontextmanager
+async def gateway(directory: Path) -> AsyncIterator[Subject]:
+    """The gateway, before an orchestrator whose generator is the own engine: a server of text."""
+    from tests.world import world
+
+    async with own(directory) as subject:
+        generator: Any = SimpleNamespace(
+            open=subject.generator.open, describe=subject.generator.describe, is_idle=True
+        )
+        async with world(generator, gateway=True, max_running=MAX_CANDIDATES) as services:
+
+            async def running() -> float:
+                return services.admission.running + services.admission.queued
+
+            about: dict[str, Any] = {
+                "form": CandidateForm.STREAMS,
+                "lacks": _IDS,
+                "running": running,
+            }
+            async with stock(services.gateway_url, directory.name, **about) as subject:
+                yield subject
+
+
+@asynccontextmanager
+async def endpoint(directory: Path) -> AsyncIterator[Subject]:
+    """A scripted server of chats, without streams."""
+    completions = Completions(directory, kind="chat", streams=False)
+    completions.behave(ends=True)
+    async with endpoints.served(completions.reply) as server:
+
+        async def running() -> float:
+            return server.running
+
+        about: dict[str, Any] = {
+            "form": CandidateForm.WHOLE_ANSWERS,
+            "lacks": _IDS,
+            "running": running,
+        }
+        async with stock(server.url.removesuffix("/v1"), "m", **about) as subject:
+            yield subject
 
 
 @asynccontextmanager
 async def remote(served: Subject) -> AsyncIterator[Subject]:
     """A generator behind a port, over real gRPC."""
     async with port(served.generator) as address, open_channel(address) as channel:
-        yield Subject(RemoteGenerator(channel), served.is_toy)
+        yield replace(served, generator=RemoteGenerator(channel))
 
 
 def port(generator: Generator) -> AbstractAsyncContextManager[str]:
@@ -145,10 +262,19 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "toy": toy,
     "own": own,
     "vllm": vllm,
+    "vllm-server": at_vllm,
+    "llama": at_llama,
+    "gateway": gateway,
     "endpoint": endpoint,
 }
 if torch.cuda.is_available():
     SUBJECTS["own-cuda"] = partial(own, device="cuda")
 REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
-
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+SERVERS = ("vllm-server", "llama")
+# Whether what a subject needs is installed, and the target that installs it.
+NEEDED = {
+    "vllm": (importlib.util.find_spec("vllm") is not None, "vllm"),
+    "vllm-server": ((ROOT / ".vllm/.installed").exists(), "vllm"),
+    "llama": ((ROOT / ".llama/.installed").exists(), "llama"),
+    "gateway": (importlib.util.find_spec("redis") is not None, "setup"),
+}

@@ -39,6 +39,7 @@ from tests.conformance.subjects import (
     PROMPT,
     VLLM_OPTIONS,
     Subject,
+    metric,
     own,
     vllm,
 )
@@ -46,6 +47,7 @@ from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
 from tests.serving import until
 
 _BOUND_S = 120.0
+_GREEDY = SessionSpec(PROMPT, 1, Sampling(max_tokens=24, temperature=0.0, ignore_eos=True), 8)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -86,12 +88,38 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
     assert planned.slots == 1024
 
 
+async def test_memory_decides_n_and_nothing_is_preempted(started: Started) -> None:
+    """Two sessions fill the slots again and again. Guards against slots that vLLM does not have: it
+    would preempt a request, and compute its tokens again.
+
+    Before the tests that start another vLLM: its metrics take the place of this one's.
+    """
+    generator = (await started.get("vllm")).generator
+    sampling = Sampling(max_tokens=180, seed=3, ignore_eos=True)
+    preempted = metric("vllm:num_preemptions_total")
+
+    async def run(salt: str) -> int:
+        """The number of rounds that ended because slots were full."""
+        num_full, live = 0, [0]
+        async with generator.open(SessionSpec(PROMPT, 0, sampling, 8, salt)) as session:
+            assert session.n > 2
+            while live:
+                ended = await session.extend(180)
+                num_full += ended.ended_by is RoundEnd.SLOTS_FULL
+                live = [c.id for c in ended.candidates if not c.finish]
+                await session.prune(live[: len(live) // 2 or 1])
+        return num_full
+
+    assert min(await asyncio.gather(run("one"), run("other"))) > 0
+    assert metric("vllm:num_preemptions_total") == preempted
+
+
 @pytest.mark.skipif("tensor_parallel_size" in VLLM_OPTIONS, reason="it has nine heads")
 async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
     """Covers properties that a tiny model lacks: thirty layers, shared key heads, a chat template,
-    its own end tokens and vocabulary."""
+    its own end tokens and vocabulary. Greedy, as their draws differ."""
     prompt = Prompt.from_user("Name three uses of a brick.")
-    sampling = Sampling(max_tokens=24, seed=5, logprobs=True)
+    sampling = Sampling(max_tokens=24, temperature=0.0, logprobs=True)
     made = []
     for subject in (own, vllm):
         async with (
@@ -115,12 +143,9 @@ async def test_an_adapter_draws_the_tokens_of_the_weights_that_it_makes(
 ) -> None:
     """The model beside it draws its own: guards against adapters that leak into other sessions."""
     save_adapter(model_directory, tmp_path / "adapter", merged=tmp_path / "merged")
-    sampling = Sampling(max_tokens=24, seed=3, ignore_eos=True)
 
     async def tokens(subject: Subject, adapter: str = "") -> list[tuple[int, ...]]:
-        spec = SessionSpec(PROMPT, 4, sampling, 8, adapter=adapter)
-        async with subject.generator.open(spec) as session:
-            return [c.new_token_ids for c in (await session.extend(24)).candidates]
+        return await _tokens(subject.generator, replace(_GREEDY, adapter=adapter))
 
     async with own(model_directory) as model, own(tmp_path / "merged") as merged:
         expected = await tokens(model), await tokens(merged)
@@ -157,6 +182,26 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
+async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path) -> None:
+    """And the generator's health: its heartbeat, which runs only while requests do."""
+    before = {*psutil.Process().children(recursive=True)}
+    sampling = Sampling(max_tokens=150, seed=3, ignore_eos=True)
+    async with vllm(model_directory) as subject:
+        generator = subject.generator
+        assert isinstance(generator, StockGenerator)
+        assert generator.heartbeat_s() == 0
+        async with generator.open(SessionSpec(PROMPT, 5, sampling, 8)) as session:
+            extending = asyncio.create_task(session.extend(150))
+            await until(lambda: generator.heartbeat_s() > 0, bound_s=_BOUND_S)
+            _kill({*psutil.Process().children(recursive=True)} - before)
+            async with asyncio.timeout(_BOUND_S):
+                with pytest.raises((Unavailable, InternalError)):
+                    await extending
+        await until(partial(_has_ended, generator), bound_s=_BOUND_S)
+        with pytest.raises(Unavailable):
+            await _tokens(generator, _GREEDY)
+
+
 def _has_ended(generator: StockGenerator) -> bool:
     return generator.heartbeat_s() == math.inf
 
@@ -172,16 +217,15 @@ async def test_nodes_of_one_generator_draw_the_tokens_of_one(
         port = unused.getsockname()[1]
     nodes = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **nodes}
-    spec = SessionSpec(PROMPT, 4, Sampling(max_tokens=24, seed=3, ignore_eos=True), 8)
     with _node(model_directory, {**options, "node_rank": 1}, tmp_path) as process:
         async with vllm(model_directory, vllm_options={**options, "node_rank": 0}) as subject:
-            made = await _tokens(subject.generator, spec)
+            made = await _tokens(subject.generator, _GREEDY)
             _kill([*psutil.Process(process.pid).children(recursive=True), process])
             with pytest.raises((Unavailable, InternalError)):
-                await _tokens(subject.generator, spec)
+                await _tokens(subject.generator, _GREEDY)
             assert isinstance(subject.generator, StockGenerator)
             await until(partial(_has_ended, subject.generator), bound_s=_BOUND_S)
-    assert made == await _tokens((await started.get("own")).generator, spec)
+    assert made == await _tokens((await started.get("own")).generator, _GREEDY)
 
 
 _ONE_MACHINE = {

@@ -59,7 +59,7 @@ HELD = Reply(is_held=True)
 OPENAI = {"streams", "seeds", "log-probabilities"}
 CHAT = OPENAI | {"structured outputs (response_format)"}
 VLLM = OPENAI | {"token ids", "structured outputs (structured_outputs)"}
-LLAMA = OPENAI | {"token ids", "structured outputs (json_schema)"}
+LLAMA = (OPENAI | {"token ids", "structured outputs (json_schema)"}) - {"seeds"}
 ROUNDS, STREAMS, WHOLE = [*c.CandidateForm][1:]
 
 

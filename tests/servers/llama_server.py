@@ -17,6 +17,7 @@ parameters.n_parallel = int(slots)
 parameters.n_ctx = int(tokens)
 parameters.kv_unified = True
 parameters.endpoint_metrics = True
-parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 2
+# Several would spin at each layer, and beside other programs take ten times as long.
+parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
 server = xllamacpp.Server(parameters)
 signal.pause()
