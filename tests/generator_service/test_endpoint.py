@@ -92,7 +92,8 @@ async def test_the_form_is_found_by_what_the_server_does(
         assert (card.form, {*card.abilities}) == (form, abilities)
         assert card.ignores_seeds == ("seeds" not in abilities)
         assert card.can_fork == (form is ROUNDS)
-        assert server.endpoint.num_connections >= 5  # seeds are tried at once
+        if model.kind != "llamacpp":  # whose seeds are not tried
+            assert server.endpoint.num_connections >= 5  # seeds are tried at once
         assert card.context_tokens == (131_072 if model.kind == "chat" else 250)
         for sampling in (SAMPLING, IN_STREAMS):
             spec = replace(SPEC, sampling=sampling, n=1)
