@@ -143,19 +143,25 @@ class Examiner:
             self.able = replace(self.able, seeds=len({*equal}) == 1 and other not in equal)
 
     async def _examine_streams(self) -> None:
-        body, count = self._body({**self._text, "stream": True}), 0
+        """Whether text arrives in parts, requested as candidates are."""
+        able, num_parts = self.able, 0
+        body = {**self._text, "stream": True}
+        if able.least_logprobs is not None:  # with which some servers send all text at the end
+            body["logprobs"] = able.least_logprobs if "prompt" in body else True
+        sent = self._body(body)
         try:
-            async for _ in self._server.messages(_path(body), body, ""):
-                count += 1
+            async for message in self._server.messages(_path(sent), sent, ""):
+                num_parts += bool(part_of(message, 0, 0, has_ids=False).text)
         except (InvalidRequest, InternalError, Unavailable) as error:
             log.info("no streams: %s", error)
-        self.able = replace(self.able, streams=count > 2)
+        self.able = replace(able, streams=num_parts > 1)
 
     async def _examine_structured(self) -> None:
         for name in ("structured_outputs", "json_schema", "response_format"):
-            body = {**self._text, **structured_field(_SEVEN, name)}
+            # Greedy: white space that is drawn may have any length.
+            body = {**self._text, **structured_field(_SEVEN, name), "temperature": 0.0}
             with suppress(InvalidRequest, InternalError, ValueError, LookupError, TypeError):
-                reply = await self._ask({**body, "max_tokens": 2 * _PROBE_TOKENS})
+                reply = await self._ask({**body, "max_tokens": 4 * _PROBE_TOKENS})
                 if json.loads(text_of(reply))["a"] == 7:
                     self.able = replace(self.able, structured=name)
                     return

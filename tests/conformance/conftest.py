@@ -55,14 +55,14 @@ def _needs(name: str) -> list[pytest.MarkDecorator]:
 
 # Every test has the own engine, and over the network the toy. These have the own engine over the
 # network, too: one per verb, and those of which the toy has nothing to send.
-also_remote_own = _all("gateway", "endpoint")
+also_remote_own = _all("llama-text", "gateway", "endpoint")
 # These have a server of text, too, whose candidates are streams without token ids.
-also_streams = _all("endpoint")
-# And one of whole answers, without rounds.
+also_streams = _all("gateway", "endpoint")
+# And those of whole answers, without rounds.
 also_endpoint = _all("remote-own")
 # vLLM's draws in this process and in its server.
 stock_vllm = _all(*(name for name in (*SUBJECTS, *REMOTE) if name not in ("vllm", "vllm-server")))
-_OTHERS = _all("remote-own", "gateway", "endpoint")
+_OTHERS = _all("remote-own", "llama-text", "gateway", "endpoint")
 
 
 @pytest.hookimpl(tryfirst=True)

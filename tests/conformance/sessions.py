@@ -17,8 +17,6 @@ from specrej.contracts import (
 from tests.conformance.subjects import PROMPT, Subject
 
 ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
-# Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
-ENDING = Sampling(max_tokens=60, seed=13)
 # Of candidates by id: token ids, or characters where a generator sends texts only.
 Tokens = dict[int, tuple[Any, ...]]
 

@@ -24,7 +24,7 @@ from generator_service.settings import GeneratorSettings
 from generator_service.stock.endpoint import open_endpoint
 from generator_service.toy import ToyGenerator
 from specrej.client.channel import open_channel
-from specrej.contracts import CandidateForm, Generator, Prompt, Sampling
+from specrej.contracts import CandidateForm, Generator, Prompt, Sampling, TokenBias
 from specrej.remote import RemoteGenerator
 from specrej_models.vllm_options import prepare_environment
 from tests.endpoints import scrape
@@ -42,6 +42,9 @@ IS_FLOAT32 = not torch.cuda.is_available()
 CAPACITY = 1024
 MAX_CANDIDATES = 32
 PROMPT = Prompt.from_user("Name three uses of a brick, and say why each of them matters.")
+# Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
+ENDING = Sampling(max_tokens=60, seed=13)
+_END_OF_TURN = 2  # of the embedded model
 _IDS = ("logprobs", "top_logprobs", "stop_token_ids")  # fields that need token ids
 
 
@@ -51,7 +54,8 @@ class Subject:
 
     `form`: of its candidates where the sampling allows each. `is_exact`: equal requests draw equal
     tokens, whatever runs beside them. `lacks`: fields of the sampling, or kinds of structured
-    outputs, that it refuses. `running` returns how many requests the server behind it runs.
+    outputs, that it refuses. `ending`: with it some candidates end by themselves, and some do not.
+    `running` returns how many requests the server behind it runs.
     """
 
     generator: Generator
@@ -59,6 +63,7 @@ class Subject:
     form: CandidateForm = CandidateForm.IN_PLACE
     is_exact: bool = True
     lacks: tuple[str, ...] = ()
+    ending: Sampling = ENDING
     running: Callable[[], Awaitable[float]] | None = None
 
     def form_of(self, sampling: Sampling) -> CandidateForm:
@@ -181,18 +186,21 @@ async def at_vllm(directory: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def at_llama(_: Path) -> AsyncIterator[Subject]:
-    """On llama.cpp's server, with the embedded model."""
-    async with llama_server() as url:
+async def at_llama(_: Path, name: str = "") -> AsyncIterator[Subject]:
+    """On llama.cpp's server, with the embedded model; by a `name` without its tokenizer."""
+    async with llama_server(name=name) as url:
         running = partial(sums, url, "llamacpp:requests_processing", "llamacpp:requests_deferred")
         lacks = ("min_tokens", "bad_words", "regex", "grammar")
         about: dict[str, Any] = {
-            "form": CandidateForm.ROUNDS,
+            "form": CandidateForm.STREAMS if name else CandidateForm.ROUNDS,
+            "lacks": (*lacks, *_IDS) if name else lacks,
             "is_exact": False,
             "running": running,
+            # The model seldom ends within 60 tokens.
+            "ending": replace(ENDING, logit_bias=(TokenBias(_END_OF_TURN, 2.5),)),
         }
-        model = f"{package_directory() / WEIGHTS}"
-        async with stock(url, model, f"{MODEL}", lacks=lacks, **about) as subject:
+        files = (name, "") if name else (f"{package_directory() / WEIGHTS}", f"{MODEL}")
+        async with stock(url, *files, **about) as subject:
             yield subject
 
 
@@ -217,7 +225,7 @@ async def gateway(directory: Path) -> AsyncIterator[Subject]:
                 return services.admission.running + services.admission.queued
 
             about: dict[str, Any] = {
-                "form": CandidateForm.STREAMS,
+                "form": CandidateForm.WHOLE_ANSWERS,  # it sends text early without logprobs only
                 "lacks": _IDS,
                 "running": running,
             }
@@ -227,7 +235,7 @@ async def gateway(directory: Path) -> AsyncIterator[Subject]:
 
 @asynccontextmanager
 async def endpoint(directory: Path) -> AsyncIterator[Subject]:
-    """A scripted server of chats, without streams."""
+    """A scripted server of chats, without streams; its answers are short."""
     completions = Completions(directory, kind="chat", streams=False)
     completions.behave(ends=True)
     async with endpoints.served(completions.reply) as server:
@@ -237,6 +245,7 @@ async def endpoint(directory: Path) -> AsyncIterator[Subject]:
 
         about: dict[str, Any] = {
             "form": CandidateForm.WHOLE_ANSWERS,
+            "ending": replace(ENDING, max_tokens=8),
             "lacks": _IDS,
             "running": running,
         }
@@ -264,17 +273,19 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "vllm": vllm,
     "vllm-server": at_vllm,
     "llama": at_llama,
+    "llama-text": partial(at_llama, name="smollm"),
     "gateway": gateway,
     "endpoint": endpoint,
 }
 if torch.cuda.is_available():
     SUBJECTS["own-cuda"] = partial(own, device="cuda")
 REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
-SERVERS = ("vllm-server", "llama")
+SERVERS = ("vllm-server", "llama", "llama-text")
 # Whether what a subject needs is installed, and the target that installs it.
 NEEDED = {
     "vllm": (importlib.util.find_spec("vllm") is not None, "vllm"),
     "vllm-server": ((ROOT / ".vllm/.installed").exists(), "vllm"),
     "llama": ((ROOT / ".llama/.installed").exists(), "llama"),
+    "llama-text": ((ROOT / ".llama/.installed").exists(), "llama"),
     "gateway": (importlib.util.find_spec("redis") is not None, "setup"),
 }

@@ -31,7 +31,6 @@ from tests.conformance.conftest import (
     skip_if_refused,
 )
 from tests.conformance.sessions import (
-    ENDING,
     ENDLESS,
     Tokens,
     add,
@@ -40,7 +39,7 @@ from tests.conformance.sessions import (
     whole,
     without_cuts,
 )
-from tests.conformance.subjects import CAPACITY, PROMPT, Subject
+from tests.conformance.subjects import CAPACITY, ENDING, PROMPT, Subject
 from tests.reward_service.tiny import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

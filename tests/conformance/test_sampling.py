@@ -14,7 +14,6 @@ import pytest
 
 from specrej.contracts import (
     Candidate,
-    CandidateForm,
     FinishReason,
     Grammar,
     JsonObject,
@@ -35,7 +34,6 @@ from tests.conformance.conftest import (
     stock_vllm,
 )
 from tests.conformance.sessions import (
-    ENDING,
     ENDLESS,
     Tokens,
     add,
@@ -43,7 +41,7 @@ from tests.conformance.sessions import (
     whole,
     without_cuts,
 )
-from tests.conformance.subjects import IS_FLOAT32, PROMPT, Subject
+from tests.conformance.subjects import ENDING, IS_FLOAT32, PROMPT, Subject
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 WORDS = Regex("(amber|birch)( cloud| delta){0,3}")
@@ -60,8 +58,7 @@ OUTPUTS = (WORDS, LIST, JsonSchema(json.dumps(SCHEMA)), JsonObject())
 
 @also_endpoint
 async def test_candidates_stop_or_are_cut_off(subject: Subject) -> None:
-    is_scripted = subject.form is CandidateForm.WHOLE_ANSWERS  # its answers are short
-    ending = replace(ENDING, max_tokens=8) if is_scripted else ENDING
+    ending = subject.ending
     made = await whole(subject.generator, 8, ending)
     for candidate in made:
         if candidate.finish is FinishReason.LENGTH:

@@ -1,6 +1,6 @@
-"""llama.cpp's own server, from the wheel xllamacpp: `llama_server.py GGUF PORT SLOTS TOKENS`.
+"""llama.cpp's own server, from the wheel xllamacpp: `llama_server.py GGUF PORT SLOTS TOKENS NAME`.
 
-TOKENS is the size of the KV cache, which all slots share.
+TOKENS is the size of the KV cache, which all slots share; NAME is the model's, or empty: its path.
 """
 
 import signal
@@ -8,9 +8,11 @@ import sys
 
 import xllamacpp  # type: ignore[import-not-found]
 
-path, port, slots, tokens = sys.argv[1:]
+path, port, slots, tokens, name = sys.argv[1:]
 parameters = xllamacpp.CommonParams()
 parameters.model.path = path
+if name:
+    parameters.model_alias = {name}
 parameters.hostnames = ["127.0.0.1"]
 parameters.port = int(port)
 parameters.n_parallel = int(slots)

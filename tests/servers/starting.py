@@ -41,13 +41,14 @@ def vllm_server(
 
 
 def llama_server(
-    gguf: Path | None = None, *, slots: int = 16, tokens: int = 8192
+    gguf: Path | None = None, *, slots: int = 16, tokens: int = 8192, name: str = ""
 ) -> AbstractAsyncContextManager[str]:
-    """The base URL, without /v1, of llama.cpp's server, with `slots` that share `tokens` of KV."""
+    """The base URL, without /v1, of llama.cpp's server, with `slots` that share `tokens` of KV;
+    `name`: of the model, which is its path otherwise."""
     python = _found(".llama/bin/python", "make conformance-servers")
     program = str(Path(__file__).with_name("llama_server.py"))
     path = str(gguf or package_directory() / WEIGHTS)
-    return _running([python, program, path, _PORT, str(slots), str(tokens)], "/health")
+    return _running([python, program, path, _PORT, str(slots), str(tokens), name], "/health")
 
 
 def router(*servers: str) -> AbstractAsyncContextManager[str]:
