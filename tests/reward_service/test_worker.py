@@ -131,12 +131,12 @@ async def test_failed_load_or_warm_up_is_raised_and_leaves_no_thread(is_loaded: 
             return RecordingReward({"Hello.": ValueError("bad weights")})
         raise ValueError("bad weights")
 
+    before = {*threading.enumerate()}
     with pytest.raises(ValueError, match="bad weights"):
         await Worker.start(load)
-    for thread in threading.enumerate():
-        if thread.name.startswith("reward"):
-            thread.join(10)
-            assert not thread.is_alive()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("values", [(NAN, 0.0), (0.0, INF), (-INF, 0.0), (0.0,), (0.0, 0.0, 0.0)])
