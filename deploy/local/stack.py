@@ -1,4 +1,5 @@
-"""The whole service on this machine: Valkey, generators, reward services, orchestrators, gateway.
+"""The whole service on this machine: Valkey, generators, reward services, orchestrators, gateway,
+and if wanted Envoy before them.
 
 Each is a process that listens on 127.0.0.1 and is configured by environment variables, those of
 this process included. Used by `specrej up`, `specrej demo` and end-to-end tests.
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -25,6 +26,7 @@ from typing import Any, ClassVar, Self
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.local import edge as envoy
 from deploy.local.processes import START_S, ProcessError, Processes, Program
 from specrej.client.channel import open_channel
 from specrej.security import Credentials, TLSFiles, tls_files
@@ -87,7 +89,9 @@ class Stack(Processes):
     Without `ports`, and for all replicas but the first, it takes free ones. Without `log_dir`, logs
     go to a temporary directory that is removed at the end. `environment` is added to that of this
     process. `credentials` are used for the health checks of services with TLS. `gateway`: start the
-    gateway too. Processes are "redis", "generator", "generator-2", "orchestrator" and so on.
+    gateway too. `edge`: Envoy has the ports of the first orchestrator and the gateway, which move
+    to free ones, and balances over all orchestrators; services have no TLS. Processes are "redis",
+    "generator", "generator-2", "orchestrator" and so on.
 
     Raises on entering:
         ProcessError: a port is taken, or a process ended or was not ready in time.
@@ -114,6 +118,7 @@ class Stack(Processes):
         generators: int = 1,
         reward_services: int = 1,
         gateway: bool = False,
+        edge: bool = False,
     ) -> None:
         logs = log_dir or Path(tempfile.gettempdir(), f"specrej-{secrets.token_hex(8)}")
         super().__init__([], logs, start_timeout_s=start_timeout_s, grace_s=grace_s)
@@ -122,9 +127,12 @@ class Stack(Processes):
         self._environment = dict(environment or {})
         self._generators = _replicas(ports, "generator", generators)
         self._rewards = _replicas(ports, "reward", reward_services)
-        self._orchestrators = _replicas(ports, "orchestrator", orchestrators)
-        self._gateways = _replicas(ports, "gateway", int(gateway))
-        self.orchestrator_address = self._orchestrators[0].address
+        self._has_edge = edge
+        behind = dict(zip(("orchestrator", "gateway"), _free_ports(2), strict=True)) if edge else {}
+        inner = replace(ports, **behind)
+        self._orchestrators = _replicas(inner, "orchestrator", orchestrators)
+        self._gateways = _replicas(inner, "gateway", int(gateway))
+        self.orchestrator_address = f"{HOST}:{ports.orchestrator}"
         self.generator_address = self._generators[0].address
         self.reward_address = self._rewards[0].address
         # Of all replicas, comma-separated.
@@ -133,6 +141,7 @@ class Stack(Processes):
         self.reward_addresses = ",".join(one.address for one in self._rewards)
         scheme = "https" if self._has_tls("gateway") else "http"
         self.gateway_url = f"{scheme}://{HOST}:{ports.gateway}"
+        self.gateway_port = inner.gateway  # behind the edge, if there is one
         self.redis_url = f"redis://{HOST}:{ports.redis}/0"
         self._credentials = credentials or Credentials()
 
@@ -147,7 +156,9 @@ class Stack(Processes):
         self.log_dir.mkdir(parents=True, exist_ok=True)
         backends = (*self._generators, *self._rewards)
         services = map(self._replica, (*backends, *self._orchestrators, *self._gateways))
-        self._programs = {program.name: program for program in (self._valkey(), *services)}
+        edges = [self._edge()] if self._has_edge else []
+        programs = (self._valkey(), *services, *edges)
+        self._programs = {program.name: program for program in programs}
         return await super().__aenter__()
 
     async def _stop_all(self) -> None:
@@ -167,7 +178,7 @@ class Stack(Processes):
                 "REDIS_URL": self.redis_url,
             }
         if replica.kind == "gateway":
-            settings["ORCHESTRATOR_ADDRESS"] = self.orchestrator_address
+            settings["ORCHESTRATOR_ADDRESS"] = self._orchestrators[0].address
         prefix = f"SPECREJ_{replica.kind.upper()}_"
         environment = {prefix + key: value for key, value in settings.items()} | self._environment
         arguments = (sys.executable, "-m", self.modules[replica.kind])
@@ -179,6 +190,24 @@ class Stack(Processes):
         credentials = self._credentials if secured else Credentials()
         is_serving = partial(_is_serving, replica.address, credentials)
         return Program(replica.name, arguments, is_serving, environment)
+
+    def _edge(self) -> Program:
+        if self._has_tls("orchestrator") or self._has_tls("gateway"):
+            raise ProcessError("with the edge the orchestrator and the gateway have no TLS here")
+        probes, admin, without = _free_ports(3)
+        gateway = self._gateways[0].port if self._gateways else without
+        services = [one.port for one in self._orchestrators], gateway
+        file = self.log_dir / "envoy.yaml"
+        ports = (self.ports.orchestrator, self.ports.gateway, probes, admin)
+        file.write_text(envoy.configuration(*ports, *services))
+
+        async def is_open() -> bool:
+            """Whether calls reach the services through it."""
+            if not await _is_serving(self.orchestrator_address, Credentials()):
+                return False
+            return not self._gateways or await replies(self.ports.gateway, _READYZ, b" 200 ")
+
+        return Program("edge", envoy.command(file), is_open)
 
     def _valkey(self) -> Program:
         settings = {"bind": HOST, "port": str(self.ports.redis), "dir": tempfile.gettempdir()}

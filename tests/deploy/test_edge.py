@@ -1,0 +1,298 @@
+"""The real Envoy with our file, before a stack of toys: it passes answers on, and bounds its peers.
+
+Bounds in seconds are tried on a second Envoy with shorter ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import pytest_asyncio
+
+from deploy.local import edge
+from deploy.local.processes import Processes, Program
+from deploy.local.stack import Ports, Stack, replies
+from specrej import Client
+from specrej.contracts import Finished, errors
+from tests import http2
+from tests.deploy.manifests import DEPLOY
+from tests.gateway.gateways import (
+    BODY,
+    CHAT,
+    MODELS,
+    STREAM,
+    Connection,
+    post,
+    request,
+    response_to,
+)
+from tests.programs import outcome_of
+from tests.serving import need
+from tests.toys import TOYS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+QUESTION: dict[str, Any] = {"prompt": "Why?", "n": 4, "max_tokens": 24, "seed": 1}
+BEGIN = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0, b"")
+GENERATE = "/specrej.v1.OrchestratorService/Generate"
+
+
+@pytest.fixture(scope="module")
+def envoy() -> Path:
+    return need(edge.FETCHED, "Envoy: make envoy fetches it")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(envoy: Path) -> AsyncIterator[Stack]:
+    async with Stack(environment=TOYS, gateway=True, edge=True) as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Edge:
+    grpc: int
+    http: int
+    probes: int
+
+
+@asynccontextmanager
+async def edge_of(
+    folder: Path, orchestrator: int, gateway: int, *changes: str
+) -> AsyncIterator[Edge]:
+    """An Envoy of its own before these ports; a change is "silent 5s -> 1s"."""
+    ports = Ports.free()
+    own = Edge(ports.orchestrator, ports.gateway, ports.reward)
+    text = edge.configuration(own.grpc, own.http, own.probes, ports.redis, [orchestrator], gateway)
+    for change in changes:
+        old, _, new = change.partition(" -> ")
+        assert old in text
+        text = text.replace(old, old.rpartition(" ")[0] + " " + new)
+    (folder / "envoy.yaml").write_text(text)
+    ready = partial(replies, own.probes, _probe("/ready"), b" 200 ")
+    program = Program("edge", edge.command(folder / "envoy.yaml"), ready)
+    async with Processes([program], folder, start_timeout_s=20):
+        yield own
+
+
+def _probe(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+
+
+@asynccontextmanager
+async def serving(
+    reply: Callable[[bytes], bytes], ended: asyncio.Event | None = None
+) -> AsyncIterator[int]:
+    """The port of an HTTP server in place of the gateway: replies to the head of each request.
+    `ended` is set when a reply was read or its connection is lost."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(reply(await reader.readuntil(b"\r\n\r\n")))
+            await writer.drain()
+        if ended:
+            ended.set()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_the_file_is_valid(envoy: Path) -> None:
+    """Guards against a field that Envoy refuses or will drop."""
+    arguments = (envoy, "--mode", "validate", "-c", DEPLOY / "edge" / "envoy.yaml")
+    code, _, log = await outcome_of(*map(str, arguments))
+    assert code == 0 and "eprecated" not in log, log
+
+
+def inner_ports(stack: Stack) -> tuple[int, int]:
+    """The ports of orchestrator and gateway."""
+    return int(stack.orchestrator_addresses.rpartition(":")[2]), stack.gateway_port
+
+
+# Answers
+
+
+async def test_answers_are_those_of_the_services(stack: Stack) -> None:
+    """Guards against an edge that changes, retries or buffers."""
+    inner = stack.orchestrator_addresses
+    assert inner != stack.orchestrator_address
+    async with Client(inner) as without, Client(stack.orchestrator_address) as behind:
+        expected = await without.generate(**QUESTION)
+        assert (await behind.generate(**QUESTION)).best == expected.best
+        began, times = time.monotonic(), []
+        async for event in behind.stream(**QUESTION, ignore_eos=True):
+            times.append(time.monotonic() - began)
+            last = event
+        assert isinstance(last, Finished)
+    assert times[-1] - times[0] > 0.15  # steps of 10 ms
+    body = {**BODY, "seed": 1, "max_tokens": 24}
+    status, _, answer = await post(stack.ports.gateway, CHAT, body)
+    assert (status, answer["object"]) == (200, "chat.completion")
+    text = answer["choices"][0]["message"]["content"]
+    _, _, other = await post(inner_ports(stack)[1], CHAT, body)
+    assert other["choices"][0]["message"]["content"] == text
+
+
+async def test_events_are_not_buffered(stack: Stack) -> None:
+    connection = await Connection.open(
+        stack.ports.gateway, request(CHAT, {**STREAM, "seed": 2, "specrej": {"events": "rounds"}})
+    )
+    await connection.read_until(b"data: ")
+    first = time.monotonic()
+    await connection.read_until(b"data: [DONE]")
+    assert time.monotonic() - first > 0.05
+    connection.leave()
+
+
+async def test_only_public_methods_have_a_route(stack: Stack) -> None:
+    reflection = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports.orchestrator)
+    writer.write(BEGIN + http2.unary(1, reflection))
+    async with asyncio.timeout(10):
+        while (await http2.read_frame(reader))[::2] != (http2.HEADERS, 1):
+            pass  # the status is in the trailers-only reply: no message
+    writer.close()
+
+
+async def test_what_a_client_says_of_itself_is_dropped(tmp_path: Path, envoy: Path) -> None:
+    """Guards against an address or a certificate that is spoofed, and a token that is lost."""
+    heads: list[bytes] = []
+
+    def reply(head: bytes) -> bytes:
+        heads.append(head.lower())
+        return b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+    lies = b"x-forwarded-client-cert: a\r\nx-envoy-internal: true\r\nx-envoy-max-retries: 9\r\n"
+    lies += b"x-forwarded-for: 10.0.0.1\r\n"
+    async with serving(reply) as port, edge_of(tmp_path, 1, port) as own:
+        await response_to(own.http, MODELS + b"authorization: Bearer T\r\n" + lies + b"\r\n")
+    assert b"authorization: bearer t\r\n" in heads[0]
+    assert not re.search(b"client-cert|internal|retries|forwarded-for", heads[0])
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code"),
+    [
+        (MODELS + b"x: " + b"y" * 20_000 + b"\r\n\r\n", 431, "invalid_http"),
+        (MODELS + b"".join(b"x-%d: 1\r\n" % i for i in range(80)) + b"\r\n", 431, "invalid_http"),
+        (request(CHAT, b"0\r\n\r\n", **{"transfer-encoding": "chunked"}), 400, "invalid_http"),
+        (MODELS + b"content-length: 1\r\ncontent-length: 2\r\n\r\n", 400, "invalid_http"),
+        (MODELS + b"x_y: 1\r\n\r\n", 400, "invalid_http"),
+        (request(CHAT, {**BODY, "user": "x" * 2**23}), 413, "request_too_large"),
+    ],
+    ids=["header", "headers", "cl-te", "cl-cl", "underscore", "body"],
+)
+async def test_malformed_requests_end_at_the_edge(
+    stack: Stack, data: bytes, status: int, code: str
+) -> None:
+    """In the shape of OpenAI's errors; the connection ends."""
+    connection = await Connection.open(stack.ports.gateway, data)
+    answered, headers, body = await connection.response()
+    assert (answered, body["error"]["code"]) == (status, code)
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert headers["connection"] == "close"
+    connection.leave()
+
+
+def _endless_headers(port: int, until_s: float) -> None:
+    """A header block that never ends, on a new connection whenever one is closed."""
+    more = http2.frame(9, 0, 1, b"\0\x01x\x7f\x80\x7d" + b"y" * 16_000)  # CONTINUATION
+    begin = BEGIN + http2.frame(http2.HEADERS, 0, 1, http2.headers(GENERATE, "localhost"))
+    while time.monotonic() < until_s:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as peer:
+            peer.sendall(begin)
+            while time.monotonic() < until_s:
+                peer.sendall(more)
+
+
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(5, marks=pytest.mark.long)])
+async def test_endless_header_blocks_delay_no_other_caller(stack: Stack, seconds: float) -> None:
+    """Without the edge six connections delay calls by seconds and take hundreds of MiB."""
+    process = psutil.Process(stack.processes["orchestrator"])
+    worst_s = 0.0
+    async with Client(stack.orchestrator_address) as client:
+        await client.generate(**QUESTION)
+        before = process.memory_info().rss
+        end = time.monotonic() + seconds
+        port = stack.ports.orchestrator
+        floods = [asyncio.to_thread(_endless_headers, port, end) for _ in range(6)]
+        flooding = asyncio.gather(*floods)
+        while time.monotonic() < end:
+            began = time.monotonic()
+            await client.describe()
+            worst_s = max(worst_s, time.monotonic() - began)
+        await flooding
+    assert worst_s < 1
+    assert process.memory_info().rss - before < 10 * 2**20
+
+
+async def test_slow_and_silent_peers_are_cut_off(tmp_path: Path, stack: Stack) -> None:
+    """Meanwhile another caller is served, and probes even at the maximum of connections."""
+    bounds = ("&silent 5s -> 1.5s", "&header_s 10s -> 1s", "&request_s 30s -> 1s")
+    most = "max_active_downstream_connections: 4000 -> 400"
+    async with edge_of(tmp_path, *inner_ports(stack), *bounds, most) as own:
+        call = BEGIN + http2.frame(
+            http2.HEADERS, http2.END_HEADERS, 1, http2.headers(GENERATE, "localhost")
+        )
+        sent = [(own.http, MODELS), (own.http, request(CHAT, BODY)[:-1]), (own.grpc, call)]
+        header, body, message = [await Connection.open(port, data) for port, data in sent]
+        silent = [await Connection.open(own.http) for _ in range(300)]
+        assert (await response_to(own.http, MODELS + b"\r\n"))[0] == 200
+        for peer in (header, body):
+            status, _, answer = await peer.response()
+            assert (status, answer["error"]["code"]) == (408, "invalid_http")
+        async with asyncio.timeout(10):
+            while (frame := await http2.read_frame(message.reader))[2] != 1:
+                pass
+        assert frame[:2] == (http2.HEADERS, http2.END_STREAM | http2.END_HEADERS)
+        assert [await peer.read_all() for peer in silent] == [b""] * 300
+        more = [await Connection.open(own.http) for _ in range(450)]
+        for path in ("/ready", "/metrics"):
+            assert await replies(own.probes, _probe(path), b" 200 ")
+        for peer in (*more, header, body, message):
+            peer.leave()
+
+
+async def test_each_peer_has_a_rate(tmp_path: Path, stack: Stack) -> None:
+    async with edge_of(
+        tmp_path, *inner_ports(stack), "max_tokens: 400, -> 3,", "tokens_per_fill: 200, -> 1,"
+    ) as own:
+        answers = [await response_to(own.http, MODELS + b"\r\n") for _ in range(8)]
+        status, headers, body = answers[-1]
+        assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(headers["retry-after"]) >= 1
+        other = await asyncio.open_connection("127.0.0.1", own.http, local_addr=("127.0.0.2", 0))
+        other[1].write(MODELS + b"\r\n")
+        assert (await Connection(*other).response())[0] == 200
+        other[1].close()
+        async with Client(f"127.0.0.1:{own.grpc}") as client:
+            with pytest.raises(errors.Overloaded):
+                for _ in range(8):
+                    await client.describe()
+
+
+async def test_a_reader_that_does_not_read_is_cut_off(tmp_path: Path, envoy: Path) -> None:
+    """Guards against a reply that is held for hours."""
+    ended = asyncio.Event()
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 30000000\r\n\r\n" + bytes(30_000_000)
+    async with (
+        serving(lambda head: whole, ended) as port,
+        edge_of(tmp_path, 1, port, "&unread 60s -> 1s") as own,
+    ):
+        with socket.create_connection(("127.0.0.1", own.http)) as peer:
+            peer.sendall(MODELS + b"\r\n")
+            async with asyncio.timeout(10):
+                await ended.wait()
