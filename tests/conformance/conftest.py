@@ -38,7 +38,7 @@ _CI_TESTS = (
 )
 
 
-def _all(*left_out: str) -> pytest.MarkDecorator:
+def all_but(*left_out: str) -> pytest.MarkDecorator:
     """A test's subjects: all but these."""
     names = (name for name in (*SUBJECTS, *REMOTE) if name not in left_out)
     subjects = [pytest.param(name, marks=_needs(name.removeprefix("remote-"))) for name in names]
@@ -55,14 +55,16 @@ def _needs(name: str) -> list[pytest.MarkDecorator]:
 
 # Every test has the own engine, and over the network the toy. These have the own engine over the
 # network, too: one per verb, and those of which the toy has nothing to send.
-also_remote_own = _all("llama-text", "gateway", "endpoint")
+also_remote_own = all_but("llama-text", "gateway", "endpoint", "streams")
 # These have a server of text, too, whose candidates are streams without token ids.
-also_streams = _all("gateway", "endpoint")
+also_streams = all_but("gateway", "endpoint")
 # And those of whole answers, without rounds.
-also_endpoint = _all("remote-own")
+also_endpoint = all_but("remote-own")
 # vLLM's draws in this process and in its server.
-stock_vllm = _all(*(name for name in (*SUBJECTS, *REMOTE) if name not in ("vllm", "vllm-server")))
-_OTHERS = _all("remote-own", "llama-text", "gateway", "endpoint")
+stock_vllm = all_but(
+    *(name for name in (*SUBJECTS, *REMOTE) if name not in ("vllm", "vllm-server"))
+)
+_OTHERS = all_but("remote-own", "llama-text", "gateway", "endpoint", "streams")
 
 
 @pytest.hookimpl(tryfirst=True)

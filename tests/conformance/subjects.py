@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from specrej.contracts import CandidateForm, Generator, Prompt, Sampling, TokenB
 from specrej.remote import RemoteGenerator
 from specrej_models.vllm_options import prepare_environment
 from tests.endpoints import scrape
-from tests.generator_service.completions import Completions
+from tests.generator_service.completions import Completions, save_tokenizer
 from tests.programs import ROOT
 from tests.reward_service import endpoint as endpoints
 from tests.reward_service.tiny import CONTEXT, make_config, make_tokenizer, save_language_model
@@ -45,6 +46,7 @@ PROMPT = Prompt.from_user("Name three uses of a brick, and say why each of them 
 # Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
 ENDING = Sampling(max_tokens=60, seed=13)
 _END_OF_TURN = 2  # of the embedded model
+_STRUCTURED = ("json_object", "json_schema", "regex", "grammar")
 _IDS = ("logprobs", "top_logprobs", "stop_token_ids")  # fields that need token ids
 
 
@@ -254,6 +256,28 @@ async def endpoint(directory: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
+async def scripted(_: Path, kind: str = "vllm") -> AsyncIterator[Subject]:
+    """A scripted server that continues token ids as vLLM does, or of streams of chats."""
+    with TemporaryDirectory() as directory:
+        completions = Completions(save_tokenizer(Path(directory)), kind)
+        completions.behave(ends=True)
+        async with endpoints.served(completions.reply) as server:
+
+            async def running() -> float:
+                return server.running
+
+            is_chat = kind == "chat"
+            about: dict[str, Any] = {
+                "form": CandidateForm.STREAMS if is_chat else CandidateForm.ROUNDS,
+                "ending": replace(ENDING, max_tokens=8),
+                "lacks": (*_STRUCTURED, *(_IDS if is_chat else ())),
+                "running": running,
+            }
+            async with stock(server.url.removesuffix("/v1"), "m", **about) as subject:
+                yield subject
+
+
+@asynccontextmanager
 async def remote(served: Subject) -> AsyncIterator[Subject]:
     """A generator behind a port, over real gRPC."""
     async with port(served.generator) as address, open_channel(address) as channel:
@@ -276,10 +300,14 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "llama-text": partial(at_llama, name="smollm"),
     "gateway": gateway,
     "endpoint": endpoint,
+    "rounds": scripted,
+    "streams": partial(scripted, kind="chat"),
 }
 if torch.cuda.is_available():
     SUBJECTS["own-cuda"] = partial(own, device="cuda")
 REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
+# They do not stop at texts or tokens, nor draw from what they report.
+SCRIPTED = ("rounds", "streams")
 SERVERS = ("vllm-server", "llama", "llama-text")
 # Whether what a subject needs is installed, and the target that installs it.
 NEEDED = {

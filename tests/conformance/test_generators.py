@@ -24,6 +24,7 @@ from specrej.contracts import (
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
 from tests.conformance.conftest import (
+    all_but,
     also_endpoint,
     also_remote_own,
     also_streams,
@@ -95,13 +96,14 @@ async def test_rounds_without_live_candidates_are_empty(subject: Subject) -> Non
         assert (ended.candidates, ended.ended_by) == ((), RoundEnd.ALL_FINISHED)
 
 
-@also_remote_own
+@all_but("llama-text", "gateway", "endpoint")
 @pytest.mark.parametrize("sampling", [ENDLESS, replace(ENDLESS, logprobs=True, stop=("qq",))])
 async def test_parts_of_a_round_and_its_end_are_the_round(
     subject: Subject, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against tokens and texts that are sent twice, lost or taken back where one candidate
     is left, which is a fork where there are forks."""
+    skip_if_refused(subject, sampling)
     monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
     spec, ends, parts = SessionSpec(PROMPT, 4, sampling, 8), list[Candidate](), list[Round]()
     forks = {4: 2} if subject.can_fork(sampling) else {}

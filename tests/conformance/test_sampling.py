@@ -27,8 +27,8 @@ from specrej.contracts import (
 from specrej.contracts.errors import InvalidRequest
 from tests.conformance.conftest import (
     Started,
+    all_but,
     also_endpoint,
-    also_remote_own,
     also_streams,
     skip_if_refused,
     stock_vllm,
@@ -41,7 +41,7 @@ from tests.conformance.sessions import (
     whole,
     without_cuts,
 )
-from tests.conformance.subjects import ENDING, IS_FLOAT32, PROMPT, Subject
+from tests.conformance.subjects import ENDING, IS_FLOAT32, PROMPT, SCRIPTED, Subject
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 WORDS = Regex("(amber|birch)( cloud| delta){0,3}")
@@ -90,7 +90,7 @@ async def test_min_tokens_counts_from_the_first_over_rounds(subject: Subject) ->
         assert tokens == await without_cuts(subject, 8, sampling, rounds)
 
 
-@also_streams
+@all_but("gateway", "endpoint", *SCRIPTED)
 async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
     """Rounds end after each token, so within stop texts of several."""
     if subject.is_toy:
@@ -118,6 +118,7 @@ async def reports(
         return (await to_the_end(session, rounds))[1]
 
 
+@all_but("remote-own", "llama-text", "gateway", "endpoint", *SCRIPTED)
 async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:
     """Its text is without them; they do not count before min_tokens, and do with ignore_eos."""
     made = await whole(subject.generator, 4, ENDLESS)
@@ -183,7 +184,7 @@ def conforms(text: str, output: StructuredOutput) -> bool:
     return bool(re.fullmatch(pattern, text))
 
 
-@also_endpoint
+@all_but("remote-own", *SCRIPTED)
 async def test_what_it_lacks_is_refused(subject: Subject) -> None:
     outputs: dict[str, StructuredOutput] = {output.kind: output for output in OUTPUTS}
     values: dict[str, Any] = {
@@ -230,7 +231,7 @@ async def test_sessions_may_report_different_numbers_of_tokens(subject: Subject)
     assert equal or not subject.is_exact
 
 
-@also_remote_own
+@all_but("llama-text", "gateway", "endpoint", *SCRIPTED)
 async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subject) -> None:
     """As many of each step, best first, over rounds, with the bytes of each token."""
     sampling = replace(ENDLESS, top_k=3, temperature=2.0, logprobs=True, top_logprobs=5)

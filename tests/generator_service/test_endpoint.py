@@ -6,7 +6,6 @@ import asyncio
 import gc
 import itertools
 import json
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -188,21 +187,6 @@ async def test_rounds_continue_with_the_candidates_own_tokens(servers: Servers, 
     assert sum(step.generated for step in server.steps) == 2 * (4 * 5 + 4 * 19)
 
 
-@FORMS
-@ALL_KINDS
-async def test_greedy_rounds_are_one_request(
-    servers: Servers, kind: str, sampling: c.Sampling
-) -> None:
-    server, text = await servers.get(kind), ""
-    spec = replace(SPEC, n=1, sampling=replace(sampling, temperature=0.0))
-    async with server.generator.open(spec) as session:
-        for until_tokens in (1, 2, 9, 24):
-            (candidate,) = (await session.extend(until_tokens)).candidates
-            assert candidate.text.startswith(text) and candidate.num_tokens == until_tokens
-            text = candidate.text
-    assert text == text_of(server.model.tokens(PROMPT_IDS, 0, 24, 24))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "num_tokens"),
     [
@@ -276,23 +260,6 @@ async def test_log_probabilities_are_those_of_each_round(
             assert {one.token_id for one in ended.token_texts} == named
 
 
-@pytest.mark.parametrize("rounds", [{5: 8 - 3, 6: 1, 24: 2}, {9: 8, 24: None}])
-async def test_min_tokens_are_those_of_the_whole_candidate(
-    servers: Servers, rounds: Mapping[int, int | None]
-) -> None:
-    """`rounds`: ends of rounds, and what is then sent."""
-    server, finished = await servers.get(), []
-    server.model.behave(ends=True)
-    sampling = replace(SAMPLING, min_tokens=8, ignore_eos=False)
-    async with server.generator.open(replace(SPEC, n=8, sampling=sampling)) as session:
-        for until_tokens, sent in rounds.items():
-            ended = await session.extend(until_tokens)
-            assert {body.get("min_tokens") for body in server.sent} == {sent}
-            server.endpoint.requests.clear()
-            finished += [one for one in ended.candidates if one.finish is c.FinishReason.STOP]
-    assert len(finished) > 2 and min(one.num_tokens for one in finished) > 8
-
-
 @KINDS
 @pytest.mark.parametrize("is_read", [True, False])
 async def test_prompt_tokens_computed_anew_are_the_servers(
@@ -332,26 +299,6 @@ async def test_the_server_counts_the_prompts_of_texts(servers: Servers) -> None:
         assert ended.prompt_tokens == session.prompt_tokens == len(PROMPT_IDS)
         assert {(one.num_tokens, len(one.text)) for one in ended.candidates} == {(24, 24)}
         assert (await session.extend(24)).candidates == ()
-
-
-@FORMS
-@ALL_KINDS
-async def test_parts_are_those_of_the_only_candidate(
-    servers: Servers, kind: str, sampling: c.Sampling
-) -> None:
-    """Of several candidates they have the number, not the texts."""
-    server = await servers.get(kind)
-    for n in (3, 1):
-        parts: list[c.Round] = []
-        async with server.generator.open(replace(SPEC, n=n, sampling=sampling)) as session:
-            ended = await session.extend(24, parts.append)
-        assert {part.num_live for part in parts} == {n} and len(parts) > 8
-        grown = [one for part in parts for one in part.candidates]
-        assert bool(grown) == (n == 1)
-    texts = [one.text for one in (*grown, *ended.candidates)]
-    assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
-    ids = [one for part in (*grown, *ended.candidates) for one in part.new_token_ids]
-    assert text_of(ids) == ("" if kind == "chat" else texts[-1])
 
 
 async def test_a_stream_may_have_parts_of_characters_and_other_line_ends(servers: Servers) -> None:
@@ -458,28 +405,14 @@ async def test_what_a_server_lacks_is_refused(
 
 
 async def test_slots_bound_the_tokens_that_are_sent(servers: Servers) -> None:
-    """The next session waits, or is cancelled; a stream needs the slots of its whole answer."""
+    """A stream needs the slots of its whole answer."""
     server = await servers.get(kv_slots=(len(PROMPT_IDS) - 1) + 4 * 12)
     with pytest.raises(SlotsExceeded):
         async with server.generator.open(replace(SPEC, sampling=IN_STREAMS)):
             pass
-
-    async def second() -> c.Round:
-        async with server.generator.open(SPEC) as session:
-            return await session.extend(8)
-
     async with server.generator.open(SPEC) as session:
-        waiting = [asyncio.create_task(second()) for _ in range(2)]
-        ended = await session.extend(24)
-        assert (ended.ended_by, ended.num_tokens) == (c.RoundEnd.SLOTS_FULL, 12)
-        assert ended.slots.session == ended.slots.capacity
+        assert (await session.extend(24)).num_tokens == 12
         assert sum(body["max_tokens"] for body in server.sent) == 4 * 12
-        assert server.generator.load().waiting == 2
-        waiting[0].cancel()
-        await session.prune([1])
-        assert (await session.extend(24)).num_tokens == 24
-        assert server.generator.load().waiting == 1
-    assert (await waiting[1]).num_tokens == 8
 
 
 @pytest.mark.parametrize(
