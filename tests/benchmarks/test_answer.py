@@ -145,6 +145,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.usefixtures("toys")
 def test_a_run_that_ends_early_reports_and_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import parse_arguments, prompt_ids, report
-
-
-def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = "bench --n 1 2 --toys --alpha 0.3 --out-file a/b"
-    monkeypatch.setattr("sys.argv", given.split())
-    arguments = parse_arguments(
-        None,
-        n=([16], ""),
-        toys=(False, ""),
-        alpha=(0.5, ""),
-        out_file=(Path(), ""),
-        rounds=(3, ""),
-    )
-    assert vars(arguments) == {
-        "n": [1, 2],
-        "toys": True,
-        "alpha": 0.3,
-        "out_file": Path("a/b"),
-        "rounds": 3,
-    }
 
 
 @pytest.mark.parametrize("given", ["--n 0", "--n 4 -1", "--alpha nan", "--alpha 0"])

@@ -27,14 +27,11 @@ from tests.serving import until
 
 _BOUND_S = 60.0
 _SERVER_S = 2.0  # until a server has ended requests that were left
-# Of the servers' tests, those that CI runs: rounds, cuts, forks and ends on one that is small.
-_IN_CI = "llama"
+# Of the servers' tests, those that CI runs: rounds, cuts, forks and cancels on one that is small.
 _CI_TESTS = (
-    "test_a_round_ends_at_its_decision_token",
-    "test_a_cut_frees_slots_at_once",
-    "test_a_fork_of_a_fork_and_its_text",
-    "test_stop_texts_end_a_candidate_before_them",
-    "test_a_cancelled_command_leaves_nothing",
+    "test_a_cut_frees_slots_at_once[llama]",
+    "test_a_fork_of_a_fork_and_its_text[llama]",
+    "test_a_cancelled_command_leaves_nothing[extend-llama]",
 )
 
 
@@ -73,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         assert isinstance(item, pytest.Function)
         name = getattr(item, "callspec", None) and item.callspec.params.get("subject")
-        if name in SERVERS and not (name == _IN_CI and item.originalname in _CI_TESTS):
+        if name in SERVERS and item.name not in _CI_TESTS:
             item.add_marker("long")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from deploy.local.__main__ import _probed
 from deploy.local.stack import Ports, Stack
 from specrej import Client, Schedule
 from specrej.contracts import Algorithm, CacheControl, Options
@@ -79,6 +80,15 @@ async def test_the_printed_structured_output(stack: Stack) -> None:
     assert json.loads(out)["sky"] in ("clear", "cloudy")
 
 
+async def test_facts_of_the_models_are_shown(stack: Stack) -> None:
+    """Guards against facts that nobody sees: `specrej up` prints them."""
+    rows = [" ".join(line.split()) for line in (await _probed(stack)).splitlines()]
+    at = rows.index("model ends template system turns context vocabulary")
+    assert rows[at + 1].endswith("<|im_end|> text yes any order 8,192 49,152")
+    assert [row.partition(" ")[0] for row in rows[at + 2 : at + 4]] == ["relevance", "harmless"]
+
+
+@pytest.mark.long
 async def test_own_models_in_one_line(tmp_path: Path) -> None:
     """Guards against settings that only the environment has, and facts that nobody sees."""
     model, reward = tmp_path / "tiny-lm", tmp_path / "Tiny_Reward"

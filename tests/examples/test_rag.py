@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from examples.rag.rag import DOCUMENTS, answer, read_passages, search
@@ -25,13 +23,6 @@ PASSAGES = read_passages(DOCUMENTS)
 )
 async def test_the_best_passage_has_the_answer(question: str, source: str) -> None:
     assert search(PASSAGES, question)[0].source == source
-
-
-async def test_passages_without_a_shared_word_are_left_out(client: Client, tmp_path: Path) -> None:
-    assert search(PASSAGES, "Who wrote Hamlet?") == []
-    assert await answer(client, "Who wrote Hamlet?", [], veto_below=-1) is None
-    (tmp_path / "empty.md").write_text("\n\n---\n")
-    assert search(read_passages(tmp_path), "anything") == []
 
 
 async def test_an_answer_is_given_unless_every_candidate_is_vetoed(client: Client) -> None:

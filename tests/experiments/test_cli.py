@@ -9,12 +9,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments.__main__ import by_length
 from experiments.branching import read_runs
 from experiments.studies import BOUND, RATIO
 from specrej.client import cli
 from tests.experiments.conftest import Run
-from tests.experiments.synthetic import collection
 
 
 def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
@@ -40,12 +38,6 @@ def test_run_writes_everything(run: Run, tmp_path: Path) -> None:
     (prompt,) = replayed["prompts"]
     assert replayed["regret"]["value"] == prompt["regret"] >= 0
     assert [at for at, _ in prompt["rounds"][:2]] == [8, 16]
-
-
-def test_shorter_limits_come_first() -> None:
-    sets = by_length(collection(2), (32, 16, 64))
-    assert [name for name, _ in sets] == ["16 tokens", "32 tokens", "64 tokens"]
-    assert sets[0][1][0].max_tokens == 16
 
 
 def test_installed_wheel_refuses_with_the_way_out(

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from experiments import statistics
 from experiments.statistics import (
-    Estimate,
     bootstrap,
     expected_first,
     kendall,
     matched_cost,
     pearson,
-    shown,
 )
 from experiments.trajectories import FloatArray
 
@@ -110,21 +108,3 @@ def test_matched_cost_is_the_inverse_of_a_rising_curve(rewards: list[float], tar
         assert cost == math.inf
     else:
         assert np.interp(np.log(cost), np.log(costs), rising) == pytest.approx(target, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("cell", "text"),
-    [
-        (1234, "1,234"),
-        (0.12345, "0.123"),
-        (12345.6, "12,346"),
-        (-0.0, "0"),
-        (math.nan, ""),
-        (math.inf, "beyond"),
-        ("x", "x"),
-        (Estimate(1.5, 1.0, 2.0), "1.5 (1 to 2)"),
-        (Estimate(1.5), "1.5"),
-    ],
-)
-def test_cells_as_text(cell: object, text: str) -> None:
-    assert shown(cell) == text

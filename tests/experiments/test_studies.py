@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import charts
 from experiments.frames import Frames, best_of_n, frames_of
 from experiments.frontier import (
     BEST_OF_N,
     Comparison,
     Recommendation,
     first_tokens,
-    frontier,
     pays_from,
 )
 from experiments.studies import RATIO, correlation, equal_reward, improvement, second_judge
@@ -181,9 +179,3 @@ def test_cuts_off_the_grid_are_left_out() -> None:
         framed(collection(8, 32, positions=(20, 64)))
     with pytest.raises(ValueError, match="few has no prompts"):
         framed([])
-
-
-def test_charts_are_equal_byte_by_byte() -> None:
-    (chart,) = frontier(framed(collection(4, 16), alphas=(0.5,))).charts
-    one, other = (charts.svg("name", chart.title, chart.draw) for _ in range(2))
-    assert one == other

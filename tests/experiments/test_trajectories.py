@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.trajectories import PrefixScores, Store, Trajectories, load
-from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import Message, Prompt
 from tests.experiments.synthetic import WALK, trajectories
 
@@ -79,23 +78,6 @@ def test_interrupted_write_loses_only_its_own_prompt(
     assert_equal(load(tmp_path)[1], made("b"))
     with pytest.raises(ValueError, match="holds no trajectories yet"):
         load(tmp_path / "nothing")
-
-
-def test_likelihood_equals_the_engine_bit_by_bit() -> None:
-    """Guards the order of additions: another order differs in the last bits and may rank otherwise.
-
-    The engine adds one token after the other.
-    """
-    prompt = made()
-    for row, logprobs in enumerate(prompt.logprobs.tolist()):
-        total, length = 0.0, int(NUM_TOKENS[row])
-        for position, value in enumerate(logprobs, start=1):
-            total += value
-            partial = prompt.partial(LIKELIHOOD, position)[row]
-            assert partial == total / position if position <= length else np.isnan(partial)
-            if position == length:
-                assert prompt.final(LIKELIHOOD)[row] == total / length
-    assert replace(prompt, rewards={}).reward_names == (LIKELIHOOD,)
 
 
 def test_position_off_the_grid_is_refused_with_its_neighbours() -> None:

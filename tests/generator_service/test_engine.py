@@ -14,8 +14,6 @@ import torch
 from generator_service.engine.commands import (
     GrowingCandidate,
     OpenCommand,
-    PrefixBatch,
-    ReportRate,
     Step,
 )
 from generator_service.engine.engine import Engine
@@ -251,23 +249,6 @@ def test_sessions_take_turns() -> None:
         num_waiting = max(num_waiting, len(running))
     assert whole.done()
     assert num_waiting < 5
-
-
-def test_growth_of_a_single_candidate_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against tokens that are new twice, or lost between two reports; of several candidates
-    only their number is reported."""
-    monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
-    engine = Engine(MODEL, 5000)
-    session_id, parts = admitted(engine, n=3), list[PrefixBatch]()
-    for until, keep in ((4, [1]), (12, [])):
-        ended = result(engine, engine.extend(session_id, until, report=parts.append))
-        engine.prune(session_id, keep)
-    assert [(part.num_tokens, part.num_live, len(part.prefixes)) for part in parts] == [
-        *((number, 3, 0) for number in (1, 2, 3)),
-        *((number, 1, 1) for number in range(5, 12)),
-    ]
-    assert sum(prefix.num_new for part in parts for prefix in part.prefixes) == 7
-    assert [prefix.num_new for prefix in ended.prefixes] == [1]
 
 
 def test_sessions_on_a_stored_prompt_begin_together() -> None:

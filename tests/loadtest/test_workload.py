@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.options import OWN_PROMPTS, add_options, counts, read_prompts, tenants, violations
+from loadtest.options import OWN_PROMPTS, add_options, read_prompts, violations
 from loadtest.workload import LoadRequest, n_of_step, poisson, requests, split_label
 from specrej.contracts import Algorithm, CacheControl
 
@@ -87,12 +87,6 @@ def test_steps_use_each_n_in_order() -> None:
     assert [n_of_step((1, 4, 16), at_s, 10) for at_s in (0, 9.9, 10, 25, 99)] == [1, 1, 4, 16, 16]
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,", "-3", "4;5", "1.5"])
-def test_invalid_counts_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        counts(text)
-
-
 def test_tenants_send_by_their_weights() -> None:
     """Both requests of a pair are one tenant's."""
     sent = first(2_000, "--tenants", "acme=3, other", "--algorithm", "both")
@@ -100,12 +94,6 @@ def test_tenants_send_by_their_weights() -> None:
     assert all(one.tenant == other.tenant for one, other in zip(sent[::2], sent[1::2], strict=True))
     assert split_label(sent[0].label) == (f"speculative-rejection {sent[0].tenant}", 16)
     assert {request.tenant for request in first(10)} == {""}
-
-
-@pytest.mark.parametrize("text", ["=1", "acme=0", "acme=x", "acme,,b", "a b", "\u00e4=1"])
-def test_invalid_tenants_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        tenants(text)
 
 
 def test_every_bad_value_of_a_form_is_reported(tmp_path: Path) -> None:

@@ -101,19 +101,6 @@ def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
     assert scored(reward, session, {1: "de"}).computed_tokens == 2 + CLOSING
 
 
-def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
-    """Guards against scores that depend on the longest text of a pass."""
-    config = tiny.make_config("llama", None)
-    half = config.hidden_size // config.num_attention_heads // 2
-    config.rope_parameters = {
-        **{"rope_type": "longrope", "rope_theta": 10000.0, "factor": 8.0},
-        **{"original_max_position_embeddings": 32},
-        **{"short_factor": [1.0] * half, "long_factor": [4.0] * half},
-    }
-    reward = load("classifier", save(tmp_path, config))
-    assert reward.conversation.max_tokens == 32
-
-
 def test_what_can_never_fit_evicts_nothing(models: dict[str, Path]) -> None:
     """Guards all idle sessions against one with a prompt beyond what may be kept."""
     reward = load("classifier", models["llama"], kept_tokens=150)

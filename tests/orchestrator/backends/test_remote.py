@@ -37,12 +37,9 @@ from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
     OutOfOrder,
-    Overloaded,
     SessionExpired,
-    SlotsExceeded,
     SpecrejError,
     Unavailable,
-    Violation,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.server.serving import Context
@@ -130,16 +127,6 @@ async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
     assert len(scores.values) == 1024
 
 
-async def test_slots_are_free_once_a_session_is_closed(service: World) -> None:
-    """Guards against an answer that arrives before its slots are free: checked without a wait."""
-    async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
-        await session.extend(8)
-        assert service.generator.toy.ledger.owned > 0
-    assert service.generator.is_idle
-    await remote_events_of(request(), service)
-    assert service.generator.is_idle
-
-
 async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
     """Guards against an extend that goes on at the generator, with a part to send, after its
     caller has gone."""
@@ -168,27 +155,6 @@ async def error_of_open(error: SpecrejError) -> SpecrejError:
                 generator.open(SessionSpec(PROMPT, 4, Sampling(), 8))
             )
     return raised.value
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        SlotsExceeded(
-            [Violation("n", "needs 9 slots"), Violation("sampling.max_tokens", "too many")],
-            needed=9,
-            capacity=8,
-            max_candidates=3,
-        ),
-        Overloaded("64 wait already", retry_after_s=2.5, metadata={"waiting": "64"}),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-async def test_errors_of_a_generator_arrive_with_all_their_fields(error: SpecrejError) -> None:
-    received = await error_of_open(error)
-    assert type(received) is type(error)
-    assert (received.message, received.reason) == (error.message, error.reason)
-    assert (received.retry_after_s, received.metadata) == (error.retry_after_s, error.metadata)
-    assert getattr(received, "violations", ()) == getattr(error, "violations", ())
 
 
 @pytest.mark.parametrize(
