@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from email.utils import formatdate
+from functools import partial
+from typing import Any
 
 from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from gateway.app import Gateway
-from gateway.connection import Connection, Handshakes, displace
 from gateway.settings import GatewaySettings
 from specrej import telemetry
 from specrej.client import Client
 from specrej.security import tls_files
-from specrej.server.serving import ServerGauges, Signals
+from specrej.server.serving import ServerGauges, Signals, warn_if_exposed
 from specrej.settings import load
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,23 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _MOST_FAILED = 3  # polls, one after the other
 _IDLE_S = 60  # between two requests of a connection
-_HANDSHAKE_S = 10.0
 _FLUSH_S = 0.02  # between two looks at replies that are being read
 _ENDING_S = 3.0  # for the end of cancelled requests
+
+
+class Connection(H11Protocol):
+    """A connection, whose client's certificate must have one of `names`, if there are any."""
+
+    def __init__(self, names: frozenset[str], config: Config, state: ServerState) -> None:
+        super().__init__(config, state, {})
+        self._names = names
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self._names:
+            certificate = transport.get_extra_info("peercert")
+            if not self._names & {name for _, name in certificate.get("subjectAltName", ())}:
+                transport.abort()
 
 
 class Server:
@@ -43,7 +58,7 @@ class Server:
             self._certificates, tls_files(settings.orchestrator_credentials)
         )
         self._is_draining = False
-        self._listener: asyncio.Server
+        self._listeners: list[asyncio.Server] = []
         self.port = 0
 
     async def run(self) -> None:
@@ -55,6 +70,7 @@ class Server:
         signals = Signals()
         await self.start()
         log.info("listening on %s:%d", self._settings.host, self.port)
+        warn_if_exposed(self._settings)
         if not self._settings.forwards_tokens:
             address = self._settings.orchestrator_address
             log.warning("tokens are not sent in plaintext to %s: set orchestrator_tls_ca", address)
@@ -74,38 +90,28 @@ class Server:
     async def start(self) -> None:
         """Listen. Raises OSError: the address cannot be bound."""
         settings, files, watched = self._settings, self._settings.tls_files, self._certificates
+        tls = files.server_context(watched) if files and watched else None
+        names = frozenset(settings.allowed_names)
+        await self._listen(self._gateway.app(), settings.port, names, ssl=tls)
+        self.port = self._listeners[0].sockets[0].getsockname()[1]
+        if settings.health_port:
+            await self._listen(self._gateway.probes(), settings.health_port, frozenset())
+
+    async def _listen(self, app: Any, port: int, names: frozenset[str], **tls: Any) -> None:
         config = Config(
-            self._gateway.app(),
-            http=Connection,
+            app,
+            http=H11Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
+            access_log=False,  # it has query strings
             timeout_keep_alive=_IDLE_S,
-            h11_max_incomplete_event_size=settings.max_header_bytes,
         )
         config.load()
-        loop, handshakes = asyncio.get_running_loop(), Handshakes()
-
-        def connect() -> Connection:
-            # Without TLS, one connection too many is accepted, and receives a status.
-            connections = self._state.connections if files else ()
-            num_open = len(handshakes) + len(connections)
-            if num_open >= settings.max_connections and not displace(connections):
-                raise ConnectionRefusedError
-            connection = Connection(config, self._state, settings, handshakes)
-            # A handshake that fails is reported to no protocol.
-            timer = loop.call_later(_HANDSHAKE_S, handshakes.pop, connection, None)
-            handshakes[connection] = timer
-            return connection
-
-        self._listener = await loop.create_server(
-            connect,
-            settings.host.strip("[]"),
-            settings.port,
-            ssl=files.server_context(watched) if files and watched else None,
-            ssl_handshake_timeout=_HANDSHAKE_S if files else None,
-        )
-        self.port = self._listener.sockets[0].getsockname()[1]
+        connect = partial(Connection, names, config, self._state)
+        host = self._settings.host.strip("[]")
+        listener = await asyncio.get_running_loop().create_server(connect, host, port, **tls)
+        self._listeners.append(listener)
 
     async def _follow(self) -> None:
         """Ready while an orchestrator serves and this process does not drain.
@@ -128,7 +134,8 @@ class Server:
         """Refuse connections, give requests `grace_s` seconds to finish, then end them."""
         clock = asyncio.get_running_loop().time
         end_s = clock() + grace_s
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for connection in tuple(self._state.connections):
             connection.shutdown()
         if self._state.tasks and grace_s:
@@ -145,18 +152,16 @@ def main() -> None:
     """Serve until SIGTERM or SIGINT."""
     settings = load(GatewaySettings)
     try:
-        with telemetry.configured(
-            "gateway", settings, scraped=settings.serves_metrics
-        ) as exposition:
-            asyncio.run(_serve(settings, exposition))
+        with telemetry.configured("gateway", settings):
+            asyncio.run(_serve(settings))
     except OSError as error:
         raise SystemExit(f"gateway: {error}") from error
 
 
-async def _serve(settings: GatewaySettings, exposition: Callable[[], bytes]) -> None:
+async def _serve(settings: GatewaySettings) -> None:
     address, credentials = settings.orchestrator_address, settings.orchestrator_credentials
     async with Client(address, timeout_s=settings.deadline_s, **credentials) as client:
-        await Server(settings, client, Gateway(settings, client, exposition)).run()
+        await Server(settings, client, Gateway(settings, client)).run()
 
 
 if __name__ == "__main__":

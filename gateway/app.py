@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway.bodies import Bodies, Disconnected, until_disconnected
 from gateway.completions import (
     JSON,
     Answer,
@@ -29,7 +30,6 @@ from gateway.completions import (
     in_thread,
     parsed,
 )
-from gateway.connection import Bodies, Disconnected, until_disconnected
 from gateway.errors import HTTPError, for_caller, response_of
 from gateway.page import Page
 from gateway.settings import GatewaySettings
@@ -60,15 +60,12 @@ _NAME, _MAX_NAMES = re.compile(r"[\w.-]{1,64}", re.ASCII), 32
 
 
 class Gateway:
-    """The handlers; `client` is that of the orchestrator, `exposition` returns the metrics."""
+    """The handlers; `client` is that of the orchestrator."""
 
-    def __init__(
-        self, settings: GatewaySettings, client: Client, exposition: Callable[[], bytes] = bytes
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, client: Client) -> None:
         self._settings = settings
         self._client = client
-        self._exposition = exposition
-        self._bodies = Bodies(settings.max_body_bytes, settings.body_s)
+        self._bodies = Bodies(settings.max_body_bytes)
         self._page = Page()
         self._checks_tokens = False
         self._known_until_s = 0.0
@@ -85,13 +82,11 @@ class Gateway:
             "GET /v1/specrej/records": self.records,
             "GET /v1/specrej/records/{id}": self.record,
             "GET /v1/specrej/describe": self.describe,
-            "GET /healthz": self.health,
-            "GET /readyz": self.readiness,
             "GET /": self.page,
             "GET /page/{name}": self.page_file,
+            "GET /healthz": self.health,
+            "GET /readyz": self.readiness,
         }
-        if self._settings.serves_metrics:
-            handlers["GET /metrics"] = self.metrics
         routes: list[Route] = []
         others: list[Route] = []
         for key, handler in handlers.items():
@@ -109,6 +104,11 @@ class Gateway:
         )
         routes += [*others, unknown]
         return Starlette(routes=routes, middleware=[cors] if any(origins) else [])
+
+    def probes(self) -> Starlette:
+        """The ASGI application of the port for probes alone."""
+        handlers = {"/healthz": self.health, "/readyz": self.readiness}
+        return Starlette(routes=[Route(path, Endpoint(h, path)) for path, h in handlers.items()])
 
     async def chat(self, request: HTTPRequest) -> Response:
         """Answer a conversation."""
@@ -196,6 +196,8 @@ class Gateway:
             Unauthenticated: there is none, and there must be one; or it is too long.
             SpecrejError: the orchestrator does not answer.
         """
+        if len(http.headers.getlist("authorization")) > 1:
+            raise Unauthenticated("two Authorization headers: send one")
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
         if len(token) > _MAX_TOKEN_CHARACTERS:
@@ -293,10 +295,6 @@ class Gateway:
     async def readiness(self, http: HTTPRequest) -> Response:
         """Whether the orchestrator serves and this process does not end."""
         return PlainTextResponse("ready\n") if self.is_ready else PlainTextResponse("no\n", 503)
-
-    async def metrics(self, http: HTTPRequest) -> Response:
-        """Metrics for Prometheus."""
-        return Response(self._exposition(), media_type="text/plain; version=0.0.4")
 
     async def nowhere(self, http: HTTPRequest) -> Response:
         raise HTTPError(404, "unknown route", "not_found")

@@ -84,16 +84,8 @@ class GatewaySettings(ProcessSettings):
     keep_alive_s: Seconds = Field(
         10, description="seconds without a chunk after which a stream has a comment"
     )
-    header_s: Seconds = Field(10, description="seconds that a request's headers may take")
-    body_s: Seconds = Field(30, description="seconds that a request's body may take")
-    unread_s: Seconds = Field(
-        30, description="seconds after which a client that reads no byte of a reply is cut off"
-    )
     max_body_bytes: int = Field(
         MAX_PUBLIC_MESSAGE_BYTES, ge=1024, le=2**30, description="most bytes of a request's body"
-    )
-    max_header_bytes: int = Field(
-        16384, ge=1024, le=2**20, description="most bytes of a request's headers"
     )
     docs_url: str = Field(
         "",
@@ -102,9 +94,6 @@ class GatewaySettings(ProcessSettings):
     )
     cors_origins: str = Field(
         "", description="origins, separated by commas, whose pages may call; empty: none"
-    )
-    metrics_route: CliImplicitFlag[bool] = Field(
-        False, description="serve GET /metrics on this port, too; the default on loopback"
     )
 
     @property
@@ -132,12 +121,6 @@ class GatewaySettings(ProcessSettings):
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         is_set = "allow_anonymous" in self.model_fields_set
         return self.serves_anonymous and (is_set or is_loopback(name))
-
-    @property
-    def serves_metrics(self) -> bool:
-        """`metrics_route`, or its default."""
-        is_set = "metrics_route" in self.model_fields_set
-        return self.metrics_route if is_set else is_loopback(self.host)
 
     @field_validator("presets")
     @classmethod

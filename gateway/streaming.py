@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.bodies import until_disconnected
 from gateway.completions import Answer, Call, Request, in_thread
-from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
 from specrej import telemetry
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire

@@ -63,6 +63,9 @@ class ProcessSettings(BaseSettings):
     )
     metrics_port: Port = Field(0, description="HTTP port of a Prometheus endpoint; 0: none")
     metrics_host: str = Field("", description="address of that port; empty: that of host")
+    health_port: Port = Field(
+        0, description="plaintext port of health checks alone, for probes; 0: none"
+    )
     tls_cert: str = Field("", description="PEM file of the certificate chain; empty: plaintext")
     tls_key: str = Field("", description="PEM file of its key")
     tls_client_ca: str = Field(
@@ -78,8 +81,11 @@ class ProcessSettings(BaseSettings):
         False,
         description="serve callers without tokens or certificates; the default on loopback",
     )
-    max_connections: int = Field(
-        800, ge=1, le=2**20, description="open connections; fewer than the process may open files"
+
+    private_network: CliImplicitFlag[bool] = Field(
+        False,
+        description="only the edge and other services reach this port; else a warning says at the"
+        " start that it must not be public",
     )
 
     @property
@@ -88,6 +94,11 @@ class ProcessSettings(BaseSettings):
         if self.drain_s is not None:
             return self.drain_s
         return 0.0 if is_loopback(self.host) else 5.0
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether hostile peers may reach the port, which nothing bounds then."""
+        return not (self.private_network or is_loopback(self.host))
 
     @property
     def serves_anonymous(self) -> bool:
@@ -124,9 +135,6 @@ class ServiceSettings(ProcessSettings):
     """The settings that all gRPC services have."""
 
     reflection: bool = Field(True, description="serve gRPC reflection (turn off in production)")
-    health_port: Port = Field(
-        0, description="plaintext port of health checks alone, for probes without TLS; 0: none"
-    )
     stuck_s: Seconds = Field(
         120,
         description="seconds that a step, a command or a text of a model's threads may take before"

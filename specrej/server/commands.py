@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from specrej import telemetry
 from specrej.contracts.errors import InvalidRequest, SessionExpired, Violation
-from specrej.server.call_bounds import Context
+from specrej.server.interceptor import Context
 
 
 class Numbered(Protocol):

@@ -1,62 +1,53 @@
 """The interceptor of every server: admits callers, sets deadlines, opens spans, maps errors.
 
 Handlers raise `SpecrejError`s and never catch; this is the only place where they become statuses.
+Messages are read and decoded here: grpc itself would answer one that cannot be decoded with UNKNOWN
+and the name of a class. What a hostile peer may hold by silence or by not reading is bounded by
+Envoy (deploy/edge), below any handler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Never
+from typing import Any, Self, TypeAlias
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from specrej import telemetry
 from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
+    Overloaded,
     SpecrejError,
-    Violation,
     is_late,
+    malformed,
     raise_if_any,
 )
 from specrej.contracts.status import to_status
 from specrej.contracts.validation import check_lengths
 from specrej.security import OURS, Access, Caller, set_caller
-from specrej.server.call_bounds import (
-    CallBounds,
-    Context,
-    Handler,
-    RpcHandler,
-    Unread,
-    Waits,
-    bounded,
-)
-from specrej.server.connections import Connections
 
 log = logging.getLogger(__name__)
 
-# Calls that may wait for their first message at once, and for how long; others displace them.
-_MAX_WAITING = 128
-_MESSAGE_S = 10.0
-_REPLY_S = 60.0  # the time to read a reply
-# The same for each method of health and reflection, whose messages are small; how many of its
-# calls may run, and for how long; how many of them may wait for the reader of their reply.
-_MAX_WAITING_PROBES = 4
-_MAX_UNREAD_PROBES = 32
-_PROBE_MESSAGE_S = 2.0
-_PROBE_REPLY_S = 2.0
-_MAX_PROBE_BYTES = 4096
-_MAX_PROBES = 64
-_PROBE_S = 600.0
+Context = grpc.aio.ServicerContext[Any, Any]
+# Quoted: the class is generic only for type checkers.
+RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler = Callable[[Any, Context], Awaitable[Any]]
+
+_RETRY_S = 1.0
+# On a cancelled call, `read` returns EOF up to this long before the handler is cancelled.
+_CANCELLATION_S = 0.001
 
 _RECHECK_S = 2.0  # between two checks of a running call's token
 
@@ -89,12 +80,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
         self._access = access
-        self._bounds = CallBounds(
-            max_calls, Waits(_MAX_WAITING, _MESSAGE_S), Waits(max_calls, _REPLY_S)
-        )
-        self._probe_bounds: dict[str, CallBounds] = {}  # by method of health and reflection
-        self._connections = Connections()
-        self._num_running = 0
+        self._max_calls = max_calls
+        self._running: Counter[str] = Counter()  # calls of the services, by tenant
         self.idle = asyncio.Event()  # set while no call of a service runs
         self.idle.set()
 
@@ -113,20 +100,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if details.method.startswith(OURS):
-            wrap = partial(self._guard, details.method, caller=caller, admit=admit)
-            return bounded(
-                handler, self._bounds, lambda m: raise_if_any(check_lengths(m)), wrap, caller.tenant
-            )
-        bounds = self._probe_bounds.get(details.method)
-        if bounds is None:
-            bounds = CallBounds(
-                _MAX_PROBES,
-                Waits(_MAX_WAITING_PROBES, _PROBE_MESSAGE_S),
-                Waits(_MAX_UNREAD_PROBES, _PROBE_REPLY_S),
-            )
-            self._probe_bounds[details.method] = bounds
-        wrap = partial(self._with_status, details.method, admit=admit)
-        return bounded(handler, bounds, _check_probe, wrap, "")
+            read = _reading(handler, lambda m: raise_if_any(check_lengths(m)))
+            wrapped = self._guard(details.method, read, caller, admit)
+        else:
+            wrapped = self._with_status(details.method, _reading(handler, lambda _: None), admit)
+        return grpc.stream_stream_rpc_method_handler(wrapped, None, handler.response_serializer)
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
         """A handler for any method that fails before it reads a message."""
@@ -144,15 +122,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> Any:
             metadata = context.invocation_metadata() or ()
             left_s = self._deadline_s(context)
-            with self._counted(), telemetry.served(name, metadata) as call:
+            with telemetry.served(name, metadata) as call:
                 try:
                     set_caller(caller)
                     _deadline.set(None if left_s is None else time.monotonic() + left_s)
-                    async with asyncio.timeout(left_s), self._admitted(method, context, admit):
-                        return await behavior(request, context)
-                except Unread:
-                    call.code = grpc.StatusCode.CANCELLED.name
-                    self._reset(context)
+                    with self._counted(caller.tenant):
+                        async with asyncio.timeout(left_s), self._admitted(method, context, admit):
+                            return await behavior(request, context)
                 except Exception as error:
                     await self._abort(context, method, error, call)
                 except asyncio.CancelledError as error:
@@ -170,44 +146,21 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def with_status(request: Any, context: Context) -> Any:
             try:
-                async with asyncio.timeout(_PROBE_S), self._admitted(method, context, admit):
+                async with self._admitted(method, context, admit):
                     return await behavior(request, context)
-            except Unread:
-                self._reset(context)
             except Exception as error:
                 await self._abort(context, method, error, telemetry.Call("OK"))
 
         return with_status
 
-    def _reset(self, context: Context) -> Never:
-        """End a call whose reply is unread: grpc cannot, so its connection is shut."""
-        self._shut(context)
-        raise asyncio.CancelledError
-
-    def _shut(self, context: Context) -> None:
-        telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason="connection")
-        self._connections.shut(context.peer())
-
     async def _abort(
         self, context: Context, method: str, error: BaseException, call: telemetry.Call
     ) -> None:
-        """End the call with the error's status.
-
-        grpc holds the status back until the client has read all earlier messages. If that takes
-        longer than `_STATUS_S` and `_LATE_STATUS_S` together, the connection is shut.
-        """
+        """End the call with the error's status, which grpc holds back until the client has read all
+        earlier messages."""
         code, text, trailers = to_status(_presentable(method, error))
         call.code = code.name
-        ending = asyncio.ensure_future(context.abort(code, text, trailers))
-        ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # else logged
-        _, held = await asyncio.wait({ending}, timeout=_STATUS_S)
-        if held:
-            asyncio.get_running_loop().call_later(_LATE_STATUS_S, self._give_up, ending, context)
-
-    def _give_up(self, ending: asyncio.Task[Never], context: Context) -> None:
-        if not ending.done():
-            ending.cancel()
-            self._shut(context)
+        await context.abort(code, text, trailers)
 
     @asynccontextmanager
     async def _admitted(
@@ -246,14 +199,22 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             timer.cancel()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._num_running += 1
+    def _counted(self, tenant: str) -> Iterator[None]:
+        """Raises Overloaded: `max_calls` run, or half as many of a tenant with a name."""
+        running = self._running
+        if running.total() >= self._max_calls:
+            raise _refusal("calls", "too many calls")
+        if tenant and running[tenant] >= max(1, self._max_calls // 2):
+            raise _refusal("tenant_calls", "too many calls of the tenant")
+        running[tenant] += 1
         self.idle.clear()
         try:
             yield
         finally:
-            self._num_running -= 1
-            if not self._num_running:
+            running[tenant] -= 1
+            if not running[tenant]:
+                del running[tenant]
+            if not running:
                 self.idle.set()
 
     def _deadline_s(self, context: Context) -> float | None:
@@ -262,11 +223,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if remaining is None or remaining > 1e9:
             return self._default_deadline_s
         return min(remaining, self._max_deadline_s or remaining)
-
-
-# The time for a status to leave, and for a client that reads later to receive it.
-_STATUS_S = 1.0
-_LATE_STATUS_S = 10.0
 
 
 def _code_of_cancellation(context: Context, total_s: float | None) -> grpc.StatusCode:
@@ -291,8 +247,59 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
     return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
 
 
-def _check_probe(message: Any) -> None:
-    """Raises InvalidRequest: a message of health or reflection is too long."""
-    if (size := message.ByteSize()) > _MAX_PROBE_BYTES:
-        most = f"must have at most {_MAX_PROBE_BYTES} bytes, has {size}"
-        raise InvalidRequest([Violation("request", most)])
+def _refusal(reason: str, text: str) -> Overloaded:
+    telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason=reason)
+    return Overloaded(text, retry_after_s=_RETRY_S)
+
+
+def _reading(handler: Any, check: Callable[[Any], None]) -> Handler:
+    """The handler's behaviour with messages read and replies written here; `check` receives each
+    parsed message."""
+    unary = handler.unary_unary or handler.unary_stream
+    behavior = unary or handler.stream_unary or handler.stream_stream
+
+    def decode(data: bytes) -> Any:
+        try:
+            message = handler.request_deserializer(data)
+        except DecodeError:
+            raise malformed() from None
+        check(message)
+        return message
+
+    async def read(_: Any, context: Context) -> None:
+        messages = _Messages(context, decode)
+        request = messages if handler.request_streaming else await messages.only()
+        answer = behavior(request, context)
+        if inspect.isasyncgen(answer):  # as that of reflection
+            async for message in answer:
+                await context.write(message)
+        elif handler.response_streaming:
+            await answer
+        else:
+            await context.write(await answer)
+
+    return read
+
+
+class _Messages:
+    """The messages of a call."""
+
+    def __init__(self, context: Context, decode: Callable[[bytes], Any]) -> None:
+        self._context = context
+        self._decode = decode
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._context.read()
+        if message is grpc.aio.EOF:
+            await asyncio.sleep(_CANCELLATION_S)
+            raise StopAsyncIteration
+        return self._decode(message)
+
+    async def only(self) -> Any:
+        """The message of a unary call. Raises InvalidRequest: there is none."""
+        async for message in self:
+            return message
+        raise malformed()

@@ -1,6 +1,6 @@
 """The gRPC server of every service: health, reflection, TLS and drain.
 
-Streaming handlers read the messages they are given, not `context`: the first one has been read.
+Streaming handlers read the messages they are given, not `context`, whose are not decoded.
 They are coroutines that use `context.write`: an async generator cancelled inside a write would not
 run its `finally` in time. They send the initial metadata before their first message: sent with
 that message, it would make grpc refuse a status while the message is unread.
@@ -9,7 +9,6 @@ that message, it would make grpc refuse a status while the message is unread.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import signal
@@ -26,11 +25,11 @@ from grpc_reflection.v1alpha import reflection
 from specrej import telemetry
 from specrej.reloading_file import ReloadingFile
 from specrej.security import PEM, Access, TLSFiles, is_loopback
-from specrej.server.call_bounds import Context as Context
 from specrej.server.health import Health
+from specrej.server.interceptor import Context as Context
 from specrej.server.interceptor import StatusInterceptor
 from specrej.server.interceptor import time_left_s as time_left_s
-from specrej.settings import ServiceSettings
+from specrej.settings import ProcessSettings, ServiceSettings
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +52,8 @@ Heartbeat = Callable[[], float]
 # also while models load and calls drain.
 LIVENESS = "liveness"
 
-# Connections of the main port per connection of the health port.
-_PROBING = 8
-
 # Connections end at this age, plus or minus a tenth, so that clients resolve the name again.
 _CONNECTION_AGE_MS = 450_000
-
-# Connections end without a call for this long, or without a valid beginning.
-_CONNECTION_IDLE_MS = 300_000
-_HANDSHAKE_MS = 10_000
 
 # Calls beyond `max_calls` that grpc lets in: health, reflection, and those that are being refused.
 _MORE_CALLS = 512
@@ -115,11 +107,10 @@ class Server:
         self._calls = StatusInterceptor(
             default_deadline_s, self._access, max_deadline_s, max_calls=settings.max_calls
         )
-        self._server = _grpc_server(settings, self._calls, settings.max_connections, max_deadline_s)
+        self._server = _grpc_server(settings, self._calls, max_deadline_s)
         # Every call of it is one of health, which any caller may make.
         probes = StatusInterceptor(None, Access(), None, max_calls=settings.max_calls)
-        probing = max(1, settings.max_connections // _PROBING)
-        self._prober = settings.health_port and _grpc_server(settings, probes, probing, None)
+        self._prober = settings.health_port and _grpc_server(settings, probes, None)
         self.port = 0
 
     async def start(self) -> None:
@@ -228,6 +219,7 @@ class Server:
         await self.start()
         given = self._settings
         log.info("listening on %s:%d", given.host, self.port)
+        warn_if_exposed(given)
         if given.tokens_file and not (given.tls_cert or is_loopback(given.host)):
             log.warning("tokens arrive in plaintext: set tls_cert, unless a proxy terminates TLS")
         if given.tls_client_ca and not (given.allowed_clients or given.tokens_file):
@@ -236,7 +228,7 @@ class Server:
         self._gauges.observe()
         following = asyncio.ensure_future(self._follow_heartbeats())
         try:
-            warming = asyncio.ensure_future(_load(warm_up))
+            warming = asyncio.ensure_future(warm_up())
             stopping = asyncio.ensure_future(signals.first.wait())
             ending = {stopping, following}
             await asyncio.wait({warming, *ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -261,21 +253,9 @@ class Server:
                 await self.stop(0)
 
 
-async def _load(warm_up: Callable[[], Awaitable[None]]) -> None:
-    """Await `warm_up`, and exempt what was loaded from garbage collection.
-
-    The libraries of models are 360,000 objects that live as long as the process: to visit them
-    takes 0.1 s of each later collection of all objects.
-    """
-    await warm_up()
-    gc.collect()
-    gc.freeze()
-
-
 def _grpc_server(
     settings: ServiceSettings,
     interceptor: StatusInterceptor,
-    max_connections: int,
     max_deadline_s: float | None,
 ) -> grpc.aio.Server:
     return grpc.aio.server(
@@ -283,9 +263,6 @@ def _grpc_server(
         maximum_concurrent_rpcs=settings.max_calls + _MORE_CALLS,
         options=[
             ("grpc.max_concurrent_streams", settings.max_calls),
-            ("grpc.max_allowed_incoming_connections", max_connections),
-            ("grpc.max_connection_idle_ms", _CONNECTION_IDLE_MS),
-            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             # Above the lower limit, 1,000 by default, grpc cancels arriving calls at random.
             ("grpc.server.max_pending_requests", _MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
@@ -409,6 +386,13 @@ class ServerGauges:
         own_expires = self._certificates.get().expires if self._certificates else math.inf
         if (expires := min(own_expires, self._client_expires)) < math.inf:
             yield expires - time.time(), {}
+
+
+def warn_if_exposed(settings: ProcessSettings) -> None:
+    """Log that a port which others reach needs the edge in front."""
+    if settings.is_exposed:
+        text = "%s is not loopback: put deploy/edge before this port, then set private_network"
+        log.warning(text, settings.host)
 
 
 class Signals:

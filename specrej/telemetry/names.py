@@ -62,10 +62,8 @@ RPC_SYSTEM, RPC_METHOD, RPC_CODE = "rpc.system", "rpc.method", "rpc.response.sta
 RPC_STARTED = _counter("specrej.rpc.server.started", "{call}", "started calls", RPC_METHOD)
 RPC_IN_FLIGHT = _up_down("specrej.rpc.server.in_flight", "{call}", "running calls", RPC_METHOD)
 RPC_DURATION = _seconds("rpc.server.call.duration", "ended calls, by code", RPC_METHOD, RPC_CODE)
-# Reasons: no_message: none came in time; unread: the reply was not read in time; displaced: by
-# newer calls that neither write nor read; calls, tenant_calls: too many run; connection: shut, as
-# its client does not read
-RPC_REFUSED = _counter("specrej.rpc.server.refused", "{call}", "calls ended by bounds", "reason")
+# Reasons: calls, tenant_calls: too many run
+RPC_REFUSED = _counter("specrej.rpc.server.refused", "{call}", "calls beyond a bound", "reason")
 HEARTBEAT_AGE = _gauge("specrej.heartbeat.age", "s", "time without progress of a compute thread")
 EVENT_LOOP_LAG = _gauge(
     "specrej.event_loop.lag", "s", "longest delay of the event loop in the last minute"
@@ -84,11 +82,6 @@ HTTP_DURATION = _seconds(
 )  # 499: the client left
 HTTP_IN_FLIGHT = _up_down(
     "http.server.active_requests", "{request}", "running requests", HTTP_ROUTE
-)
-# Reasons: late: no headers in time, or a reply unread; pipelined; overloaded; permission_denied;
-# invalid_http
-HTTP_REFUSED = _counter(
-    "specrej.http.refused", "{connection}", "connections ended by bounds", "reason"
 )
 
 # The orchestrator.

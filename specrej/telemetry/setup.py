@@ -11,8 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Thread
+from threading import Thread, active_count
 from typing import TYPE_CHECKING, Any
 
 from specrej.telemetry import logs, names, traces
@@ -30,8 +29,10 @@ if TYPE_CHECKING:
 FLUSH_S = 2.0
 _CANCELLED_S = 0.5
 
-# The time without a byte after which a connection to the metrics port is closed.
+# The time without a byte after which a connection to the metrics port is closed, and the threads of
+# this process beyond which a further connection is.
 SILENT_S = 5.0
+_MOST_THREADS = 1024
 
 
 @dataclass(slots=True)
@@ -40,7 +41,6 @@ class _Outlets:
 
     ends: list[Callable[[], object]] = field(default_factory=list)
     exporters: list[Any] = field(default_factory=list)  # each with a `shutdown`
-    exposition: Callable[[], bytes] = bytes
 
     def close(self) -> None:
         """Send pending data within a bound, so that no collector delays the end of a process."""
@@ -62,14 +62,10 @@ def _all_end(threads: list[Thread], bound_s: float) -> bool:
 
 
 @contextmanager
-def configured(
-    service: str, settings: ProcessSettings, *, scraped: bool = False
-) -> Iterator[Callable[[], bytes]]:
+def configured(service: str, settings: ProcessSettings) -> Iterator[None]:
     """Set up telemetry from the settings for the context; once per process.
 
-    Yields a function that returns the metrics as text for Prometheus: none without a metrics port,
-    unless `scraped` is set. Leaving takes at most 2.5 seconds, whether or not pending data can be
-    sent.
+    Leaving takes at most 2.5 seconds, whether or not pending data can be sent.
 
     Raises:
         OSError: the metrics port cannot be bound.
@@ -81,22 +77,22 @@ def configured(
         error_text=settings.log_error_text,
     )
     outlets = _Outlets()
-    if settings.otlp_endpoint or settings.metrics_port or scraped:
-        _open(outlets, service, settings, scraped)
+    if settings.otlp_endpoint or settings.metrics_port:
+        _open(outlets, service, settings)
     try:
-        yield outlets.exposition
+        yield
     finally:
         outlets.close()
 
 
-def _open(outlets: _Outlets, service: str, settings: ProcessSettings, scraped: bool) -> None:
+def _open(outlets: _Outlets, service: str, settings: ProcessSettings) -> None:
     from opentelemetry import metrics
     from opentelemetry.sdk.metrics import MeterProvider
 
     resource = _resource(service)
     readers: list[MetricReader] = []
-    if settings.metrics_port or scraped:
-        readers.append(_prometheus(outlets, settings))
+    if settings.metrics_port:
+        readers.append(_prometheus(settings))
     if settings.otlp_endpoint:
         _send_spans(outlets, resource, settings.otlp_endpoint)
         readers.append(_metrics_sender(outlets, settings.otlp_endpoint))
@@ -137,15 +133,12 @@ def _metrics_sender(outlets: _Outlets, endpoint: str) -> MetricReader:
     return PeriodicExportingMetricReader(exporter)
 
 
-def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
+def _prometheus(settings: ProcessSettings) -> MetricReader:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
-    outlets.exposition = partial(generate_latest, registry)
-    if not settings.metrics_port:
-        return reader
     host = (settings.metrics_host or settings.host).strip("[]")
     try:
         serve_metrics(settings.metrics_port, host, registry)
@@ -156,8 +149,8 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
 
 
 def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServer:
-    """Serve the metrics of a registry over HTTP until the process ends; a thread per connection,
-    silent ones are closed.
+    """Serve the metrics of a registry over HTTP until the process ends; a thread per connection, in
+    a bounded number; silent ones are closed.
 
     Raises:
         OSError: the address cannot be bound.
@@ -168,4 +161,6 @@ def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServ
     handler: Any = server.RequestHandlerClass
     # Otherwise each connection that sends nothing would hold a thread.
     server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SILENT_S})
+    has_room = lambda *_: active_count() < _MOST_THREADS  # noqa: E731
+    server.verify_request = has_room  # type: ignore[method-assign]
     return server

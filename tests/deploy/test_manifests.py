@@ -175,13 +175,11 @@ def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> Non
     main = "grpc" if name in GRPC else "http"
     variables = manifests.variables(name)
     prefix = f"SPECREJ_{name.upper()}_"
-    named = {main: "PORT", "metrics": "METRICS_PORT"} | (
-        {"health": "HEALTH_PORT"} if name in GRPC else {}
-    )
+    named = {main: "PORT", "metrics": "METRICS_PORT", "health": "HEALTH_PORT"}
     assert ports == {port: int(variables[f"{prefix}{key}"]) for port, key in named.items()}
     assert ports[main] == SETTINGS[name].model_fields["port"].default
     service = manifests.named("Service")[name]["spec"]["ports"]
-    ports.pop("health", None)  # kubelet connects to the pod
+    ports.pop("health")  # kubelet connects to the pod
     assert {item["name"]: item["port"] for item in service} == ports
     assert {item["targetPort"] for item in service} == set(ports)
     notes = manifests.workloads[name]["spec"]["template"]["metadata"].get("annotations", {})
@@ -189,12 +187,11 @@ def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> Non
 
 
 def test_probes_of_the_gateway(manifests: Manifests) -> None:
-    """Guards against a probe of a route that does not exist, or in plaintext to a TLS port."""
-    container, settings = manifests.container("gateway"), manifests.settings("gateway")
-    scheme = {"scheme": "HTTPS"} if "TLS_CERT" in settings else {}
+    """Guards against a probe of a route that does not exist, or through the public port."""
+    container = manifests.container("gateway")
     for kind in PROBES:
         path = "/readyz" if kind == "readinessProbe" else "/healthz"
-        assert container[kind]["httpGet"] == {"path": path, "port": "http", **scheme}
+        assert container[kind]["httpGet"] == {"path": path, "port": "health"}
 
 
 @pytest.mark.parametrize("name", GRPC)

@@ -79,7 +79,7 @@ async def test_slots_are_free_after_a_client_left(
 
 async def test_a_body_that_ends_early_begins_nothing(stack: Stack) -> None:
     async def num_left() -> float:
-        values = await scrape([f"{stack.gateway_url}/metrics"])
+        values = await scrape([stack.metrics_urls[-1]])
         name = "http_server_request_duration_seconds_count"
         return values.sum(name, http_response_status_code="499")
 

@@ -9,7 +9,10 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from deploy.local.stack import Ports
+from tests.certificates import Authority
 from tests.gateway.gateways import CHAT, STREAM, Connection, gateway_at, get, request
 from tests.programs import ROOT, outcome_of
 from tests.serving import until
@@ -67,6 +70,19 @@ async def test_sigterm_lets_requests_finish(address: str, orchestrator: FakeOrch
 async def test_it_is_ready_only_with_an_orchestrator() -> None:
     async with gateway_at("127.0.0.1:1") as server:
         assert (await get(server.port, "/readyz"))[0] == 503
+
+
+async def test_probes_have_a_port_of_their_own(address: str, tmp_path: Path) -> None:
+    """Guards against probes that the public port's callers can delay, or that need TLS."""
+    port = Ports.free().gateway
+    pair = Authority(tmp_path).issue().settings
+    async with gateway_at(address, health_port=port, **pair) as server:
+        server._gateway.is_ready = True
+        silent = [await Connection.open(port) for _ in range(300)]
+        assert (await get(port, "/healthz"))[0] == (await get(port, "/readyz"))[0] == 200
+        assert (await get(port, "/v1/models"))[0] == 404
+        for connection in silent:
+            connection.leave()
 
 
 async def test_a_taken_port_and_a_bad_setting_stop_the_process(address: str) -> None:

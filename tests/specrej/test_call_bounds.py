@@ -1,10 +1,9 @@
-"""Calls without a message, too many calls, unread replies, compressed and large messages."""
+"""Calls beyond the limit, compressed messages, and the health service."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -14,11 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import telemetry
 from specrej.client.channel import open_channel
-from specrej.server import health, interceptor
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from tests import http2
-from tests.serving import failure_of, listening, part, reason_of, retry_info_s, serving
+from tests.serving import failure_of, listening, retry_info_s, serving
 from tests.specrej.fakes import FakeOrchestrator
 
 Code = grpc.StatusCode
@@ -56,43 +53,6 @@ async def probe(channel: grpc.aio.Channel) -> None:
     await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
 
 
-@asynccontextmanager
-async def unread(address: str, method: str, data: bytes = b"") -> AsyncIterator[None]:
-    """A connection with three calls whose replies are not read, until the server shuts it."""
-    host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    calls = [http2.unary(stream, method, data) for stream in (1, 3, 5)]
-    writer.write(http2.PREFACE + http2.window(0) + b"".join(calls))
-    yield
-    async with asyncio.timeout(BOUND_S):
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                await http2.read_frame(reader)
-    writer.close()
-
-
-def begun(channel: grpc.aio.Channel, method: str) -> Any:
-    """A call of which only the headers are sent."""
-    return channel.stream_stream(method)(timeout=BOUND_S)
-
-
-@pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION, GENERATE, STREAM])
-async def test_a_call_without_a_message_ends(
-    method: str,
-    orchestrator: FakeOrchestrator,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: list[str],
-) -> None:
-    """Guards against calls that cost nothing to hold: grpc itself waits for ever."""
-    monkeypatch.setattr(interceptor, "_MESSAGE_S", 0.05)
-    monkeypatch.setattr(interceptor, "_PROBE_MESSAGE_S", 0.05)
-    async with serving(orchestrator.service()) as channel:
-        error = await failure_of(begun(channel, method).read)
-    assert error.code() is Code.DEADLINE_EXCEEDED
-    assert reason_of(error) == "DEADLINE_EXCEEDED"
-    assert refused == ["no_message"]
-
-
 async def test_calls_beyond_the_limit_are_refused(
     orchestrator: FakeOrchestrator, refused: list[str]
 ) -> None:
@@ -118,50 +78,6 @@ async def test_calls_beyond_the_limit_are_refused(
         await other.Generate(request, timeout=BOUND_S)
 
 
-@pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION, GENERATE])
-async def test_a_client_that_does_not_read_loses_its_connection(
-    method: str,
-    orchestrator: FakeOrchestrator,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Guards against streams that grpc holds for ever, until it refuses the calls of all."""
-    for bound in ("_REPLY_S", "_STATUS_S", "_LATE_STATUS_S"):
-        monkeypatch.setattr(interceptor, bound, 0.05)
-    monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", 5.0)  # of the last probe too
-    monkeypatch.setattr(health, "_WRITE_S", 0.05)
-    data = _LIST_SERVICES if method == REFLECTION else b""
-    async with listening(orchestrator.service()) as address:
-        async with unread(address, method, data):
-            pass
-        async with open_channel(address) as channel:
-            await probe(channel)
-    assert "connection" in refused
-    assert not caplog.messages
-
-
-async def test_watches_are_bounded_in_number_and_time(
-    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against watches without a bound, which need no token."""
-    monkeypatch.setattr(interceptor, "_MAX_PROBES", 1)
-    monkeypatch.setattr(interceptor, "_PROBE_S", 0.05)
-    async with serving(orchestrator.service()) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest()
-
-        async def states() -> list[Any]:
-            return [reply async for reply in stub.Watch(request)]
-
-        assert (await failure_of(states)).code() is Code.DEADLINE_EXCEEDED
-        monkeypatch.setattr(interceptor, "_PROBE_S", BOUND_S)
-        first = stub.Watch(request)
-        assert (await first.read()).status == health_pb2.HealthCheckResponse.SERVING
-        second = await failure_of(stub.Watch(request).read)
-        assert second.code() is Code.RESOURCE_EXHAUSTED
-
-
 @pytest.mark.parametrize("method", [CHECK, GENERATE])
 async def test_compressed_messages_are_refused(method: str, channel: grpc.aio.Channel) -> None:
     """Guards against a message that takes a thousand times its size once it is decompressed."""
@@ -170,19 +86,6 @@ async def test_compressed_messages_are_refused(method: str, channel: grpc.aio.Ch
     error = await failure_of(compressed)
     assert error.code() is Code.UNIMPLEMENTED
     await send(b"", timeout=BOUND_S)  # on the same connection
-
-
-@pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION])
-async def test_large_messages_of_probes_are_refused(method: str, channel: grpc.aio.Channel) -> None:
-    """Guards against parsing, for callers without a token, what no probe sends."""
-    for size, code in ((4096, None), (4097, Code.INVALID_ARGUMENT)):
-        call = begun(channel, method)
-        await call.write(part(1000, bytes(size - 4)))  # an unknown field
-        await call.done_writing()
-        if code:
-            assert (await failure_of(call.read)).code() is code
-        else:
-            assert await call.read()
 
 
 async def test_health_lists_and_finds_services(channel: grpc.aio.Channel) -> None:

@@ -248,7 +248,7 @@ async def test_everything_works_with_tls_and_tokens(
             for token, status in (("mine", 200), ("wrong", 401)):
                 headers = {"authorization": f"Bearer {token}"}
                 assert (await http.get(f"{url}/v1/models", headers=headers)).status_code == status
-            exposed = (await http.get(f"{url}/metrics")).text
+            exposed = (await http.get(stack.metrics_urls[-1])).text
         for metric in ("certificate_life_seconds", "event_loop_lag_seconds", "files_rejected"):
             assert re.search(rf"^specrej_{metric}\S* [0-9]", exposed, re.MULTILINE), metric
         for token, message in (("wrong", "unknown token"), ("", "a token is needed")):

@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,27 @@ def test_a_taken_metrics_port_raises() -> None:
             telemetry.configured("test", settings),
         ):
             pytest.fail("entered")
+
+
+def test_connections_to_the_metrics_port_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a thread for every connection, and a scrape that 300 silent ones prevent."""
+    most = threading.active_count() + 302
+    monkeypatch.setattr(setup, "_MOST_THREADS", most)
+    monkeypatch.setattr(setup, "SILENT_S", 60)
+    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
+    address = "127.0.0.1", server.server_port
+    with ExitStack() as stack:
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(300)]
+        with socket.create_connection(address, timeout=10) as scrape:
+            scrape.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert scrape.recv(12) == b"HTTP/1.0 200"
+        silent += [stack.enter_context(socket.create_connection(address)) for _ in range(9)]
+        silent[-1].settimeout(20)
+        with suppress(ConnectionResetError):
+            assert silent[-1].recv(1) == b""
+        assert threading.active_count() <= most
 
 
 def test_a_silent_connection_to_the_metrics_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
