@@ -24,6 +24,10 @@ from specrej_models.probe import examine
 
 log = logging.getLogger(__name__)
 
+# Rows of a pass on a CPU, unless one session has more: more rows cost their share of time, so that
+# they only make other sessions wait (benchmarks/results/linear.json).
+_ROWS_ON_CPU = 128
+
 # Engine arguments that name the nodes of one generator, and change no token.
 _OF_NODES = ("node_rank", "master_addr", "master_port")
 
@@ -79,7 +83,9 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         max_waiting=settings.max_waiting,
         auto_candidates=auto_candidates,
         prefill_chunk=settings.prefill_chunk,
-        max_rows=settings.max_candidates,
+        max_rows=min(settings.max_candidates, _ROWS_ON_CPU)
+        if device == "cpu"
+        else settings.max_candidates,
         prefix_cache_slots=int(capacity * settings.prefix_cache),
         on_step=on_step,
     )

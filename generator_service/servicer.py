@@ -6,6 +6,7 @@ Validates every field, also of trusted callers. Works with any `Generator`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -208,6 +209,8 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     yield from check_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
+    if not 0 < spec.weight < math.inf:
+        yield Violation("open.weight", "must be above 0")
     if spec.adapter and spec.adapter not in description.adapters:
         there_are = ", ".join(description.adapters) or "none"
         yield Violation("open.adapter", f"no such adapter, there are: {there_are}")

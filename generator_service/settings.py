@@ -97,7 +97,11 @@ class GeneratorSettings(ServiceSettings):
         0.25, ge=0, le=1, description="share of the slots for cached prompts, which no session uses"
     )
     max_candidates: int = Field(
-        1024, ge=1, le=MAX_BATCH, description="most candidates per session, and per step of all"
+        1024,
+        ge=1,
+        le=MAX_BATCH,
+        description="most candidates per session, and per step of all; on CPUs a step of several"
+        " sessions has 128",
     )
     auto_candidates: int = Field(
         0,

@@ -58,6 +58,7 @@ class OpenCommand:
     bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
     grammar: CompiledGrammar | None = None  # of the sampling's structured output
     texts: Callable[[], GrowingText] | None = None
+    weight: float = 1.0  # of the tenant, whose sessions have equal salts
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""

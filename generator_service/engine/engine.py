@@ -30,6 +30,7 @@ from generator_service.engine.commands import (
 from generator_service.engine.prompt_tree import PromptTree
 from generator_service.engine.sampling import most_probable, sample
 from generator_service.engine.session import Session, prompt_chunks
+from generator_service.turns import Turns
 from specrej.contracts import NO_FORKS, Forks, Pruned, RoundEnd, SlotGauge
 from specrej.contracts.errors import InternalError, OutOfOrder, SessionExpired, SpecrejError
 from specrej_models.attention import PrefillSegment, Segment
@@ -71,7 +72,9 @@ class Engine:
         """`auto_candidates` bounds N where it is left to the engine.
 
         A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates
-        (or of one session, if it has more). Prompts that no session uses any more stay in up to
+        (or of one session, if it has more): of one tenant half as many while sessions of several
+        are open, since a command waits for the step under way. Prompts that no session uses any
+        more stay in up to
         `prefix_cache_slots` slots. `on_step` is called after every step.
         """
         self._model = model
@@ -91,6 +94,8 @@ class Engine:
         """No sessions, all slots free, no prompt stored."""
         self.sessions: dict[int, Session] = {}
         self._failed: dict[int, SpecrejError] = {}  # sessions between two commands, until closed
+        self._turns = Turns()
+        self._read_at: dict[str, int] = {}  # by tenant: the last step that read a prompt
         self.ledger = SlotLedger(self._capacity_slots)
         self.prompts: PromptTree[PromptKV] = PromptTree(
             self.ledger,
@@ -236,17 +241,52 @@ class Engine:
         return bool(batch)
 
     def _schedule(self) -> Batch:
-        """Sessions that can grow by a token, longest waiting first, and prompts to be read."""
-        batch: Batch = []
-        rows = 0
-        growing = [s for s in self.sessions.values() if s.growing and not s.is_reading]
-        for session in sorted(growing, key=lambda session: session.last_step):
-            if batch and rows + len(session.rows) > self._max_rows:
-                continue
-            if self._make_room(session):
-                batch.append((session, session.decode_rows()))
-                rows += len(session.rows)
-        return [*batch, *prompt_chunks(self.sessions.values(), self._prefill_chunk)]
+        """Sessions that can grow by a token, and prompts to be read, in turns of their tenants."""
+        grown: Batch = []
+        read: Batch = []
+        tenants: set[str] = set()
+        working: dict[str, list[Session]] = {}  # by tenant
+        for session in self.sessions.values():
+            tenants.add(tenant := session.command.cache_salt)
+            if session.is_reading or session.growing:
+                working.setdefault(tenant, []).append(session)
+        most = self._max_rows // min(2, max(1, len(tenants)))
+        self._read_at = {tenant: self._read_at.get(tenant, -1) for tenant in working}
+        self._turns.take(
+            {
+                t: (sessions[-1].command.weight, self._line(t, sessions, grown, read, most))
+                for t, sessions in working.items()
+            }
+        )
+        return [*grown, *read]
+
+    def _line(
+        self, tenant: str, sessions: Sequence[Session], grown: Batch, read: Batch, most: int
+    ) -> Iterator[int]:
+        """Add a tenant's sessions to a pass, one after the other; returns the rows of each. What
+        waited longer is first: the sessions that grow, or the prompts."""
+        growing = sorted((s for s in sessions if not s.is_reading), key=lambda s: s.last_step)
+        lines = [self._grow(growing, grown, most), self._read(tenant, sessions, read)]
+        if growing and self._read_at[tenant] < growing[0].last_step:
+            lines.reverse()
+        return itertools.chain(*lines)
+
+    def _grow(self, growing: Sequence[Session], grown: Batch, most: int) -> Iterator[int]:
+        own = 0
+        for session in growing:
+            rows = len(session.rows)
+            all_rows = sum(segment.num_rows for _, segment in grown) + rows
+            has_room = all_rows <= self._max_rows and (own + rows <= most or not own)
+            if (has_room or not grown) and self._make_room(session):
+                grown.append((session, session.decode_rows()))
+                own += rows
+                yield rows
+
+    def _read(self, tenant: str, sessions: Sequence[Session], read: Batch) -> Iterator[int]:
+        for chunk in prompt_chunks(sessions, read, self._prefill_chunk):
+            self._read_at[tenant] = self._num_steps
+            read.append(chunk)
+            yield chunk[1].num_rows
 
     def _make_room(self, session: Session) -> bool:
         """Whether there is room for one more token per row; if the share is full, end the round.

@@ -107,6 +107,7 @@ class Frontend:
             bad_words,
             await self._grammars.compiled(output) if output else None,
             text.answers(spec.sampling),
+            spec.weight,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from generator_service.engine.grammar import Matchers
 from generator_service.engine.prompt_tree import RadixNode
 from generator_service.engine.sampling import Adjustment, is_adjusted
 from specrej.contracts import Forks
-from specrej_models.attention import DecodeSegment, PrefillSegment
+from specrej_models.attention import DecodeSegment, PrefillSegment, Segment
 from specrej_models.kv import PromptKV, SuffixKV
 
 
@@ -121,19 +121,18 @@ class Session:
 
 
 def prompt_chunks(
-    sessions: Iterable[Session], room: int
+    sessions: Iterable[Session], read: Sequence[tuple[Session, Segment]], most: int
 ) -> Iterator[tuple[Session, PrefillSegment]]:
-    """Chunks of the first unread prompts, `room` tokens in all; a node that several share is read
-    by one of them."""
+    """Chunks of the first unread prompts, with those of `read` at most `most` tokens; a node that
+    several share is read by one of them."""
     being_read: set[RadixNode[PromptKV]] = set()
     for session in sessions:
+        room = most - sum(segment.num_rows for _, segment in read)
         if session.is_reading and room:
             node = session.unread()
             if node.is_computed or node not in being_read:
                 being_read.add(node)
-                segment = session.chunk(room)
-                yield session, segment
-                room -= segment.num_rows
+                yield session, session.chunk(room)
 
 
 def _stores(node: RadixNode[PromptKV]) -> tuple[PromptKV, ...]:

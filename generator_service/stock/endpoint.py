@@ -67,7 +67,8 @@ class EndpointRequests:
         made, top = len(ask.token_ids), ask.command.sampling.top_logprobs
         limit = made + ask.count
         last, usage = Part((), ()), Part((), ())
-        async with aclosing(self._server.messages(path, body, ask.session)) as messages:
+        sent = path, body, ask.session, ask.command.cache_salt
+        async with aclosing(self._server.messages(*sent)) as messages:
             async for message in messages:
                 part = part_of(message, made, top, has_ids=self._able.ids)
                 made += len(part.token_ids)
@@ -105,7 +106,8 @@ class TextFrontend:
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """As `Frontend.command`, without tokens."""
-        return OpenCommand((), spec.n, spec.sampling, spec.first_round_tokens, texts=ServedText)
+        first, salt = spec.first_round_tokens, spec.cache_salt
+        return OpenCommand((), spec.n, spec.sampling, first, cache_salt=salt, texts=ServedText)
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         return self.part(batch, sampling)

@@ -75,7 +75,9 @@ class Server:
                 return None
             raise failed.error(0) from failed
 
-    async def messages(self, path: str, body: Body, session: str) -> AsyncGenerator[Any, None]:
+    async def messages(
+        self, path: str, body: Body, session: str, tenant: str = ""
+    ) -> AsyncGenerator[Any, None]:
         """The JSON of the server's messages: one, or if `body` has `stream` those of its stream.
 
         A request that fails before its first message is repeated. Closing the iterator closes the
@@ -91,7 +93,7 @@ class Server:
             has_begun = False
             try:
                 async with (
-                    self._place(session),
+                    self._place(session, tenant),
                     aclosing(self._attempt(path, body, session)) as messages,
                 ):
                     async for message in messages:
@@ -139,11 +141,12 @@ class Server:
             raise _Failed("its stream has no end")
 
     @asynccontextmanager
-    async def _place(self, session: str) -> AsyncIterator[None]:
-        """One of the requests at the same time. Sessions take turns: a small one does not wait for
-        all of a large one."""
-        turn = self._turns.setdefault(session, asyncio.Lock())
-        async with turn:
+    async def _place(self, session: str, tenant: str) -> AsyncIterator[None]:
+        """One of the requests at the same time. Tenants take turns, and so do the sessions of each:
+        a small one does not wait for all of a large one."""
+        of_session = self._turns.setdefault(session, asyncio.Lock())
+        of_tenant = self._turns.setdefault(f"tenant {tenant}", asyncio.Lock())
+        async with of_session, of_tenant:
             await self._places.acquire()
         try:
             yield

@@ -163,8 +163,10 @@ class Orchestrator:
                 raise
             before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
             backends = self._generator, plan.scorers
-            salt = tenant_digest(plan.tenant)  # of prompt prefixes in the generator's memory
-            events = run(plan.request, *backends, salt, plan.left_s, within=within)
+            salt = tenant_digest(plan.tenant)  # the generator knows a tenant by it
+            given = (salt, plan.left_s)
+            weight = plan.share.weight
+            events = run(plan.request, *backends, *given, within=within, weight=weight)
             try:
                 async with aclosing(events):
                     async for event in events:

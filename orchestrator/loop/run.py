@@ -90,11 +90,13 @@ async def run(
     clock: Callable[[], float] = time.perf_counter,
     *,
     within: WithinRounds | None = None,
+    weight: float = 1.0,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
     `scorers` has one scorer per reward of the request, in the request's order. The generator shares
-    prompt prefixes only between runs with equal `cache_salt`. With `time_left_s` seconds to the
+    prompt prefixes only between runs with equal `cache_salt`, and divides its work among the salts
+    by `weight`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
     returns seconds. `within` receives the events within rounds. Close the iterator with
     `contextlib.aclosing`: it owns the open sessions.
@@ -112,7 +114,7 @@ async def run(
     """
     began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
     progress = ProgressReporter(within, request.sampling.stop) if within else None
-    backends = generator, several, cache_salt
+    backends = generator, several, cache_salt, weight
     answering = _Run(request, *backends, time_left_s, began, clock, progress)
     try:
         async with aclosing(answering.events()) as events:
@@ -157,6 +159,7 @@ class _Run:
     generator: Generator
     scorers: Sequence[Scorer]
     cache_salt: str
+    weight: float
     time_left_s: float
     began: float  # the request, by the clock
     clock: Callable[[], float]
@@ -245,6 +248,7 @@ class _Run:
             request.model,
             request.fits_context,
             self.like,
+            self.weight,
         )
         async with AsyncExitStack() as stack:
             with telemetry.span(names.SPAN_OPEN):

@@ -263,9 +263,9 @@ class SessionSpec:
     """What a generator opens: `n` candidates of a prompt; n = 0: as many as fit.
 
     A candidate's tokens depend on the seed and its id, not on its session. Sessions with equal
-    salts may share the KV of equal leading prompt tokens, others never do. `adapter`: one of the
-    generator's, or empty for the model alone. `like`, not sent: prefer a generator with this
-    fingerprint.
+    salts may share the KV of equal leading prompt tokens, others never do. The generator divides
+    its work among salts in proportion to `weight`. `adapter`: one of the generator's, or empty for
+    the model alone. `like`, not sent: prefer a generator with this fingerprint.
     """
 
     prompt: Prompt
@@ -276,6 +276,7 @@ class SessionSpec:
     adapter: str = ""
     fits_context: bool = False  # fewer than max_tokens are enough where the prompt leaves less room
     like: str = ""
+    weight: float = 1.0
 
     def sampling_after(self, prompt_tokens: int, context_tokens: int) -> Sampling:
         """The sampling, whose max_tokens fits beside the prompt if it may be less."""

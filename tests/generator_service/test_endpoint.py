@@ -464,17 +464,21 @@ async def test_cancelling_at_any_time_loses_no_place(servers: Servers, kind: str
         assert len((await session.extend(24)).candidates) == 4
 
 
-async def test_sessions_share_the_places_by_turns(servers: Servers) -> None:
-    """Guards a request for one candidate against minutes behind a thousand of another one, and a
-    server against a connection for each of them."""
+@pytest.mark.parametrize(("sessions", "n"), [(1, 20), (8, 3)])
+async def test_sessions_and_tenants_share_the_places_by_turns(
+    servers: Servers, sessions: int, n: int
+) -> None:
+    """Guards a request for one candidate against minutes behind a thousand of another one, or of
+    another tenant, and a server against a connection for each of them."""
     server = await servers.get(remote_requests=2)
     failed = Reply({}, 500, is_held=True)
     server.model.behave(script=lambda _, number: failed if number < 2 else None)
-    async with (
-        server.generator.open(replace(SPEC, n=20)) as large,
-        server.generator.open(replace(SPEC, n=1)) as small,
-    ):
-        growing = asyncio.create_task(large.extend(24))
+    async with AsyncExitStack() as stack:
+        spec, other = replace(SPEC, n=n, cache_salt="one"), replace(SPEC, n=1, cache_salt="other")
+        opening = [server.generator.open(spec) for _ in range(sessions)]
+        large = [await stack.enter_async_context(one) for one in opening]
+        small = await stack.enter_async_context(server.generator.open(other))
+        growing = asyncio.gather(*(one.extend(24) for one in large))
         await until(lambda: server.endpoint.running == 2)
         waiting = asyncio.create_task(small.extend(2))
         await turns()

@@ -144,6 +144,7 @@ class OpenSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     FITS_CONTEXT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -160,6 +161,10 @@ class OpenSession(_message.Message):
     fits_context: _builtins.bool
     """Whether fewer tokens than the sampling's max_tokens are enough where the prompt leaves less room in
     the context; else that is an error.
+    """
+    weight: _builtins.float
+    """Salts whose sessions have work at the same time share the generator in proportion to their
+    weights; above 0, 1 if absent.
     """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
@@ -179,12 +184,15 @@ class OpenSession(_message.Message):
         cache_salt: _builtins.str = ...,
         adapter: _builtins.str = ...,
         fits_context: _builtins.bool = ...,
+        weight: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 

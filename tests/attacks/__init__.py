@@ -1,0 +1,1 @@
+"""Attacks over the wire on real processes: what they cost other tenants."""
