@@ -130,7 +130,7 @@ async def _demo(given: argparse.Namespace) -> None:
     started = time.monotonic()
     console.print(_STARTING, style="dim")
     credentials = credentials_from(os.environ)
-    async with Stack(credentials=credentials, gateway=True) as stack:
+    async with Stack(credentials=credentials, gateway=True, report=note) as stack:
         took_s = time.monotonic() - started
         console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
         try:
@@ -206,6 +206,7 @@ async def _up(given: argparse.Namespace) -> None:
         reward_services=given.reward_services,
         gateway=True,
         edge=given.edge,
+        report=note,
     )
     note(_STARTING)
     async with stack:
@@ -227,7 +228,7 @@ async def _up(given: argparse.Namespace) -> None:
             "Ctrl-C stops everything"
         )
         try:
-            await stack.keep_alive(note)
+            await stack.keep_alive()
         except asyncio.CancelledError:
             note("stopping")  # Ctrl-C and SIGTERM are the normal end of this command
 

@@ -20,6 +20,8 @@ from typing import Self
 
 _POLL_S = 0.1
 _TAIL_LINES = 15
+_LONG_S = 10.0
+_TIME = len("2030-12-31 23:59:59,999 ")
 
 
 class ProcessError(Exception):
@@ -44,7 +46,8 @@ class Processes:
     """Children, started together; leaving the context stops the last of `programs` first.
 
     `grace_s` is how long each may take to end on SIGTERM before SIGKILL; a second cancellation
-    while stopping kills at once.
+    while stopping kills at once. `report` receives what a user should know, such as why a start
+    takes long.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class Processes:
         *,
         start_timeout_s: float = START_S,
         grace_s: float = 15.0,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._running: dict[str, Process] = {}
         self.log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
+        self._report = report
 
     @property
     def processes(self) -> dict[str, int]:
@@ -103,19 +108,19 @@ class Processes:
         """The last lines that each child wrote."""
         return "\n".join(f"{name}:\n{self.log_tail(name)}" for name in self._running)
 
-    async def keep_alive(self, report: Callable[[str], None], *, delay_s: float = 1.0) -> None:
+    async def keep_alive(self, *, delay_s: float = 1.0) -> None:
         """Restart children that end, after a delay; runs until cancelled."""
 
         async def keep(program: Program) -> None:
             while True:
                 code = await self._running[program.name].wait()
-                report(f"{program.name} {_how(code)}; restarting it in {delay_s:g} s")
+                self._report(f"{program.name} {_how(code)}; restarting it in {delay_s:g} s")
                 await asyncio.sleep(delay_s)
                 try:
                     await self._start(program)
-                    report(f"{program.name} is back")
+                    self._report(f"{program.name} is back")
                 except (ProcessError, OSError) as error:
-                    report(str(error))
+                    self._report(str(error))
 
         async with asyncio.TaskGroup() as group:
             for program in self._programs.values():
@@ -133,6 +138,7 @@ class Processes:
             )
         ended = asyncio.ensure_future(process.wait())
         ready = asyncio.ensure_future(_poll(program.is_ready))
+        telling = asyncio.ensure_future(self._tell(program.name))
         try:
             await asyncio.wait(
                 {ended, ready}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -144,8 +150,18 @@ class Processes:
                 raise ProcessError(f"{program.name} {problem}; the end of its log:\n{tail}")
             ready.result()
         finally:
-            ended.cancel()
-            ready.cancel()
+            for waiting in (ended, ready, telling):
+                waiting.cancel()
+
+    async def _tell(self, name: str) -> None:
+        """Report what a child that is not ready for long logs beside INFO, until cancelled."""
+        told = None
+        while True:
+            await asyncio.sleep(_LONG_S)
+            text = self.log_tail(name).splitlines()[-1].strip()
+            if " INFO " not in text and text[_TIME:] != told:
+                told = text[_TIME:]
+                self._report(f"waiting for {name}: {text}")
 
     async def _stop_all(self) -> None:
         try:

@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -119,9 +119,10 @@ class Stack(Processes):
         reward_services: int = 1,
         gateway: bool = False,
         edge: bool = False,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         logs = log_dir or Path(tempfile.gettempdir(), f"specrej-{secrets.token_hex(8)}")
-        super().__init__([], logs, start_timeout_s=start_timeout_s, grace_s=grace_s)
+        super().__init__([], logs, start_timeout_s=start_timeout_s, grace_s=grace_s, report=report)
         self._keeps_logs = log_dir is not None
         self.ports = ports = ports or Ports.free()
         self._environment = dict(environment or {})

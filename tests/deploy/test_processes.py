@@ -7,12 +7,13 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from psutil import pid_exists  # type: ignore[import-untyped]
 
+from deploy.local import processes
 from deploy.local.processes import ProcessError, Processes, Program
 
 # Writes a file when it is ready, and on SIGTERM adds its name to a list.
@@ -57,8 +58,13 @@ def program(directory: Path, name: str, code: str = POLITE) -> Program:
     return Program(name, arguments, is_ready)
 
 
-def children(directory: Path, *programs: Program, grace_s: float = 20.0) -> Processes:
-    return Processes(programs, directory, start_timeout_s=20, grace_s=grace_s)
+def children(
+    directory: Path,
+    *programs: Program,
+    grace_s: float = 20.0,
+    report: Callable[[str], None] = lambda _: None,
+) -> Processes:
+    return Processes(programs, directory, start_timeout_s=20, grace_s=grace_s, report=report)
 
 
 def all_dead(pids: Sequence[int]) -> bool:
@@ -88,14 +94,19 @@ async def test_error_of_an_early_end_has_the_log(tmp_path: Path) -> None:
     assert task and not task.cancelling(), "Ctrl-C would not be a KeyboardInterrupt"
 
 
-async def test_a_child_that_is_never_ready_raises(tmp_path: Path) -> None:
-    """Guards against a start that hangs for ever."""
+async def test_a_child_that_is_never_ready_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a start that hangs for ever, or long without a word."""
+    monkeypatch.setattr(processes, "_LONG_S", 0.05)
+    told: list[str] = []
     silent = Program("silent", program(tmp_path, "silent").arguments, asyncio.Event().wait)
-    running = Processes([silent], tmp_path, start_timeout_s=0.2)
+    running = Processes([silent], tmp_path, start_timeout_s=0.2, report=told.append)
     with pytest.raises(ProcessError, match=r"silent was not ready within 0\.2 s"):
         async with running:
             pytest.fail("entered")
     assert all_dead(list(running.processes.values()))
+    assert [line for line in told if line.startswith("waiting for silent: ")]
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -137,8 +148,9 @@ async def test_an_ended_child_is_restarted(tmp_path: Path) -> None:
     """Guards against a stack with a process that has ended, and against a restart without a report.
     No signal of the terminal reaches the child."""
     reports: asyncio.Queue[str] = asyncio.Queue()
-    async with children(tmp_path, program(tmp_path, "a")) as running:
-        keeping = asyncio.ensure_future(running.keep_alive(reports.put_nowait, delay_s=0.01))
+    child = program(tmp_path, "a")
+    async with children(tmp_path, child, report=reports.put_nowait) as running:
+        keeping = asyncio.ensure_future(running.keep_alive(delay_s=0.01))
         for _ in range(2):
             old = running.processes["a"]
             assert os.getpgid(old) != os.getpgrp()
