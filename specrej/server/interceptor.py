@@ -2,8 +2,7 @@
 
 Handlers raise `SpecrejError`s and never catch; this is the only place where they become statuses.
 Messages are read and decoded here: grpc itself would answer one that cannot be decoded with UNKNOWN
-and the name of a class. What a hostile peer may hold by silence or by not reading is bounded by
-Envoy (deploy/edge), below any handler.
+and the name of a class. What peers may hold by silence or by not reading is bounded by deploy/edge.
 """
 
 from __future__ import annotations
@@ -268,7 +267,9 @@ def _reading(handler: Any, check: Callable[[Any], None]) -> Handler:
 
     async def read(_: Any, context: Context) -> None:
         messages = _Messages(context, decode)
-        request = messages if handler.request_streaming else await messages.only()
+        request = messages if handler.request_streaming else await anext(messages, None)
+        if request is None:
+            raise malformed()  # a unary call without a message
         answer = behavior(request, context)
         if inspect.isasyncgen(answer):  # as that of reflection
             async for message in answer:
@@ -297,9 +298,3 @@ class _Messages:
             await asyncio.sleep(_CANCELLATION_S)
             raise StopAsyncIteration
         return self._decode(message)
-
-    async def only(self) -> Any:
-        """The message of a unary call. Raises InvalidRequest: there is none."""
-        async for message in self:
-            return message
-        raise malformed()
