@@ -26,7 +26,7 @@ OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
 _EDGE = {
     "grpc-host": "grpc.specrej.example.com",
     "http-host": "specrej.example.com",
-    "edge-namespace": "edge",
+    "controller-namespace": "controllers",
 }
 # Overlays with more components and settings, as an operator writes them.
 VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
@@ -78,7 +78,7 @@ def rendered(name: str) -> Manifests:
         return Manifests(parsed(kustomized(DEPLOY / "overlays" / name)))
     overlay, components, settings = VARIANTS[name]
     with tempfile.TemporaryDirectory() as copy:
-        for part in ("alerts", "base", "components", "dashboards", "overlays"):
+        for part in ("alerts", "base", "components", "dashboards", "edge", "overlays"):
             shutil.copytree(DEPLOY / part, Path(copy) / part)
         _extend(Path(copy) / "overlays" / overlay, components, settings)
         return Manifests(parsed(kustomized(Path(copy) / "overlays" / overlay)))

