@@ -264,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired-100": _paired("answer_100"),
     "answers-512": _answers("answer_512"),
     "paired-512": _paired("answer_512"),
+    "answers-endpoint": _answers("answer_endpoint"),
     "branching": _branching,
     "gpu": _gpu,
 }
