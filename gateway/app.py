@@ -33,9 +33,10 @@ from gateway.completions import (
 from gateway.errors import HTTPError, for_caller, response_of
 from gateway.page import Page
 from gateway.settings import GatewaySettings
-from gateway.streaming import Events, openai_stream, raw_stream
+from gateway.streaming import Events, PackedResponse, openai_stream, raw_stream
 from specrej import telemetry
 from specrej.client import Client
+from specrej.client.client import answer_of
 from specrej.contracts import RequestRecord, wire
 from specrej.contracts.errors import (
     InvalidRequest,
@@ -152,18 +153,13 @@ class Gateway:
                 if is_raw:
                     return _noted(raw_stream(events[0], call), ignored)
                 return _noted(openai_stream(events, answer, request, call), ignored)
-            generate = partial(self._client.generate, timeout_s=call.timeout_s, token=token)
-            works = [generate(one.prompt, **one.options) for one in calls]
-            generations = await until_disconnected(http.receive, _all(works))
-            first = generations[0]
-            telemetry.note(id=first.request_id, n=first.n)
-            headers = {"x-request-id": first.request_id}
-
-            def response() -> Response:
-                return JSONResponse(answer.whole(generations), headers=headers)
-
-            made = await in_thread(response, is_large=call.wants_logprobs)
-            return _noted(made, ignored)
+            reply = partial(self._client.reply, timeout_s=call.timeout_s, token=token)
+            works = [reply(one.prompt, **one.options) for one in calls]
+            replies = await until_disconnected(http.receive, _all(works))
+            respond = partial(_response, answer, replies)
+            response, n = await in_thread(respond, is_large=call.wants_logprobs)
+            telemetry.note(id=response.headers["x-request-id"], n=n)
+            return _noted(response, ignored)
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), call.name_of)
 
@@ -298,6 +294,13 @@ class Gateway:
 
     async def nowhere(self, http: HTTPRequest) -> Response:
         raise HTTPError(404, "unknown route", "not_found")
+
+
+def _response(answer: Answer, replies: list[bytes]) -> tuple[Response, int]:
+    """The answer to a request that does not stream, and its number of candidates."""
+    generations = [answer_of(replies.pop(0)) for _ in range(len(replies))]
+    first = generations[0]
+    return PackedResponse(answer.body(generations), {"x-request-id": first.request_id}), first.n
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -463,7 +463,7 @@ def _name(location: tuple[int | str, ...]) -> str:
 
 # Calls
 
-# Of the choices of a request: the body of the answer takes about 300 MB while it is made.
+# Of the choices of a request: the body of the answer has some 25 MB.
 MAX_LOGPROBS = 2**18
 
 
@@ -598,6 +598,8 @@ def _prompt(request: Request, index: int) -> Prompt:
 
 # Answers
 
+_NONE = '"choices":[]'  # texts have their quotes escaped
+_AT_ONCE = 16  # tokens of which an answer's values are made into JSON
 _LARGE = ThreadPoolExecutor(1, "large-answers")
 
 
@@ -610,11 +612,18 @@ async def in_thread(convert: Callable[[], T], *, is_large: bool) -> T:
     return await asyncio.get_running_loop().run_in_executor(executor, convert)
 
 
-def _chat_logprobs(candidate: RankedCandidate) -> JSON:
-    tops = candidate.top_logprobs or [TopLogprobs(())] * len(candidate.tokens)
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _chat_logprobs(candidate: RankedCandidate, start: int = 0, end: int | None = None) -> JSON:
+    """Those of the tokens from `start` to `end`."""
+    part = slice(start, end)
+    tokens = candidate.tokens[part]
+    tops = candidate.top_logprobs[part] or [TopLogprobs(())] * len(tokens)
     content = [
         {**_token(token, value), "top_logprobs": [_token(t.token, t.logprob) for t in top.tokens]}
-        for token, value, top in zip(candidate.tokens, candidate.logprobs, tops, strict=True)
+        for token, value, top in zip(tokens, candidate.logprobs[part], tops, strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -667,20 +676,38 @@ class Answer:
         """Whether text is sent before the end."""
         return self._num_choices == 1 and not self._logprobs
 
-    def whole(self, generations: Sequence[Generation]) -> JSON:
-        """The body of a request that does not stream; a generation for each prompt.
+    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
+        """The body of a request that does not stream, in parts; a generation for each prompt.
 
         Raises:
             InvalidRequest: fewer candidates are complete than choices were requested.
         """
         self.request_id, self._generations = generations[0].request_id, dict(enumerate(generations))
-        choices: list[JSON] = []
+        chunk = self._chunk([])
+        kind = chunk["object"].removesuffix(".chunk")
+        before, _, after = _json({**chunk, "object": kind, **self._about()}).partition(_NONE)
+        yield f'{before}"choices":['
         for index, candidate in enumerate(chain.from_iterable(map(self._chosen, generations))):
             message = {"role": "assistant", "content": candidate.text, "refusal": None}
             text = {"message": message} if self._is_chat else {"text": candidate.text}
-            choices.append({"index": index, **text, **self._end(candidate)})
-        body = self._chunk(choices)
-        return {**body, "object": body["object"].removesuffix(".chunk"), **self._about()}
+            end = {"finish_reason": candidate.finish.value, "logprobs": None}
+            choice = _json({"index": index, **text, **end}).removesuffix("null}")
+            yield f",{choice}" if index else choice
+            yield from self._logprobs_of(candidate)
+            yield "}"
+        yield f"]{after}"
+
+    def _logprobs_of(self, candidate: RankedCandidate) -> Iterator[str]:
+        if not self._logprobs:
+            yield "null"
+        elif not self._is_chat:
+            yield _json(_text_logprobs(candidate))
+        else:
+            yield '{"content":['
+            for start in range(0, len(candidate.tokens), _AT_ONCE):
+                tokens = _json(_chat_logprobs(candidate, start, start + _AT_ONCE)["content"])
+                yield f"{',' if start else ''}{tokens[1:-1]}"
+            yield '],"refusal":null}'
 
     def opening(self) -> Iterator[JSON]:
         """The first chunk of each choice, with its role."""
@@ -770,8 +797,11 @@ class Answer:
         }
 
     def _more(self, generation: Generation) -> JSON:
-        # The candidates and rounds of a large answer take seconds, and are omitted.
-        plain = wire.to_plain(replace(generation, candidates=generation.candidates[:1], rounds=()))
+        # The values and rounds of a large answer take seconds, and are omitted.
+        best = replace(
+            generation.candidates[0], token_ids=(), logprobs=(), tokens=(), top_logprobs=()
+        )
+        plain = wire.to_plain(replace(generation, candidates=(best,), rounds=()))
         omitted = ("text", "score", "finish_reason", "candidates", "rounds")
         rest = {name: value for name, value in plain.items() if name not in omitted}
         scores = [candidate.score for candidate in self._chosen(generation)]

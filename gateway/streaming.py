@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.bodies import until_disconnected
+from gateway.bodies import Disconnected, until_disconnected
 from gateway.completions import Answer, Call, Request, in_thread
 from gateway.errors import body_of, for_caller
 from specrej import telemetry
@@ -24,6 +25,10 @@ Parts = AsyncGenerator[bytes, None]
 
 _COMMENT = b": keep-alive\n\n"
 _MANY = 200  # candidates of a round
+# Of a packed body: bytes that are sent at once, and how slowly a client may take it.
+_SENT_BYTES = 65_536
+_UNREAD_S = 30.0
+_LEAST_BYTES_S = 16_384
 
 
 class Events:
@@ -109,6 +114,38 @@ class EventStream(Response):
         await send({**body, "more_body": False})
 
 
+class PackedResponse(Response):
+    """JSON in parts, which is compressed until it is sent; a client that takes it too slowly is
+    disconnected."""
+
+    def __init__(self, parts: Iterable[str], headers: dict[str, str]) -> None:
+        packer, self._packed, num_bytes = zlib.compressobj(1), list[bytes](), 0
+        for part in parts:
+            num_bytes += len(data := part.encode())
+            self._packed.append(packer.compress(data))
+        self._packed.append(packer.flush())
+        self._bound_s = _UNREAD_S + num_bytes / _LEAST_BYTES_S
+        headers = {**headers, "content-length": f"{num_bytes}"}
+        super().__init__(headers=headers, media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._bound_s):
+                await until_disconnected(receive, self._send(send))
+        except TimeoutError:
+            raise Disconnected from None
+
+    async def _send(self, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        body, unpacker = {"type": "http.response.body", "more_body": True}, zlib.decompressobj()
+        for data in self._packed:
+            while data:
+                await send({**body, "body": unpacker.decompress(data, _SENT_BYTES)})
+                data = unpacker.unconsumed_tail
+        await send({**body, "body": unpacker.flush(), "more_body": False})
+
+
 def openai_stream(
     several: Sequence[Events], answer: Answer, request: Request, call: Call
 ) -> EventStream:
@@ -143,9 +180,9 @@ async def _parts_of(prompt: int, events: Events, answer: Answer, call: Call) -> 
             case RoundCompleted() if call.events:
                 yield await _converted(event, lambda done: _part(answer.round(done, call.events)))
             case Finished(generation):
-                chunks = answer.closing(generation, prompt)
-                convert: Callable[[], list[bytes]] = partial(list, map(_part, chunks))
-                for part in await in_thread(convert, is_large=call.wants_logprobs):
+                ends = map(_part, answer.closing(generation, prompt))
+                next_end = partial(next, ends, b"")
+                while part := await in_thread(next_end, is_large=call.wants_logprobs):
                     yield part
 
 

@@ -63,7 +63,9 @@ async def _serve(settings: OrchestratorSettings) -> None:
     ):
         orchestrator = _orchestrator(settings, redis, generators, rewards)
         instruments.observe_backends({"generator": generators.counts, "reward": rewards.counts})
-        servicer = OrchestratorServicer(orchestrator, unread_s=settings.unread_s)
+        servicer = OrchestratorServicer(
+            orchestrator, unread_s=settings.unread_s, least_bytes_s=settings.least_bytes_s
+        )
         server = Server(
             settings,
             [servicer.service()],

@@ -146,6 +146,11 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         description="seconds that the client of a stream may take to read an event; then the call "
         "ends, once its run is over",
     )
+    least_bytes_s: Annotated[int, Field(ge=0, le=2**20)] = Field(
+        1024,
+        description="bytes a second that the client of a stream must read, over unread_s of waiting"
+        " for it; else the call ends, once its run is over; 0: any",
+    )
     kept_records: Annotated[int, Field(ge=0, le=100_000)] = Field(
         256,
         description="latest requests whose rounds and rewards are kept for specrej trace, without"

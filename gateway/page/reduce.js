@@ -91,11 +91,13 @@ const lane = (id, row, from = 0) => {
 function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
   const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
   const written = new Map((texts ?? []).map((item) => [item.candidate_id, item.text]));
-  const live = new Set(survivors ?? state.lanes.map(({ id }) => id));
+  const hasLive = survivors?.length || !trace.num_live;
+  const live = new Set(hasLive ? survivors : state.lanes.map(({ id }) => id));
   const lanes = state.lanes.map((old) => {
     if (!isLive(old)) return old;
     const traced = known.get(old.id);
-    // A round of very many candidates is without them, and a record without survivors.
+    // A round of very many candidates is without them; a record, and what waited for a reader,
+    // without survivors.
     const isKept = live.has(old.id);
     const fate = traced?.fate.slice(FATE.length).toLowerCase() ?? (isKept ? 'kept' : 'rejected');
     const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;

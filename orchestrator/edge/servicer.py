@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
@@ -20,18 +21,82 @@ from specrej.threads import ended
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1 import orchestrator_pb2_grpc
 
-# Events that may wait for a reader before progress and candidates' texts are left out.
+# What may wait for a reader: events before progress is left out, and characters and ids of rounds
+# before all of those but the newest lose theirs.
 _FEW_EVENTS = 16
+_MAX_SIZE = 131_072
+_SLOW_S = 1.0  # a write that takes as long waits for the reader, not for the event loop
 _MAX_LISTED = 64  # records of one reply
+
+
+class _Unread:
+    """Events that wait for the reader of a stream. Adding one never waits.
+
+    The traces of rounds are those of the run, which bounds them.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._size = 0
+        self._is_over = False
+        self._changed = asyncio.Event()
+
+    def add(self, event: Event) -> None:
+        if (isinstance(event, Progress) and len(self._events) > _FEW_EVENTS) or self._is_over:
+            return
+        if isinstance(event, RoundCompleted):
+            self._size += _size(event)
+            if self._size > _MAX_SIZE:
+                self._events = deque(map(_shortened, self._events))
+                self._size = _size(event)
+        self._events.append(event)
+        self._changed.set()
+
+    def end(self) -> None:
+        """No event follows."""
+        self._is_over = True
+        self._changed.set()
+
+    def clear(self) -> None:
+        """Drop what waits, and all that follows."""
+        self._events.clear()
+        self._is_over = True
+
+    async def next(self) -> Event | None:
+        """The next event, once there is one; None: there will be none."""
+        while not self._events:
+            if self._is_over:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        event = self._events.popleft()
+        self._size -= _size(event)
+        return event
+
+
+def _size(event: Event) -> int:
+    if not isinstance(event, RoundCompleted):
+        return 0
+    texts = sum(len(item.text) for item in event.texts)
+    return texts + len(event.best_text) + len(event.survivors)
+
+
+def _shortened(event: Event) -> Event:
+    """A round in numbers only."""
+    return RoundCompleted(event.trace, (), "") if isinstance(event, RoundCompleted) else event
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """`specrej.v1.OrchestratorService`."""
 
-    def __init__(self, orchestrator: Orchestrator, *, unread_s: float = 30.0) -> None:
-        """A stream whose client does not read for `unread_s` seconds ends once its run is over."""
+    def __init__(
+        self, orchestrator: Orchestrator, *, unread_s: float = 30.0, least_bytes_s: int = 1024
+    ) -> None:
+        """A stream whose client does not read for `unread_s` seconds, or in so many seconds of
+        waiting less than `least_bytes_s` bytes a second, ends once its run is over."""
         self._orchestrator = orchestrator
         self._unread_s = unread_s
+        self._least_bytes_s = least_bytes_s
 
     def service(self) -> Service:
         return Service(
@@ -50,25 +115,15 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def GenerateStream(  # type: ignore[override] # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:
-        # Not bounded, so the run never waits for a reader: two events, one per round, and within
-        # rounds at most some 40 a second.
-        events: asyncio.Queue[Event | None] = asyncio.Queue()
-
-        def emit(event: Event) -> None:
-            if events.qsize() > _FEW_EVENTS:
-                if isinstance(event, Progress):
-                    return
-                if isinstance(event, RoundCompleted):
-                    event = replace(event, texts=())
-            events.put_nowait(event)
-
+        unread = _Unread()
         wanted = request.progress, request.text_deltas, request.texts
-        within = WithinRounds(emit, *wanted) if any(wanted) else None
-        run = asyncio.create_task(self._run(request.request, emit, within))
-        run.add_done_callback(lambda _: events.put_nowait(None))
+        within = WithinRounds(unread.add, *wanted) if any(wanted) else None
+        run = asyncio.create_task(self._run(request.request, unread.add, within))
+        run.add_done_callback(lambda _: unread.end())
         try:
             is_first, sent = True, ""
-            while event := await events.get():
+            waited_s, num_bytes = 0.0, 0
+            while event := await unread.next():
                 if isinstance(event, TextDelta):
                     sent += event.text
                 elif isinstance(event, Finished) and sent == event.generation.best.text:
@@ -77,15 +132,29 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 if is_first:
                     is_first = False
                     await context.send_initial_metadata(())
+                began_s = time.monotonic()
                 try:
                     async with asyncio.timeout(self._unread_s):
                         await context.write(message)
                 except TimeoutError:
-                    await asyncio.wait({run})  # equal requests may wait for its answer
-                    raise Cancelled(f"the client did not read for {self._unread_s:g} s") from None
+                    await self._end(run, unread, f"did not read for {self._unread_s:g} s")
+                took_s = time.monotonic() - began_s
+                waited_s += took_s if took_s > _SLOW_S else 0.0
+                num_bytes += message.ByteSize()
+                if waited_s > self._unread_s:
+                    if num_bytes < waited_s * self._least_bytes_s:
+                        less = f"read less than {self._least_bytes_s} bytes a second"
+                        await self._end(run, unread, less)
+                    waited_s, num_bytes = 0.0, 0
             await run
         finally:
             await ended(run)
+
+    async def _end(self, run: asyncio.Task[None], unread: _Unread, why: str) -> NoReturn:
+        """End a stream; equal requests may wait for the answer of its run."""
+        unread.clear()
+        await asyncio.wait({run})
+        raise Cancelled(f"the client {why}") from None
 
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context

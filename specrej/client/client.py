@@ -66,6 +66,7 @@ from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 # One user turn, a whole prompt, or a conversation; mappings have the fields of a Message.
 PromptLike = str | Prompt | Sequence[Message | Mapping[str, str]]
 M = TypeVar("M", bound=ProtobufMessage)
+A = TypeVar("A")
 T = TypeVar("T")
 
 # Names in lower case, and values.
@@ -296,6 +297,9 @@ class Client(_Connection):
     ) -> None:
         super().__init__(address, timeout_s, retries, credentials)
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+        self._stub.Generate = self._channel.unary_unary(
+            f"/{self._service}/Generate", orchestrator_pb2.GenerateRequest.SerializeToString
+        )
 
     async def generate(
         self,
@@ -312,9 +316,29 @@ class Client(_Connection):
         Raises:
             SpecrejError: the call failed; its subclasses are in `specrej.contracts.errors`.
         """
+        reply = await self.reply(
+            prompt, timeout_s=timeout_s, token=token, metadata=metadata, **options
+        )
+        return await _in_thread(answer_of, reply)
+
+    async def reply(
+        self,
+        /,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+        **options: Any,
+    ) -> bytes:
+        """The best answer as it was received; `answer_of` converts it, to ten times the memory.
+
+        Raises:
+            SpecrejError: the call failed.
+        """
         request = build_request(prompt, **options)
-        answer = await self._call("Generate", request, timeout_s, token, metadata)
-        return await _in_thread(wire.generation_from_message, answer)
+        reply: bytes = await self._call("Generate", request, timeout_s, token, metadata)
+        return reply
 
     async def stream(
         self,
@@ -488,7 +512,13 @@ def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
         raise ValueError(f"must be {accepted}, is {prompt!r:.100}") from None
 
 
-async def _in_thread(convert: Callable[[M], T], message: M) -> T:
+def answer_of(reply: bytes) -> Generation:
+    """The answer in a reply of `Client.reply`."""
+    message = orchestrator_pb2.GenerateResponse.FromString(reply)
+    return wire.generation_from_message(message)
+
+
+async def _in_thread(convert: Callable[[A], T], message: A) -> T:
     """Convert a large message beside the event loop, or in it once the main thread has ended."""
     try:
         return await asyncio.to_thread(convert, message)

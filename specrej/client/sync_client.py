@@ -92,6 +92,7 @@ class SyncClient:
             raise
 
     generate = _blocking(Client.generate)
+    reply = _blocking(Client.reply)
     stream = _iterating(Client.stream)
     describe = _blocking(Client.describe)
     is_serving = _blocking(Client.is_serving)

@@ -1316,14 +1316,16 @@ class RoundCompleted(_message.Message):
     BEST_TEXT_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     best_text: _builtins.str
-    """The best text so far, complete or not; empty once TextDelta events have it."""
+    """The best text so far, complete or not; empty once TextDelta events have it, or if the client
+    reads slowly.
+    """
     @_builtins.property
     def round(self) -> Global___RoundTrace:
         """The round in numbers."""
 
     @_builtins.property
     def survivors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the live candidates after the cut."""
+        """Ids of the live candidates after the cut; left out if the client reads slowly."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateText]:

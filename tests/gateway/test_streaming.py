@@ -36,7 +36,7 @@ def test_no_text_is_sent_twice() -> None:
 def test_the_usage_counts_all_choices() -> None:
     answer = Answer("toy", 2, is_chat=True, logprobs=False)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
-    assert answer.whole([GENERATION])["usage"] == usage
+    assert json.loads("".join(answer.body([GENERATION])))["usage"] == usage
 
 
 async def test_a_client_that_leaves_ends_its_call_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
@@ -83,8 +84,8 @@ def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
     )
     usage = c.Usage(1, 3, 3, 0, 0, 3)
     generation = c.Generation((candidate,), (), usage, c.Timings(), 1)
-    answer: Any = Answer("model", 1, is_chat=False, logprobs=True).whole([generation])
-    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
+    parts = Answer("model", 1, is_chat=False, logprobs=True).body([generation])
+    assert json.loads("".join(parts))["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
 
 
 async def test_a_request_that_is_cancelled_at_redis_ends() -> None:

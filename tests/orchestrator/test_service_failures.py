@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from orchestrator.edge import servicer
+from orchestrator.edge.servicer import OrchestratorServicer
 from specrej.contracts import FinishReason
+from specrej.contracts.errors import Cancelled
 from specrej.security import new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.certificates import place
@@ -175,6 +179,68 @@ async def test_a_call_whose_client_does_not_read_ends(caplog: pytest.LogCaptureF
         error = await error_of_call(call, stream=True)
         assert (error.code(), reason_of(error)) == (Code.CANCELLED, "CANCELLED")
         assert error.details() == "the client did not read for 0.1 s"
+
+
+class Reader:
+    """The context of a stream. A write waits for the gate, and takes `write_s` of the clock."""
+
+    def __init__(self, write_s: float = 0.0) -> None:
+        self.gate, self.events, self.now_s = asyncio.Event(), list[Any](), 0.0
+        self._write_s = write_s
+
+    async def send_initial_metadata(self, _: object) -> None:
+        """Nothing is sent."""
+
+    async def write(self, event: pb.GenerateStreamResponse) -> None:
+        self.events.append(event)
+        await self.gate.wait()
+        self.now_s += self._write_s
+
+
+_ROUNDS = pb.Schedule(kind=pb.SCHEDULE_KIND_TOKENS, tokens=range(1, 40))
+_MANY = small_request(sampling={"ignore_eos": True}, selection={"n": 8, "schedule": _ROUNDS})
+
+
+async def test_rounds_that_wait_for_a_reader_are_short(
+    service: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards memory against a client that reads an event now and then; it misses no round."""
+    monkeypatch.setattr(servicer, "_MAX_SIZE", 2000)
+    reader: Any = Reader()
+    request = pb.GenerateStreamRequest(request=_MANY, progress=True, texts=True)
+    streaming = asyncio.create_task(
+        OrchestratorServicer(service.orchestrator).GenerateStream(request, reader)
+    )
+    await until(lambda: bool(reader.events))
+    await until(lambda: service.is_idle)
+    reader.gate.set()
+    await streaming
+    rounds = [e.round_completed for e in reader.events if e.HasField("round_completed")]
+    sizes = [len(e.best_text) + sum(len(text.text) for text in e.texts) for e in rounds]
+    assert rounds[-1].best_text and rounds[-1].texts and sum(sizes) <= 2000 + 2 * max(sizes)
+    assert sum(e.HasField("progress") for e in reader.events) <= 18
+    finished = reader.events[-1].finished
+    assert [e.round for e in rounds] == [*finished.rounds] and len(rounds) > 30
+    assert finished.text == (await service.answer(_MANY)).text
+
+
+@pytest.mark.parametrize(("least_bytes_s", "is_slow"), [(1024, True), (1, False), (0, False)])
+async def test_a_reader_has_a_least_rate(
+    service: World, monkeypatch: pytest.MonkeyPatch, least_bytes_s: int, is_slow: bool
+) -> None:
+    """Guards against an event each 20 s, which is within the time of one."""
+    reader: Any = Reader(20.0)
+    reader.gate.set()
+    monkeypatch.setattr(servicer, "time", SimpleNamespace(monotonic=lambda: reader.now_s))
+    port = OrchestratorServicer(service.orchestrator, least_bytes_s=least_bytes_s)
+    streaming = port.GenerateStream(pb.GenerateStreamRequest(request=_MANY), reader)
+    if is_slow:
+        with pytest.raises(Cancelled, match="the client read less than 1024 bytes a second"):
+            await streaming
+        assert len(reader.events) == 2
+    else:
+        await streaming
+        assert reader.events[-1].HasField("finished")
 
 
 @pytest.mark.parametrize("timeout_s", [1e6, 1e8])  # the longest that clients send
