@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engines
-from benchmarks.engines import Engine, WorkerError, WorkerProcess
+from benchmarks.engines import WorkerError, WorkerProcess
 from tests.benchmarks import fake_worker
 
 Start = Callable[..., WorkerProcess]
@@ -47,18 +47,6 @@ def test_worker_answers_until_it_ends(start: Start) -> None:
     assert process.has_ended()
     with pytest.raises(WorkerError, match="ended with code 3"):
         process.measure({"n": 7})
-
-
-@pytest.mark.parametrize(
-    ("mode", "reason"), [("raises", "OSError: no weights"), ("exits", "ended with code 1: killed")]
-)
-def test_worker_that_cannot_load_is_an_error(
-    start: Start, mode: str, reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(WorkerError, match=reason):
-        start(mode).ready()
-    with pytest.raises(WorkerError, match="bin/python does not exist"):
-        Engine("toy", "Toy", "", {}, home=tmp_path / "none").start(threads=1)
 
 
 def test_busy_worker_is_stopped(start: Start) -> None:

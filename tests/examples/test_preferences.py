@@ -34,17 +34,3 @@ async def test_a_pair_is_the_best_and_the_worst_complete_answer() -> None:
         "score_chosen": 0.8,
         "score_rejected": 0.2,
     }
-
-
-@pytest.mark.parametrize(
-    "candidates",
-    [
-        (),
-        (candidate("only", 0.8),),
-        (candidate("good", 0.8), candidate("near", 0.6)),
-        (candidate("same", 0.9), candidate("same", 0.1)),
-        (candidate("good", 0.8), candidate("cut", 0.0, LENGTH)),
-    ],
-)
-async def test_no_pair_below_the_margin(candidates: tuple[RankedCandidate, ...]) -> None:
-    assert pair_of("why?", candidates, min_margin=0.5) is None

@@ -79,23 +79,6 @@ async def test_chunks_change_nothing_on_engine() -> None:
     assert made.texts == whole.texts
 
 
-async def test_every_session_has_its_own_cache_salt() -> None:
-    """Guards against timings that depend on earlier sessions with the same prompt."""
-    salts: list[str] = []
-
-    class Salted(ToyGenerator):
-        @asynccontextmanager
-        async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
-            salts.append(spec.cache_salt)
-            async with super().open(spec) as session:
-                yield session
-
-    for _ in range(2):
-        await collected(Salted(), SETTINGS, chunk=10)
-    assert len(salts) == 4
-    assert len({*salts, ""}) == 5
-
-
 class FailsAtSecond(ToyGenerator):
     """Serves the first prompt only."""
 

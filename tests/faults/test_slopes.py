@@ -39,30 +39,3 @@ def test_slow_leak_is_detected_beside_the_known_one(seed: int) -> None:
     alone = slope(SECONDS, noisy(grpcs, noise=0.01, seed=seed))
     assert not alone.is_flat(bound, step)
     assert alone.without(known_mib, SECONDS[-1]).is_flat(bound, step)
-
-
-def test_temporary_use_does_not_count() -> None:
-    """Guards against failure by one more request at the end of a soak."""
-    chance = random.Random(3)
-    values = [100 + chance.choice((0, 0, 0, 20)) for _ in SECONDS]
-    values[-3:] = [120] * 3
-    assert slope(SECONDS, values) == slope(SECONDS, [100] * len(SECONDS))
-
-
-def test_single_step_is_no_trend() -> None:
-    """Guards against a short soak that fails because of one connection."""
-    growth = slope(SECONDS[:30], [14.0] * 20 + [15.0] * 10)
-    assert not growth.is_flat()
-    assert growth.is_flat(step=2)
-    leaking = slope(SECONDS[:30], [14.0 + number for number in range(30)])
-    assert not leaking.is_flat(step=2)
-
-
-def test_autocorrelation_widens_the_interval() -> None:
-    chance, level, values = random.Random(5), 0.0, []
-    for _ in SECONDS:
-        level = 0.95 * level + chance.gauss(0, 1)
-        values.append(level)
-    growth = slope(SECONDS, values)
-    independent = slope(SECONDS, random.Random(5).sample(values, len(values)))
-    assert growth.high - growth.low > 2 * (independent.high - independent.low)

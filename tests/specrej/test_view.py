@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from specrej.client.view import (
     plain_line,
     record_lines,
     saved_text,
-    strip,
     summary_line,
     watch,
 )
@@ -87,19 +85,6 @@ async def test_a_terminal_gets_a_live_table(is_cached: bool) -> None:
     assert await watch(stream(*events), console) == answer
     last = out.getvalue().rsplit("round", 1)[1]
     assert "8→4" in last and "4→2" in last and summary_line(answer) in last
-
-
-def test_the_strip_has_a_mark_per_fate() -> None:
-    """Guards against a kept candidate hidden behind a rejected one, and an invisible answer."""
-    fates = [
-        c.CandidateTrace(0, 1.0, c.Fate.FINISHED),
-        c.CandidateTrace(1, 0.5, c.Fate.REJECTED),
-        c.CandidateTrace(2, 0.5, c.Fate.KEPT),
-        c.CandidateTrace(3, 0.0, c.Fate.VETOED),
-        c.CandidateTrace(4, 0.01, c.Fate.REJECTED),
-    ]
-    assert re.sub("·+", "·", strip(fates, (0.0, 1.0), 0)) == "✗·●·★"
-    assert re.sub("·+", "·", strip(fates, (0.0, 1.0), None)) == "✗·●·◆"
 
 
 @pytest.mark.parametrize(
