@@ -77,6 +77,13 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
             commands = _Commands(self._loaded(), resources, write)
             await answer_commands(request_iterator, context, commands.answer, _stale, self._lease_s)
 
+    async def Check(  # noqa: N802
+        self, request: pb.GeneratorServiceCheckRequest, context: Context
+    ) -> pb.GeneratorServiceCheckResponse:
+        generator = self._loaded()
+        await generator.check(await _spec_of(request.open, generator))
+        return pb.GeneratorServiceCheckResponse()
+
     async def Describe(  # noqa: N802
         self, request: pb.GeneratorServiceDescribeRequest, context: Context
     ) -> pb.GeneratorServiceDescribeResponse:
@@ -135,16 +142,12 @@ class _Commands:
     async def _open(self, command: pb.OpenSession) -> pb.SessionResponse:
         if self._session or self._closed:
             raise OutOfOrder("the session is open already")
-        description = await self._generator.describe()
-        spec = wire.from_message(command, SessionSpec)
-        if spec.adapter == description.model:
-            spec = replace(spec, adapter="")
-        raise_if_any(_check_open(spec, description))
+        spec = await _spec_of(command, self._generator)
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, session.max_tokens
-        self._max_candidates = description.max_candidates
         self._last_id = session.n - 1
         description = await self._generator.describe()
+        self._max_candidates = description.max_candidates
         opened = pb.SessionOpened(
             n=session.n,
             prompt_tokens=session.prompt_tokens,
@@ -198,6 +201,16 @@ class _Commands:
         if self._session is None:
             raise OutOfOrder("the session is closed" if self._closed else "open comes first")
         return self._session
+
+
+async def _spec_of(command: pb.OpenSession, generator: Generator) -> SessionSpec:
+    """Raises InvalidRequest: a field is not valid."""
+    description = await generator.describe()
+    spec = wire.from_message(command, SessionSpec)
+    if spec.adapter == description.model:
+        spec = replace(spec, adapter="")
+    raise_if_any(_check_open(spec, description))
+    return spec
 
 
 def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterator[Violation]:

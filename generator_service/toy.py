@@ -197,9 +197,7 @@ class ToyGenerator:
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
-        if spec.sampling.structured_output:
-            refused = "is not supported: the toy has no tokenizer"
-            raise InvalidRequest([Violation("sampling.structured_output", refused)])
+        await self.check(spec)
         session = ToySession(self, next(self._ids), spec)
         self.queue.enter(session)  # admitted or refused: none may wait
         self.on_step(Step(prefilled=session.prompt_tokens))
@@ -209,6 +207,11 @@ class ToyGenerator:
             self.ledger.close(session.id)
             self.ledger.retire(session.prompt_tokens)
             self.ledger.evict(session.prompt_tokens)
+
+    async def check(self, spec: SessionSpec) -> None:
+        if spec.sampling.structured_output:
+            refused = "is not supported: the toy has no tokenizer"
+            raise InvalidRequest([Violation("sampling.structured_output", refused)])
 
     def _admit(self, session: ToySession, n: int) -> None:
         self.ledger.hold(session.prompt_tokens)

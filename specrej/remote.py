@@ -223,6 +223,15 @@ class RemoteGenerator:
         finally:
             stream.cancel()
 
+    async def check(self, spec: SessionSpec) -> None:
+        opening = wire.to_message(spec, generator_pb2.OpenSession)
+        request = generator_pb2.GeneratorServiceCheckRequest(open=opening)
+        try:
+            await self._stub.Check(request, timeout=_backend_time_s())
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() is not grpc.StatusCode.UNIMPLEMENTED:  # an older version
+                raise from_backend_error(failure, _BACKEND) from failure
+
     async def describe(self) -> GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()
         return _generator(await _described(self._stub.Describe, request))

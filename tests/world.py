@@ -151,6 +151,9 @@ class Gate:
             self.held -= 1
 
 
+_VERBS = ("describe", "check", "open", "extend", "prune", "close")
+
+
 class HeldGenerator:
     """A toy generator with a gate before each method; counts opened sessions."""
 
@@ -165,9 +168,10 @@ class HeldGenerator:
         self.can_fork = True
         self.form = CandidateForm.IN_PLACE
         self.ignores_seeds = False
+        self.max_prompt_bytes = 0
         self.opened_adapters: list[str] = []
         self.times_left_s: list[float | None] = []
-        self.gates = {verb: Gate() for verb in ("describe", "open", "extend", "prune", "close")}
+        self.gates = {verb: Gate() for verb in _VERBS}
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
@@ -181,6 +185,10 @@ class HeldGenerator:
             session.prune = self._gated("prune", session.prune)  # type: ignore[method-assign]
             yield session
             await self.gates["close"].passed()
+
+    async def check(self, spec: SessionSpec) -> None:
+        await self.gates["check"].passed()
+        await self.toy.check(spec)
 
     def _gated(self, verb: str, call: Any) -> Any:
         async def gated(*arguments: Any) -> Any:
@@ -199,6 +207,7 @@ class HeldGenerator:
             can_fork=self.can_fork,
             form=self.form,
             ignores_seeds=self.ignores_seeds,
+            max_prompt_bytes=self.max_prompt_bytes,
         )
 
     @property

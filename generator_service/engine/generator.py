@@ -9,9 +9,10 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from generator_service.engine.commands import (
     Load,
@@ -35,6 +36,7 @@ from specrej.contracts import (
     SessionSpec,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
+from specrej.contracts.validation import check_prompt_bytes
 from specrej.threads import WorkClock
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ T = TypeVar("T")
 # Candidates of the step whose growth is measured, and slots that one may need for it.
 _ROWS, _ROW_SLOTS = 32, 32
 _MEASUREMENTS = 2
+_LONG_CHARACTERS = 50_000
 
 
 class Frontend:
@@ -50,7 +53,9 @@ class Frontend:
     def __init__(self, text: Text, card: GeneratorDescription) -> None:
         """`card` has no sessions: `description` adds those of a moment."""
         self._text = text
-        self._card = card
+        most = card.context_tokens * text.longest_token()
+        self._card = replace(card, max_prompt_bytes=most)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
         self._clock = WorkClock()
         self._grammars = text.grammars(card.vocabulary)
 
@@ -91,9 +96,14 @@ class Frontend:
         """
         text, words = self._text, spec.sampling.bad_words
         output = spec.sampling.structured_output
-        prompt_ids, bad_words = await self._in_thread(
-            lambda: (text.encode(spec.prompt), text.sequences(words))
-        )
+        check_prompt_bytes(spec.prompt, self._card.max_prompt_bytes, self._card.context_tokens)
+        # A long prompt takes a second of the processor: a tenant has one at a time read.
+        is_long = sum(len(turn.content) for turn in spec.prompt.turns) > _LONG_CHARACTERS
+        turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
+        async with turn if is_long else nullcontext():
+            prompt_ids, bad_words = await self._in_thread(
+                lambda: (text.encode(spec.prompt), text.sequences(words))
+            )
         sampling = spec.sampling_after(len(prompt_ids), self._card.context_tokens)
         self._check_context(len(prompt_ids), sampling.max_tokens)
         return OpenCommand(
@@ -105,7 +115,7 @@ class Frontend:
             spec.cache_salt,
             spec.adapter,
             bad_words,
-            await self._grammars.compiled(output) if output else None,
+            await self._grammars.compiled(output, spec.cache_salt) if output else None,
             text.answers(spec.sampling),
             spec.weight,
         )
@@ -199,6 +209,9 @@ class LocalGenerator:
             yield LocalSession(self._engine, self._frontend, session_id, command, admitted)
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))
+
+    async def check(self, spec: SessionSpec) -> None:
+        await self._frontend.command(spec)
 
     async def describe(self) -> GeneratorDescription:
         return self._frontend.description(self.load())

@@ -6,14 +6,15 @@ depends on logits or draws. A session's candidates share the library's table of 
 bound, far beyond what useful grammars need, is the one thing in which they can affect each other.
 
 A few characters can describe hours of work, and a thread cannot be killed. So each output is first
-compiled in a process of its own, which runs this module, and followed there with random tokens. The
-process ends if one takes too long; the service compiles only outputs that passed.
+compiled in a process of its own, which runs this module, and followed there with random tokens. A
+fork of that process ends if it takes too long; the service compiles only outputs that passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import resource
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,22 +34,27 @@ from decimal import Decimal
 from math import trunc
 from random import Random
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
-from specrej.contracts.errors import InternalError, InvalidRequest, Violation
+from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Violation
 
 # llguidance is imported at the first use: the engine runs without it, too.
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
+log = logging.getLogger(__name__)
+
 Mask = NDArray[np.uint32]
 
 _PATH = "sampling.structured_output"
 _MOST_TRIED = 256  # outputs whose trials are remembered
+_MOST_WAITING = 64  # outputs of a tenant that wait for their trial
+_LOWEST_PRIORITY = 19  # of trials: sessions under way keep the processor
 # Of a trial process: those that compute end by themselves, but one that waits for ever does not.
 _PATIENCE_S = 120.0
 # Processor seconds per output; a large schema, such as one with 500 properties, takes half.
@@ -142,6 +149,8 @@ class Grammars:
         self._trials = Trials(spec, end_ids)
         self._trying = threading.Lock()
         self._errors: dict[StructuredOutput, str] = {}  # of outputs that were tried; "": none
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
+        self._num_waiting: Counter[str] = Counter()  # by tenant
         # Outputs that were tried do not wait for trials of others.
         self._for_trials = ThreadPoolExecutor(1, thread_name_prefix="grammar-trial")
         self._for_tried = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -152,14 +161,34 @@ class Grammars:
         except ValueError as error:
             self._problem = f"the model's tokenizer: {error}"
 
-    async def compiled(self, output: StructuredOutput) -> CompiledGrammar:
-        """As `compile`, in a thread."""
-        executor = self._for_tried if output in self._errors else self._for_trials
-        return await asyncio.get_running_loop().run_in_executor(executor, self.compile, output)
+    async def compiled(self, output: StructuredOutput, tenant: str = "") -> CompiledGrammar:
+        """As `compile`, in a thread. Tenants try new outputs by turns, and the next one of a tenant
+        waits for as long as the one before took.
+
+        Raises:
+            Overloaded: too many outputs of the tenant wait for their trial.
+        """
+        run = asyncio.get_running_loop().run_in_executor
+        if output in self._errors:
+            return await run(self._for_tried, self.compile, output)
+        if self._num_waiting[tenant] >= _MOST_WAITING:
+            raise Overloaded(f"{_MOST_WAITING} structured outputs wait to be compiled already")
+        self._num_waiting[tenant] += 1
+        try:
+            turn = self._turns.setdefault(tenant, asyncio.Lock())
+            await turn.acquire()
+            began = time.monotonic()
+            try:
+                return await run(self._for_trials, self.compile, output)
+            finally:
+                pause_s = time.monotonic() - began
+                asyncio.get_running_loop().call_later(pause_s, turn.release)
+        finally:
+            self._num_waiting[tenant] -= 1
+            self._num_waiting += Counter()  # without zeros
 
     def compile(self, output: StructuredOutput) -> CompiledGrammar:
-        """Takes milliseconds, or one or two seconds if the trial process must start: at first, and
-        after an output that took too long.
+        """Takes milliseconds, and one or two seconds more at first, when the trial process starts.
 
         Raises:
             InvalidRequest: it is malformed, not supported or too large.
@@ -203,7 +232,7 @@ class Trials:
         lines = [json.dumps(source)] if self._process else [self._opening, json.dumps(source)]
         process = self._process = self._process or self._start()
         assert process.stdin and process.stdout
-        hangs = threading.Timer(_PATIENCE_S, process.kill)
+        hangs = threading.Timer(_PATIENCE_S, _kill, (process,))
         hangs.daemon = True
         hangs.start()
         try:
@@ -216,10 +245,8 @@ class Trials:
         if not answer:
             self._process, code = None, process.wait()
             self._end()
-            # SIGKILL is not of its own limits: the memory ended, or it did not answer in time.
-            if code > 0 or code == -signal.SIGKILL:
-                raise InternalError("the generator cannot compile structured outputs")
-            return "takes too much time or memory"
+            log.error("the process that tries structured outputs has ended: %d", code)
+            raise InternalError("the generator cannot compile structured outputs")
         error: str = json.loads(answer)
         return error
 
@@ -230,14 +257,25 @@ class Trials:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for the service, which ends it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            # One thread: it forks.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "OPENBLAS_NUM_THREADS": "1",
+                "RAYON_NUM_THREADS": "1",
+            },
         )
         self._end = weakref.finalize(self, _end, process)
         return process
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with the trial under way
+
+
 def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
+    _kill(process)
     process.communicate()
 
 
@@ -464,8 +502,9 @@ def _try_outputs() -> None:
     """Try outputs until the standard input ends, in the process of `Trials`.
 
     Reads the tokenizer, then one grammar per line, and writes an error or nothing for each, all as
-    JSON.
+    JSON. Each is tried in a fork, so that one that takes too long costs no new process.
     """
+    os.nice(_LOWEST_PRIORITY)
     resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given, most = resource.getrlimit(resource.RLIMIT_STACK)
@@ -474,6 +513,17 @@ def _try_outputs() -> None:
     *spec, end_ids = json.loads(sys.stdin.readline())
     vocabulary = Vocabulary(TokenizerSpec(*spec).load(), end_ids)
     for line in sys.stdin:
+        if not (trial := os.fork()):
+            _try_output(line, vocabulary)
+        _, status = os.waitpid(trial, 0)
+        if status:
+            print(json.dumps("takes too much time or memory"), flush=True)
+
+
+def _try_output(line: str, vocabulary: Vocabulary) -> NoReturn:
+    """Write the error of one output, and end the process with status 0; a limit ends it before."""
+    status = 1
+    try:
         signal.setitimer(signal.ITIMER_PROF, _TRIAL_S)  # its signal ends the process
         error = ""
         try:
@@ -483,6 +533,9 @@ def _try_outputs() -> None:
             error = str(problem)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(error), flush=True)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,18 @@ class Text:
         decoded: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return decoded.encode()
 
+    def longest_token(self) -> int:
+        """The most bytes of a prompt that one token stands for; 0: there is no limit, or it is not
+        known, as a normalizer may drop bytes."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        form = type(getattr(backend, "normalizer", None)).__name__
+        added = self._tokenizer.added_tokens_decoder.values()
+        if "ByteLevel" not in self._decoder or any(t.lstrip or t.rstrip for t in added):
+            return 0
+        longest = max(len(self.token(token_id)) for token_id in range(len(self._tokenizer)))
+        # A composed character has a third of the bytes of its parts, or more.
+        return longest * {"NoneType": 1, "NFC": 3}.get(form, 0)
+
     def grammars(self, vocabulary: int) -> Grammars:
         """A compiler of structured outputs, for a model of so many logits. Takes a second."""
         return Grammars(TokenizerSpec.of(self._tokenizer, vocabulary), self._end_ids)

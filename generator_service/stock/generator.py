@@ -405,6 +405,10 @@ class StockGenerator:
         finally:
             await session.close()
 
+    async def check(self, spec: SessionSpec) -> None:
+        raise_if_any(self._refusals(spec))
+        await self.frontend.command(spec)
+
     async def describe(self) -> GeneratorDescription:
         return self.frontend.description(self.load())
 

@@ -22,7 +22,7 @@ from specrej.contracts import (
     SessionSpec,
     SlotGauge,
 )
-from specrej.contracts.errors import Unavailable
+from specrej.contracts.errors import InvalidRequest, Unavailable
 from specrej.contracts.status import is_answer
 from specrej.remote import RemoteGenerator
 
@@ -59,6 +59,22 @@ class FleetGenerator:
 
             yield await self._fleet.first(ranked, enter)
 
+    async def check(self, spec: SessionSpec) -> None:
+        """As one of the generators does; its refusal is that of all."""
+        prefix = prefix_of(spec.prompt, spec.cache_salt)
+        ranked = self._fleet.ranked(prefix, lambda backend: _load(backend, spec), self._draw)
+
+        async def enter(backend: _Backend) -> InvalidRequest | None:
+            try:
+                async with backend.answering():
+                    await backend.peer.check(spec)
+            except InvalidRequest as refusal:
+                return refusal
+            return None
+
+        if refusal := await self._fleet.first(ranked, enter):
+            raise refusal
+
     async def describe(self) -> GeneratorDescription:
         """All generators together, as of their latest reports.
 
@@ -87,6 +103,7 @@ def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescripti
         slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
         sessions=sum(one.sessions for one in descriptions),
         waiting=sum(one.waiting for one in descriptions),
+        max_prompt_bytes=min((b for one in descriptions if (b := one.max_prompt_bytes)), default=0),
     )
 
 

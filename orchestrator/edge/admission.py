@@ -28,6 +28,7 @@ MOST_PASSED = 12
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 _UNKNOWN_SERVICE_S = 1.0
 _RECENT = 0.1  # weight of the latest request in the service time per token
+_MOST_PACES = 1024  # tenants whose service times are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,18 @@ class Limits:
     tenant_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Exponential averages: seconds that permits were held, for that many candidate-tokens."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.seconds = (1 - _RECENT) * self.seconds + seconds
+        self.tokens = (1 - _RECENT) * self.tokens + tokens
+
+
 @dataclass(eq=False, slots=True)
 class _Tenant:
     """One tenant: candidate-tokens `held` by its requests here, and its line of waiting ones.
@@ -52,6 +65,7 @@ class _Tenant:
     requests of tenants that came later ran since its first in line became so at `waits_since`.
     """
 
+    name: str
     came: int
     weight: float = 1.0
     held: int = 0
@@ -78,8 +92,8 @@ class Admission:
         self._tenants: dict[str, _Tenant] = {}
         self._arrivals = itertools.count(1)
         self._virtual = 0.0
-        # Exponential averages: seconds that permits were held, for that many candidate-tokens.
-        self._recent_s = self._recent_tokens = 0.0
+        self._pace = _Pace()  # of all tenants
+        self._paces: OrderedDict[str, _Pace] = OrderedDict()  # the latest last
 
     @property
     def queued(self) -> int:
@@ -106,7 +120,7 @@ class Admission:
                 delay. Also while waiting, if a tenant with a shorter line needs the place.
             TooLate: the expected wait is longer than the time left.
         """
-        own = self._tenants.get(tenant) or _Tenant(next(self._arrivals))
+        own = self._tenants.get(tenant) or _Tenant(tenant, next(self._arrivals))
         own.weight = (share := share or Share()).weight
         self._check(own, tokens, time_left_s, share)
         self._tenants[tenant] = own
@@ -119,8 +133,7 @@ class Admission:
                 yield
             finally:
                 self._running_tokens -= tokens
-                self._recent_s = (1 - _RECENT) * self._recent_s + self._clock() - began
-                self._recent_tokens = (1 - _RECENT) * self._recent_tokens + tokens
+                self._note(tenant, self._clock() - began, tokens)
                 self._release()
         finally:
             own.held -= tokens
@@ -140,7 +153,8 @@ class Admission:
         excess = own.held + tokens - limit
         if limit and own.held and excess > 0:
             text = f"{own.held} candidate-tokens of {limit} are under way"
-            raise Overloaded(text, retry_after_s=_bounded(self._wait_s(excess, 1)))
+            wait_s = self._service_s(own, excess) / limits.max_running
+            raise Overloaded(text, retry_after_s=_bounded(wait_s))
         if self.running < limits.max_running:
             return
         num_lines, wait_s = len(self._with_lines()) + (not own.line), self._fair_wait_s(own)
@@ -148,27 +162,34 @@ class Admission:
         if is_full and (len(own.line) + 1) * num_lines > limits.max_queued:
             text = f"{self.running} requests run and {self.queued} wait"
             raise Overloaded(text, retry_after_s=_bounded(wait_s))
-        if self._recent_tokens and wait_s > time_left_s:
+        if self._pace.tokens and wait_s > time_left_s:
             text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
             raise TooLate(text, retry_after_s=_bounded(wait_s))
 
-    def _wait_s(self, tokens: float, requests: int) -> float:
-        """Expected seconds until so many candidate-tokens, of so many requests, are served."""
-        if not self._recent_tokens:
-            return _UNKNOWN_SERVICE_S * requests / self._limits.max_running
-        return tokens * self._recent_s / self._recent_tokens / self._limits.max_running
+    def _note(self, tenant: str, seconds: float, tokens: int) -> None:
+        self._pace.add(seconds, tokens)
+        self._paces.setdefault(tenant, _Pace()).add(seconds, tokens)
+        self._paces.move_to_end(tenant)
+        if len(self._paces) > _MOST_PACES:
+            self._paces.popitem(last=False)
+
+    def _service_s(self, tenant: _Tenant | None, tokens: float) -> float:
+        """Expected seconds of a permit for so many candidate-tokens, as the tenant's before took;
+        None, and one that is not known: as those of all."""
+        pace = (tenant and self._paces.get(tenant.name)) or self._pace
+        return tokens * pace.seconds / pace.tokens if pace.tokens else _UNKNOWN_SERVICE_S
 
     def _fair_wait_s(self, own: _Tenant) -> float:
         """Expected seconds until a running request ends and those ahead of a new one are served."""
         start = max(own.start, self._virtual) + sum(own.line.values()) / own.weight
-        tokens, requests = self._running_tokens / max(1, self.running), 1
+        seconds = self._service_s(None, self._running_tokens / max(1, self.running))
         for tenant in self._with_lines():
             before = tenant.start
             for waiting in tenant.line.values():
                 if before <= start:
-                    tokens, requests = tokens + waiting, requests + 1
+                    seconds += self._service_s(tenant, waiting)
                 before += waiting / tenant.weight
-        return self._wait_s(tokens, requests)
+        return seconds / self._limits.max_running
 
     def _with_lines(self) -> list[_Tenant]:
         return [tenant for tenant in self._tenants.values() if tenant.line]

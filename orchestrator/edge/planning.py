@@ -38,13 +38,18 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.contracts.validation import check_logprobs, check_request
+from specrej.contracts.validation import (
+    check_logprobs,
+    check_prompt_bytes,
+    check_request,
+)
 from specrej.security import Share
 
 T = TypeVar("T")
 
 # Of English text, by the tokenizers of common models; the generator alone tokenises.
 _TOKEN_CHARACTERS = 4
+_SURE_CHARACTERS = 2  # per token of the context: prompts of fewer take the generator no time
 _FLAT = 1.5  # most growth of a step that hardly grows with its candidates
 _REWARDS_PATH = "selection.rewards"
 _LIKELY = WeightedReward(LIKELIHOOD)
@@ -114,6 +119,7 @@ class Plan:
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
     time_left_s: float  # to the deadline, at arrival
+    must_check: bool  # whether the generator is asked before admission, see `Generator.check`
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
     model: str
 
@@ -185,6 +191,8 @@ class Planner:
                 away, named, parts = error, (_LIKELY,), [(0, _LIKELY)]
             problems += _check_batches(request, parts, most, served)
         raise_if_any(problems)
+        limits = generator.max_prompt_bytes, generator.context_tokens
+        check_prompt_bytes(request.prompt, *limits)
         if away and not request.allow_degraded:
             raise away
         adapter = _adapter(request, generator)
@@ -212,6 +220,8 @@ class Planner:
             reward_fingerprint=fingerprint,
             arrived=arrived,
             time_left_s=time_left_s,
+            must_check=bool(request.sampling.structured_output)
+            or _characters(request) > _SURE_CHARACTERS * generator.context_tokens,
             has_no_rewards=away is not None,
             model=adapter or generator.model,
         )
@@ -275,9 +285,12 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     grown = min(n * sampling.max_tokens, _capacity(generator))
     scored = n * most_rounds(schedule_of(selection), sampling.max_tokens)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
-    characters = sum(len(turn.content) for turn in request.prompt.turns)
-    read = characters // _TOKEN_CHARACTERS
+    read = _characters(request) // _TOKEN_CHARACTERS
     return grown + scored + read + min(selection.return_candidates, n) * values
+
+
+def _characters(request: GenerationRequest) -> int:
+    return sum(len(turn.content) for turn in request.prompt.turns)
 
 
 def _check_against(

@@ -19,7 +19,7 @@ from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards
 from orchestrator.loop.composition import Composite
 from orchestrator.loop.progress import WithinRounds
-from orchestrator.loop.run import run
+from orchestrator.loop.run import run, spec_of
 from orchestrator.observe.requests import ObservedRequest, RequestRecords, note_request
 from specrej import telemetry
 from specrej.contracts import (
@@ -153,17 +153,21 @@ class Orchestrator:
         within: WithinRounds | None,
     ) -> Generation:
         """The answer of a run; its other events are delivered."""
+        salt = tenant_digest(plan.tenant)  # the generator knows a tenant by it
         async with AsyncExitStack() as stack:
-            tokens, left_s = plan.candidate_tokens, plan.left_s
-            permit = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
             try:
+                if plan.must_check:  # before it holds a permit
+                    await self._generator.check(spec_of(plan.request, salt))
+                tokens, left_s = plan.candidate_tokens, plan.left_s
+                permit = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
                 queue_ms = await observed.admitted(stack, permit)
             except Overloaded:
                 self._totals["num_refused"] += 1
                 raise
+            except InvalidRequest as error:
+                raise _with_public_paths(error) from error
             before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
             backends = self._generator, plan.scorers
-            salt = tenant_digest(plan.tenant)  # the generator knows a tenant by it
             given = (salt, plan.left_s)
             weight = plan.share.weight
             events = run(plan.request, *backends, *given, within=within, weight=weight)

@@ -73,6 +73,10 @@ T = TypeVar("T")
 # The part of the time left in which rewards must open a session, if likelihoods may replace them.
 _OPENING_PART = 0.25
 
+# Most new tokens of all candidates in one message of a generator: with 16 bytes each, they are a
+# quarter of the limit of messages.
+_STRIDE_TOKENS = 2**20
+
 # The rewards of a request that names none: the scorer's values as they are.
 _UNWEIGHTED = (WeightedReward(""),)
 
@@ -149,6 +153,19 @@ async def run(
             raise Unavailable("a generator was lost, and the text of the other one differs")
         progress.end(generation.best)
     yield Finished(generation)
+
+
+def spec_of(request: GenerationRequest, cache_salt: str) -> SessionSpec:
+    """The session of a request."""
+    return SessionSpec(
+        request.prompt,
+        request.selection.n,
+        request.sampling,
+        first_round_tokens(schedule_of(request.selection), request.sampling.max_tokens),
+        cache_salt,
+        request.model,
+        request.fits_context,
+    )
 
 
 @dataclass(slots=True)
@@ -239,17 +256,7 @@ class _Run:
         The answer does not wait beyond the deadline for their end: the calls to them are cancelled.
         """
         request, began = self.request, self.clock()
-        spec = SessionSpec(
-            request.prompt,
-            request.selection.n,
-            request.sampling,
-            first_round_tokens(schedule_of(request.selection), request.sampling.max_tokens),
-            self.cache_salt,
-            request.model,
-            request.fits_context,
-            self.like,
-            self.weight,
-        )
+        spec = replace(spec_of(request, self.cache_salt), like=self.like, weight=self.weight)
         async with AsyncExitStack() as stack:
             with telemetry.span(names.SPAN_OPEN):
                 opening = stack.enter_async_context(self.generator.open(spec))
@@ -338,6 +345,7 @@ class _Run:
         growing = _GrowingRound(self.progress, is_certain)
         while True:
             num_tokens = self.deadline.stride_tokens(position, until, rows)
+            num_tokens = min(num_tokens, max(1, _STRIDE_TOKENS // rows))
             try:
                 part = await self._stride(position, position + num_tokens, rows, growing)
             except (OutOfTime, SpecrejError) as error:

@@ -166,6 +166,7 @@ class GeneratorDescription:
     form: CandidateForm = CandidateForm.IN_PLACE
     ignores_seeds: bool = False  # whether equal seeds draw different tokens
     abilities: tuple[str, ...] = ()  # of the server behind it
+    max_prompt_bytes: int = 0  # longer prompts do not fit the context; 0: unknown
 
     @property
     def whole_answers(self) -> bool:
@@ -303,6 +304,14 @@ class Generator(Protocol):
         Raises:
             InvalidRequest: it can never fit.
             Overloaded: the queue of waiting sessions is full.
+        """
+
+    async def check(self, spec: SessionSpec) -> None:
+        """Do what `open` does before it reserves slots, which can take seconds.
+
+        Raises:
+            InvalidRequest: the prompt exceeds the context, or the structured output is refused.
+            Overloaded: too many structured outputs of the salt wait already.
         """
 
     async def describe(self) -> GeneratorDescription:

@@ -26,7 +26,7 @@ from specrej.contracts import (
     WeightedReward,
     declared_options,
 )
-from specrej.contracts.errors import Violation
+from specrej.contracts.errors import InvalidRequest, Violation
 
 # Default limits of what a peer may send.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # between services
@@ -138,6 +138,28 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
     size = len(prompt.text) + sum(len(message.content) for message in prompt.messages)
     if size > MAX_PROMPT_CHARACTERS:
         yield Violation(path, f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {size}")
+
+
+def prompt_bytes(prompt: Prompt) -> int:
+    """Bytes that are surely part of the tokens: a chat template may drop other turns than users',
+    and white space around them."""
+    turns = [turn.content for turn in prompt.messages if turn.role == "user"]
+    return sum(len(text.strip().encode(errors="surrogatepass")) for text in (prompt.text, *turns))
+
+
+def check_prompt_bytes(prompt: Prompt, most: int, context_tokens: int) -> None:
+    """Before a prompt is tokenized; `most`: 0 if the tokenizer has no longest token.
+
+    Raises:
+        InvalidRequest: it exceeds the context, whatever its tokens are.
+    """
+    if most and (size := prompt_bytes(prompt)) > most:
+        text = f"has {size} bytes; the context of {context_tokens} tokens holds at most {most}"
+        raise InvalidRequest(
+            [Violation("prompt", text)],
+            reason="CONTEXT_EXCEEDED",
+            metadata={"prompt_bytes": str(size), "context_tokens": str(context_tokens)},
+        )
 
 
 def _check_last_turns(prompt: Prompt, path: str) -> Iterator[Violation]:

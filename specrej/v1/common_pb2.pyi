@@ -656,6 +656,7 @@ class GeneratorDescription(_message.Message):
     FORM_FIELD_NUMBER: _builtins.int
     IGNORES_SEEDS_FIELD_NUMBER: _builtins.int
     ABILITIES_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -702,6 +703,8 @@ class GeneratorDescription(_message.Message):
     """
     ignores_seeds: _builtins.bool
     """Whether equal seeds draw different tokens: then answers are not cached."""
+    max_prompt_bytes: _builtins.int
+    """Prompts of more bytes do not fit the context, whatever their tokens are; 0: unknown."""
     @_builtins.property
     def slots(self) -> Global___SlotGauge:
         """Slots now."""
@@ -741,10 +744,11 @@ class GeneratorDescription(_message.Message):
         form: Global___CandidateForm.ValueType = ...,
         ignores_seeds: _builtins.bool = ...,
         abilities: _abc.Iterable[_builtins.str] | None = ...,
+        max_prompt_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

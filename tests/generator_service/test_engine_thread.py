@@ -161,6 +161,7 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
         stop_texts=lambda stop: None,
         answers=lambda sampling: None,
         grammars=lambda vocabulary: None,
+        longest_token=lambda: 0,
     )
     card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))
     frontend = Frontend(text, card)
@@ -182,10 +183,13 @@ async def test_the_growth_of_a_step_is_measured(
     now = 0.0
     monkeypatch.setattr(generator_module, "time", SimpleNamespace(perf_counter=lambda: now))
     card = GeneratorDescription("tiny", "", 256, 64, 97, 8, "cpu", SlotGauge(capacity, 0, 0))
-    frontend = Frontend(SimpleNamespace(grammars=lambda vocabulary: None), card)  # type: ignore[arg-type]
+    text: Any = SimpleNamespace(grammars=lambda vocabulary: None, longest_token=lambda: 0)
+    frontend = Frontend(text, card)
     opened = 0
 
     class Timed:
+        async def check(self, spec: SessionSpec) -> None: ...
+
         async def describe(self) -> GeneratorDescription:
             return card
 

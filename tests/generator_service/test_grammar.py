@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import re
 import signal
 import threading
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from generator_service.engine import grammar
 from generator_service.engine.grammar import Grammars, Matchers, TokenizerSpec, unpacked
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
-from specrej.contracts.errors import InternalError, InvalidRequest
+from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded
 from tests.reward_service.tiny import make_tokenizer
 from tests.serving import until
 
@@ -292,6 +293,41 @@ def test_a_trial_process_that_ends_or_hangs_decides_nothing(
         with pytest.raises(InternalError, match="cannot compile structured outputs"):
             compiler.compile(Regex("c+"))
     compiler.compile(Regex("c+"))
+
+
+async def test_tenants_try_their_outputs_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a tenant against the queue of another one, whose length is bounded."""
+    compiler = Grammars(SPEC, [EOS])
+    may_end, tried = threading.Event(), list[str]()
+
+    def trial(source: str) -> str:
+        tried.append(source)
+        return "" if may_end.wait(60) else "late"
+
+    monkeypatch.setattr(compiler._trials, "run", trial)
+    monkeypatch.setattr(grammar, "_MOST_WAITING", 5)
+    outputs = [Regex(letter) for letter in "abcde"]
+    many = [asyncio.ensure_future(compiler.compiled(one, "many")) for one in outputs]
+    await until(lambda: len(tried) == 1)
+    one = asyncio.ensure_future(compiler.compiled(Regex("z"), "one"))
+    with pytest.raises(Overloaded, match="5 structured outputs wait"):
+        await compiler.compiled(Regex("f"), "many")
+    may_end.set()
+    await asyncio.wait_for(asyncio.gather(one, *many), 60)
+    assert "z" in tried[1]
+    await compiler.compiled(Regex("f"), "many")
+
+
+def test_an_output_that_takes_too_long_costs_no_new_process() -> None:
+    """Guards the processor against a second for each of them; trials run below all other work."""
+    compiler = Grammars(SPEC, [EOS])
+    compiler.compile(Regex("a+"))
+    process = compiler._trials._process
+    assert process
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    refusal(JsonSchema('{"type": "array", "maxItems": 1000000001}'), compiler)
+    compiler.compile(Regex("b+"))
+    assert compiler._trials._process is process
 
 
 async def test_an_output_that_was_tried_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -44,6 +44,25 @@ def cached_text() -> Text:
 @pytest.fixture
 def text() -> Text:
     return cached_text()
+
+
+@given(st.text(max_size=40), st.integers(1, 20))
+@example(" ", 200)
+def test_no_prompt_has_more_bytes_than_its_tokens_can_stand_for(part: str, times: int) -> None:
+    """Guards prompts that fit against a refusal by their bytes."""
+    prompt = part * times
+    assume(prompt)
+    ids = cached_text().encode(Prompt(text=prompt))
+    assert len(prompt.encode()) <= len(ids) * cached_text().longest_token()
+
+
+def test_tokenizers_that_drop_bytes_have_no_longest_token() -> None:
+    for changed in ("Lowercase", "NFC"):
+        backend = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+        backend.normalizer = getattr(normalizers, changed)()
+        text = Text(PreTrainedTokenizerFast(tokenizer_object=backend), frozenset())
+        longest = cached_text().longest_token()
+        assert text.longest_token() == {"Lowercase": 0, "NFC": 3 * longest}[changed]
 
 
 def whole_tokens(text: str) -> list[int]:

@@ -111,6 +111,20 @@ async def test_the_expected_wait_follows_the_fair_order() -> None:
     assert await requests.finish_all() == [None] * 7
 
 
+async def test_the_expected_wait_is_that_of_the_tenants_ahead() -> None:
+    """Guards against refusals for the slow requests of a tenant that is behind, or not here."""
+    requests = Requests(1, 100)
+    for tenant, seconds in (("quick", 1.0), ("slow", 100.0), ("quick", 1.0)):
+        async with requests.admission.enter(tenant, tokens=10):
+            requests.clock.now_s += seconds
+    await requests.arrive(tenant="quick", tokens=10)
+    await requests.arrive(3, tenant="quick", tokens=10, time_left_s=40.0)
+    refusal = await requests.refused(tenant="quick", tokens=10, time_left_s=30.0)
+    running_s = 10 * (1 + 0.9 * (100 + 0.9)) / (10 * (1 + 0.9 + 0.81))  # of all tenants
+    assert refusal.retry_after_s == pytest.approx(min(30.0, running_s + 3), rel=1e-3)
+    await requests.finish_all()
+
+
 async def test_candidate_tokens_of_a_tenant_are_limited() -> None:
     """Guards the other tenants, and the tenant itself against a limit that never ends."""
     requests = Requests(10, 10, tenant_tokens=100)

@@ -331,6 +331,25 @@ async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_err
         await answer(request(), ToyGenerator(), FixedScorer())
 
 
+async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long rounds of many candidates, whose message would be refused after its tokens were
+    generated; the answer is that of one message."""
+    whole = await answer(request(8), ToyGenerator(), FixedScorer())
+    extend, grown = ToySession.extend, list[int]()
+
+    async def noted(session: ToySession, until_tokens: int, _: Any) -> Round:
+        before = session._num_tokens
+        ended = await extend(session, until_tokens)
+        grown.append(len(ended.candidates) * (ended.num_tokens - before))
+        return ended
+
+    monkeypatch.setattr(ToySession, "extend", noted)
+    monkeypatch.setattr("orchestrator.loop.run._STRIDE_TOKENS", 24)
+    parts = await answer(request(8), ToyGenerator(), FixedScorer())
+    assert parts.candidates == whole.candidates
+    assert 8 < max(grown) <= 24
+
+
 @pytest.mark.parametrize(
     ("ended_by", "num_tokens", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from specrej.security import Share
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
-from tests.serving import reason_of, violations_of
+from tests.serving import failure_of, reason_of, until, violations_of
 from tests.world import Code, HeldGenerator, World, rewards, small_request, world
 
 
@@ -49,6 +50,49 @@ async def test_all_violations_are_reported_at_once(service: World, stream: bool)
         "cache_control",
     }
     assert service.generator.num_opened == 0
+
+
+async def test_an_output_is_compiled_before_its_request_holds_a_permit() -> None:
+    """Guards other tenants' permits against outputs whose compilation takes seconds."""
+    output = {"structured_output": {"json_object": {}}}
+    async with world(max_running=1) as service:
+        service.shut("check")
+        message = small_request(sampling=output)
+        compiling = [asyncio.create_task(service.refusal(message)) for _ in range(2)]
+        await until(lambda: service.num_held("check") == 1)  # equal requests are one
+        assert (await service.answer(small_request(), tenant="other")).text
+        assert service.admission.running == 0
+        opened = service.generator.num_opened
+        service.generator.gates["check"].open()
+        for refusal in compiling:
+            assert "sampling.structured_output" in violations_of(await refusal)
+        assert service.generator.num_opened == opened
+
+
+@pytest.mark.parametrize(("most", "turns"), [(99, ""), (0, "user"), (0, "system")])
+async def test_a_prompt_that_cannot_fit_holds_no_permit(
+    service: World, most: int, turns: str
+) -> None:
+    """Guards against a second of tokenizing per request: it is refused by its bytes, or is read
+    before it holds a permit where only the tokenizer knows."""
+    service.generator.max_prompt_bytes = most
+    long = "é" * 50 if most else "é" * 9000
+    prompt: dict[str, Any] = {"text": long}
+    if turns:
+        service.shut("check")
+        roles = ["user"] if turns == "user" else ["system", "user"]
+        prompt = {"messages": [{"role": role, "content": long} for role in roles]}
+    running = asyncio.create_task(service.answer(pb.GenerateRequest(prompt=prompt)))
+    if turns:
+        await until(lambda: service.num_held("check") == 1)
+        assert service.admission.running == service.generator.num_opened == 0
+        service.generator.gates["check"].open()
+        assert (await running).text
+    else:
+        error = await failure_of(running)
+        assert reason_of(error) == "CONTEXT_EXCEEDED"
+        assert "has 100 bytes" in violations_of(error)["prompt"]
+        assert service.generator.num_opened == 0
 
 
 async def test_log_probabilities_of_one_request_are_bounded(service: World) -> None:

@@ -562,6 +562,47 @@ class StaleCommand(_message.Message):
 Global___StaleCommand: _TypeAlias = StaleCommand  # noqa: Y015
 
 @_typing.final
+class GeneratorServiceCheckRequest(_message.Message):
+    """Requests a check."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___OpenSession:
+        """The session that would be opened."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___OpenSession | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratorServiceCheckRequest: _TypeAlias = GeneratorServiceCheckRequest  # noqa: Y015
+
+@_typing.final
+class GeneratorServiceCheckResponse(_message.Message):
+    """The session would be opened once its slots are free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratorServiceCheckResponse: _TypeAlias = GeneratorServiceCheckResponse  # noqa: Y015
+
+@_typing.final
 class GeneratorServiceDescribeRequest(_message.Message):
     """Requests the generator's description."""
 

@@ -40,6 +40,11 @@ class GeneratorServiceStub:
                 request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionRequest.SerializeToString,
                 response_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.Check = channel.unary_unary(
+                '/specrej.backend.v1.GeneratorService/Check',
+                request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceCheckRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceCheckResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/specrej.backend.v1.GeneratorService/Describe',
                 request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
@@ -59,6 +64,14 @@ class GeneratorServiceServicer:
     def Session(self, request_iterator, context):
         """One session: open, then (extend, prune) any number of times, then close.
         The stream's lifetime is that of the KV: however the stream ends, the slots are freed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Check(self, request, context):
+        """What opening a session does before it reserves slots: reads the prompt and compiles the
+        structured output, and refuses what it would refuse.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +99,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionRequest.FromString,
                     response_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionResponse.SerializeToString,
+            ),
+            'Check': grpc.unary_unary_rpc_method_handler(
+                    servicer.Check,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceCheckRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceCheckResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -126,6 +144,33 @@ class GeneratorService:
             '/specrej.backend.v1.GeneratorService/Session',
             specrej_dot_backend_dot_v1_dot_generator__pb2.SessionRequest.SerializeToString,
             specrej_dot_backend_dot_v1_dot_generator__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Check(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrej.backend.v1.GeneratorService/Check',
+            specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceCheckRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceCheckResponse.FromString,
             options,
             channel_credentials,
             insecure,

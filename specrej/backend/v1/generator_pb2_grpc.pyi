@@ -37,6 +37,10 @@ class GeneratorServiceStub:
     """One session: open, then (extend, prune) any number of times, then close.
     The stream's lifetime is that of the KV: however the stream ends, the slots are freed.
     """
+    Check: _grpc.UnaryUnaryMultiCallable[_generator_pb2.GeneratorServiceCheckRequest, _generator_pb2.GeneratorServiceCheckResponse]
+    """What opening a session does before it reserves slots: reads the prompt and compiles the
+    structured output, and refuses what it would refuse.
+    """
     Describe: _grpc.UnaryUnaryMultiCallable[_generator_pb2.GeneratorServiceDescribeRequest, _generator_pb2.GeneratorServiceDescribeResponse]
     """The model, its limits and its slots."""
     Watch: _grpc.UnaryStreamMultiCallable[_generator_pb2.GeneratorServiceWatchRequest, _generator_pb2.GeneratorServiceWatchResponse]
@@ -52,6 +56,10 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     Session: _aio.StreamStreamMultiCallable[_generator_pb2.SessionRequest, _generator_pb2.SessionResponse]  # type: ignore[assignment]
     """One session: open, then (extend, prune) any number of times, then close.
     The stream's lifetime is that of the KV: however the stream ends, the slots are freed.
+    """
+    Check: _aio.UnaryUnaryMultiCallable[_generator_pb2.GeneratorServiceCheckRequest, _generator_pb2.GeneratorServiceCheckResponse]  # type: ignore[assignment]
+    """What opening a session does before it reserves slots: reads the prompt and compiles the
+    structured output, and refuses what it would refuse.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_generator_pb2.GeneratorServiceDescribeRequest, _generator_pb2.GeneratorServiceDescribeResponse]  # type: ignore[assignment]
     """The model, its limits and its slots."""
@@ -71,6 +79,16 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generator_pb2.SessionResponse], _abc.AsyncIterator[_generator_pb2.SessionResponse]]:
         """One session: open, then (extend, prune) any number of times, then close.
         The stream's lifetime is that of the KV: however the stream ends, the slots are freed.
+        """
+
+    @_abc_1.abstractmethod
+    def Check(
+        self,
+        request: _generator_pb2.GeneratorServiceCheckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generator_pb2.GeneratorServiceCheckResponse, _abc.Awaitable[_generator_pb2.GeneratorServiceCheckResponse]]:
+        """What opening a session does before it reserves slots: reads the prompt and compiles the
+        structured output, and refuses what it would refuse.
         """
 
     @_abc_1.abstractmethod
