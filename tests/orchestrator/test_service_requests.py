@@ -54,7 +54,7 @@ async def test_all_violations_are_reported_at_once(service: World, stream: bool)
 
 async def test_an_output_is_compiled_before_its_request_holds_a_permit() -> None:
     """Guards other tenants' permits against outputs whose compilation takes seconds."""
-    output = {"structured_output": {"json_object": {}}}
+    output: Any = {"structured_output": {"json_object": {}}}
     async with world(max_running=1) as service:
         service.shut("check")
         message = small_request(sampling=output)
@@ -77,7 +77,7 @@ async def test_a_prompt_that_cannot_fit_holds_no_permit(
     before it holds a permit where only the tokenizer knows."""
     service.generator.max_prompt_bytes = most
     long = "é" * 50 if most else "é" * 9000
-    prompt: dict[str, Any] = {"text": long}
+    prompt: Any = {"text": long}
     if turns:
         service.shut("check")
         roles = ["user"] if turns == "user" else ["system", "user"]
