@@ -1,8 +1,8 @@
 """The interceptor of every server: admits callers, sets deadlines, opens spans, maps errors.
 
-Handlers raise `SpecrejError`s and never catch; this is the only place where they become statuses.
-Messages are read and decoded here: grpc itself would answer one that cannot be decoded with UNKNOWN
-and the name of a class. What peers may hold by silence or by not reading is bounded by deploy/edge.
+Handlers raise `SpecrejError`s; this is the only place where they become statuses. grpc would answer
+a message that it cannot decode with the name of a class, so messages are decoded here. What peers
+may hold by silence or by not reading is bounded by deploy/edge.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handler = Callable[[Any, Context], Awaitable[Any]]
 
-_RETRY_S = 1.0
 # On a cancelled call, `read` returns EOF up to this long before the handler is cancelled.
 _CANCELLATION_S = 0.001
 
 _RECHECK_S = 2.0  # between two checks of a running call's token
+_STATUS_S = 1.0  # for a status to leave
 
 # The deadline of the call in this context, by time.monotonic().
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
@@ -106,8 +106,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(wrapped, None, handler.response_serializer)
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
-        """A handler for any method that fails before it reads a message."""
-
         async def refuse(request: Any, context: Context) -> None:
             raise error
 
@@ -156,10 +154,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self, context: Context, method: str, error: BaseException, call: telemetry.Call
     ) -> None:
         """End the call with the error's status, which grpc holds back until the client has read all
-        earlier messages."""
+        earlier messages; what the call holds is free after `_STATUS_S`."""
         code, text, trailers = to_status(_presentable(method, error))
         call.code = code.name
-        await context.abort(code, text, trailers)
+        ending = asyncio.ensure_future(context.abort(code, text, trailers))
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # else logged
+        await asyncio.wait({ending}, timeout=_STATUS_S)
 
     @asynccontextmanager
     async def _admitted(
@@ -248,7 +248,7 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
 
 def _refusal(reason: str, text: str) -> Overloaded:
     telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason=reason)
-    return Overloaded(text, retry_after_s=_RETRY_S)
+    return Overloaded(text, retry_after_s=1.0)
 
 
 def _reading(handler: Any, check: Callable[[Any], None]) -> Handler:

@@ -309,11 +309,17 @@ REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
 # They do not stop at texts or tokens, nor draw from what they report.
 SCRIPTED = ("rounds", "streams")
 SERVERS = ("vllm-server", "llama", "llama-text")
-# Whether what a subject needs is installed, and the target that installs it.
+# Whether what a subject needs is installed, and the target that runs it. Servers are not run beside
+# vLLM in process.
+_HAS_VLLM = importlib.util.find_spec("vllm") is not None
+_SERVED = {
+    name: (not _HAS_VLLM and (ROOT / f".{name}/.installed").exists(), "conformance-servers")
+    for name in ("vllm", "llama")
+}
 NEEDED = {
-    "vllm": (importlib.util.find_spec("vllm") is not None, "vllm"),
-    "vllm-server": ((ROOT / ".vllm/.installed").exists(), "vllm"),
-    "llama": ((ROOT / ".llama/.installed").exists(), "llama"),
-    "llama-text": ((ROOT / ".llama/.installed").exists(), "llama"),
+    "vllm": (_HAS_VLLM, "conformance"),
+    "vllm-server": _SERVED["vllm"],
+    "llama": _SERVED["llama"],
+    "llama-text": _SERVED["llama"],
     "gateway": (importlib.util.find_spec("redis") is not None, "setup"),
 }
