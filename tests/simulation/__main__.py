@@ -1,6 +1,8 @@
 """Runs seeds: `make simulation`, `python -m tests.simulation --seed 7 --requests 500`.
 
-Prints a line per violation, and last one JSON object; the exit code is 1 after a violation.
+Prints a line per violation, and last one JSON object; the exit code is 1 after a violation. With
+`--defects` it prints which seed and invariant find each seeded defect; the exit code is 1 if more
+than a fifth of all are not found.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.simulation.defects import listed, print_table
 from tests.simulation.loop import Violation
 from tests.simulation.run import Simulation
 
@@ -18,7 +21,10 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--requests", type=int, default=500, help="per seed")
     parser.add_argument("--minutes", type=float, default=0.0, help="0: one seed")
+    parser.add_argument("--defects", nargs="?", const="", metavar="PART", help="of their names")
     arguments = parser.parse_args()
+    if arguments.defects is not None:
+        sys.exit(print_table(arguments.defects) > len(listed()) // 5)
     gc.freeze()  # what is imported needs no further collections
     until_s, began_s = time.monotonic() + arguments.minutes * 60, time.process_time()
     seed, digest, bad, outcomes = arguments.seed, "", list[int](), Counter[str]()

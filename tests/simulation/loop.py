@@ -93,3 +93,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 def note_change(one: Any) -> None:
     """Call `one.check()` after this turn."""
     cast(VirtualLoop, asyncio.get_running_loop()).changed.append(one)
+
+
+def fail(what: str) -> None:
+    """Raise a Violation after this turn, where the product would catch it."""
+    cast(VirtualLoop, asyncio.get_running_loop()).fail(what)

@@ -42,6 +42,7 @@ class Node:
         self.target = Target(address, "node")
         self.server = Server(*services, max_deadline_s=None)
         self._draw = rng.random
+        self.had_faults: set[str] = set()
 
     async def travel(self) -> None:
         """One way to the node or back, in whole milliseconds so that events coincide."""
@@ -56,6 +57,7 @@ class Node:
     def set_fault(self, fault: str) -> None:
         """Begin or, with an empty text, end a fault."""
         self.fault = fault
+        self.had_faults |= {fault} - {""}
         if fault in ("down", "upgrade"):
             self.server.crash()
         else:

@@ -13,9 +13,11 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
+from contextvars import ContextVar
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache, partial
 from itertools import count, pairwise
 from typing import Any, cast
@@ -28,9 +30,10 @@ from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisClient, tenant_digest
 from orchestrator.cache import redis_client as redis_py
 from orchestrator.edge import service
-from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.admission import MOST_PASSED, Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
+from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.run import run
 from orchestrator.observe.requests import RequestRecords
 from specrej import Client, Retries, contracts
@@ -40,15 +43,52 @@ from specrej.contracts.errors import SpecrejError
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.security import TENANT_METADATA
 from tests.simulation import nodes
-from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, note_change
+from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, fail, note_change
 from tests.simulation.wire import Channel, Server
 
 DEADLINE_S = 30.0
 _LATE_S = 1.5  # a call to Redis and the end of a session may follow the deadline
 _SETTLED_S = 12.0  # then every lease has expired
 _MOST_IDLE = 700  # entries of all containers of an idle orchestrator, of which 64 per backend
+_UNREAD_S = 0.06  # most between a look at the cache and the lock, without a fault
 _CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
 _NOT_SEARCHED = ("cache", "allow_degraded")
+
+
+_due_s: ContextVar[float] = ContextVar("due_s")  # a request's deadline
+_leaving: ContextVar[asyncio.Task[None] | None] = ContextVar("leaving", default=None)
+_looks: ContextVar[tuple[float, ...]] = ContextVar("looks", default=())  # at the cache: when
+
+
+class WatchedDeadline(DeadlineController):
+    """No run of a request plans with more time than the request has."""
+
+    def __post_init__(self) -> None:
+        DeadlineController.__post_init__(self)
+        if self.clock() + self.time_left_s > _due_s.get() + 1e-6:
+            fail("a run may end after its deadline")
+
+
+class WatchedCache(Cache):
+    """No answer of another version is found, and a lock keeps equal requests from running twice."""
+
+    run: Simulation
+
+    async def get(self, key: str) -> Generation | None:
+        found = await super().get(key)
+        _looks.set((*_looks.get(), self.run.loop.time()))
+        if found and f":{found.generator_fingerprint}:" not in key:
+            fail(f"{found.generator_fingerprint} is stored as {key}")
+        return found
+
+    async def put(self, key: str, generation: Generation) -> bool:
+        is_stored, looks = await super().put(key, generation), _looks.get()
+        # One that has waited for the lock, and looked again without success, runs without it.
+        if is_stored and len(looks) == 1 and not {"redis", "link", "deadline"} & {*self.run.faults}:
+            if self.run.stored_s.get(key, 0.0) > looks[0] + _UNREAD_S:
+                fail("a request runs although it waited for an equal one")
+            self.run.stored_s[key] = self.run.loop.time()
+        return is_stored
 
 
 class WatchedAdmission(Admission):
@@ -56,15 +96,27 @@ class WatchedAdmission(Admission):
 
     def __init__(self, limits: Limits, clock: Any) -> None:
         super().__init__(limits, clock)
-        self.__most, self.__largest = limits.max_running, 0
+        self.__most, self.__most_queued = limits.max_running, limits.max_queued
+        self.__largest = 0
         self.__waiting: Counter[str] = Counter()
         self.__debt: Counter[str] = Counter()  # granted to others since the tenant's last turn
+        self.__lead: Counter[str] = Counter()  # granted while the same two tenants wait
+        self.__numbers = count(1)
+        self.__came: dict[str, int] = {}
+        self.__since: dict[str, int] = {}  # the begin of its wait, or its last turn
+        self.__passed: Counter[str] = Counter()  # permits of tenants that came later, since then
+        self.__leaving: list[asyncio.Task[None]] = []  # clients
 
     @asynccontextmanager
     async def enter(self, tenant: str = "", tokens: int = 1, *others: Any) -> AsyncIterator[None]:
         waiting, debt = self.__waiting, self.__debt
         debt[tenant] *= waiting[tenant] > 0
+        self.__came.setdefault(tenant, next(self.__numbers))
+        if not waiting[tenant]:
+            self.__since[tenant], self.__passed[tenant] = next(self.__numbers), 0
         waiting[tenant] += 1
+        if client := _leaving.get():
+            self.__leaving.append(client)
         self.__largest = max(self.__largest, tokens)
         is_held = False
         note_change(self)
@@ -75,15 +127,34 @@ class WatchedAdmission(Admission):
                 debt[tenant] = 0
                 debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
                 if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
-                    raise Violation(f"turns are not fair: {debt}")
+                    fail(f"turns are not fair: {debt}")
+                self.__compare(tenant, tokens)
                 yield
         finally:
             waiting[tenant] -= not is_held
             note_change(self)
+            if is_held and self.__leaving:  # perhaps the one that has just got the permit
+                self.__leaving.pop(0).cancel()
+
+    def __compare(self, tenant: str, tokens: int) -> None:
+        """A tenant that waits is not passed without a bound, and of two each gets its share."""
+        others = [one for one, num in self.__waiting.items() if num and one != tenant]
+        self.__since[tenant], self.__passed[tenant] = next(self.__numbers), 0
+        for other in others:
+            self.__passed[other] += self.__came[tenant] > self.__since[other]
+            if self.__passed[other] > MOST_PASSED + 5 + self.__most:
+                fail(f"{self.__passed[other]} requests that came later pass {other}")
+        if len(others) != 1 or not self.__waiting[tenant]:
+            self.__lead.clear()  # also those of tenants whose lines have ended meanwhile
+            return
+        self.__lead[tenant] += tokens
+        if self.__lead[tenant] - self.__lead[others[0]] > self.__largest * (3 + self.__most):
+            fail(f"unequal shares: {self.__lead}")
 
     def check(self) -> None:
         """The limits hold, and no request waits beside a free permit."""
-        if self.running > self.__most or (self.running < self.__most and self.queued):
+        is_idle = self.running < self.__most and self.queued
+        if self.running > self.__most or self.queued > self.__most_queued or is_idle:
             raise Violation(f"{self.running} requests run of {self.__most}, {self.queued} wait")
 
 
@@ -99,7 +170,8 @@ class Process:
         self.rewards = _fleet(run.rewards, RemoteRewards, len)
         with mock.patch.object(redis_py, "connect", lambda *_: self.link):
             redis = RedisClient("redis://simulated")
-        cached = Cache(redis, **cache_options)
+        cached = WatchedCache(redis, **cache_options)
+        cached.run = run
         self.admission = WatchedAdmission(limits, loop.time)
         self.orchestrator = Orchestrator(
             FleetGenerator(self.generators, draw),
@@ -164,6 +236,7 @@ class Simulation:
         self.redis = nodes.SimulatedRedis(rng)
         most = rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64))
         limits = Limits(*most)
+        self.stored_s: dict[str, float] = {}
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
         served: list[nodes.Node] = [*self.generators, *self.rewards]
@@ -194,7 +267,8 @@ class Simulation:
         try:
             with (
                 mock.patch.dict(vars(time), times),
-                mock.patch.object(service, "run", partial(run, clock=clock)),
+                mock.patch.object(service, "run", self._run),
+                mock.patch("orchestrator.loop.run.DeadlineController", WatchedDeadline),
                 # `Logger.exception` calls `error`, too.
                 mock.patch.object(logging.Logger, "error", lambda *what, **_: loop.fail(what)),
                 closing(loop),
@@ -208,6 +282,12 @@ class Simulation:
             logging.disable(logging.NOTSET)
             gc.enable()
         return self._digest.hexdigest()
+
+    def _run(self, *given: Any, **named: Any) -> AsyncGenerator[contracts.Event, None]:
+        """The product's loop, which ends by the deadline."""
+        *_, left_s = given
+        _due_s.set(self.loop.time() + left_s)
+        return run(*given, **{**named, "clock": self.loop.time})
 
     def _note(self, what: str) -> None:
         self._digest.update(f"{self.loop.time():.6f} {what}\n".encode())
@@ -234,7 +314,8 @@ class Simulation:
             raise Violation(f"{num_leases} leases were not released")
         await asyncio.sleep(_SETTLED_S)
         for process in self._processes:
-            held = process.admission.running + process.admission.queued
+            admission = process.admission
+            held = admission.running + admission.queued + len(admission.heaviest(1))
             size = _num_kept(process.orchestrator, set())
             if held or size > _MOST_IDLE:
                 raise Violation(f"idle, but {held} permits are held and {size} entries are kept")
@@ -254,19 +335,40 @@ class Simulation:
                 target.set_fault("")
 
     async def _send_all(self) -> None:
-        """Requests in bursts, which may be equal; a flood is of one tenant at one orchestrator."""
+        """Requests in bursts, which may be equal. A flood is of one tenant at one orchestrator; new
+        tenants may follow it, or another tenant's small requests compete with its large ones."""
         rng, num_left = self.rng, self._num_requests
+        latest: deque[tuple[str, Options]] = deque(maxlen=4)
         while num_left:
             await asyncio.sleep(int(rng.expovariate(self._per_s / 4) * 1e3) / 1e3)
-            size = min(num_left, 40 if rng.random() < 0.05 else rng.randint(1, 6))
+            beside = rng.choice(("none", "new", "small")) if rng.random() < 0.08 else ""
+            size = min(num_left, 50 if beside else rng.randint(1, 6))
             num_left -= size
             caller = rng.choice(self._tenants), rng.choice(self._processes)
             equal = self._draw_request() if rng.random() < 0.5 else None
-            for _ in range(size):
-                if size < 10:
-                    caller = rng.choice(self._tenants), rng.choice(self._processes)
-                client = self._client(equal or self._draw_request(), *caller)
+            if equal:
+                latest.append(equal)
+                equal = rng.choice(latest)
+            is_of_one = equal and rng.random() < 0.5
+            for index in range(size):
+                prompt, options = equal or self._draw_request()
+                tenant, process = caller
+                if not beside:
+                    tenant = self._tenants[0] if is_of_one else rng.choice(self._tenants)
+                    process = rng.choice(self._processes)
+                if beside == "new" and index > 9:
+                    await asyncio.sleep(int(rng.random() * 30) / 1e3)
+                    tenant = f"new-{num_left}-{index}"
+                elif beside == "small":
+                    tenant, shape = (tenant, (5, 12)) if index % 2 else ("small", (1, 4))
+                    options = {**options, "seed": next(self._new_seeds), "min_answers": 1}
+                    options.pop("branching", None)
+                    options |= dict(zip(("n", "max_tokens"), shape, strict=True))
+                options = {**options, "allow_degraded": rng.random() < 0.3}
+                options["return_candidates"] = rng.randint(1, 3)
+                client = self._client((prompt, options), tenant, process)
                 self._clients.add(asyncio.ensure_future(client))
+            await asyncio.sleep(2.0 * (beside == "small"))
 
     def _draw_request(self) -> tuple[str, Options]:
         draw = self.rng.random
@@ -275,26 +377,35 @@ class Simulation:
             seed=int(draw() * 4) if is_hot else next(self._new_seeds),
             max_tokens=(4, 8, 12)[int(draw() * 3)],
             n=4 if is_hot else int(draw() * 6),
+            alpha=(0.5, 0.8)[draw() < 0.3],
             algorithm=[*contracts.Algorithm][draw() < 0.1],
-            schedule=contracts.Schedule(first=4 if is_hot else 2),
-            rewards=dict.fromkeys(nodes.REWARDS[: 1 + (draw() < 0.1)], 1.0),
+            schedule=contracts.Schedule(first=4 if is_hot and draw() < 0.7 else 2),
+            rewards=[
+                contracts.WeightedReward(name, veto_below=0.25 if draw() < 0.2 else None)
+                for name in nodes.REWARDS[: 1 + (draw() < 0.1)]
+            ],
             cache=_CONTROLS[int(draw() * len(_CONTROLS))],
-            allow_degraded=draw() < 0.2,
             prefer_complete=draw() < 0.5,
-            return_candidates=1 + int(draw() * 3),
         )
         if draw() < 0.2 and options["algorithm"] is not contracts.Algorithm.BEST_OF_N:
             options["branching"] = contracts.Branching(width=4, keep=2)
             options["n"] = 4
+        options["min_answers"] = 1 + (options["n"] != 1 and draw() < 0.2)
         return ("one", "one two", "one two three", "four")[int(draw() * 4)], options
 
     async def _client(self, request: Any, tenant: str, process: Process) -> None:
         draw, faults, began_s = self.rng.random, {*self.faults}, self.loop.time()
-        cancels_s = draw() ** 2 / 5 if "cancel" in faults and draw() < 0.1 else None
-        deadline_s = draw() / 2 if "deadline" in faults and draw() < 0.1 else DEADLINE_S
+        # In whole milliseconds, so that they coincide with other events.
+        is_cancelled = "cancel" in faults and draw() < 0.2
+        cancels_s = int(draw() ** 2 * 200) / 1e3 if is_cancelled else None
+        is_short = "deadline" in faults and draw() < 0.3
+        deadline_s = int(draw() * 500) / 1e3 if is_short else DEADLINE_S
         is_stream, shows_text = draw() < 0.6, draw() < 0.5
+        task = cast(Any, asyncio.current_task())
         if cancels_s is not None:
-            self.loop.call_later(cancels_s, cast(Any, asyncio.current_task()).cancel)
+            self.loop.call_later(cancels_s, task.cancel)
+        elif "cancel" in faults and draw() < 0.2:
+            _leaving.set(task)
         sent: Any = {"metadata": ((TENANT_METADATA, tenant),), "timeout_s": deadline_s}
         (prompt, options), client = request, process.client(attempts=1 + 2 * (draw() < 0.2))
         events: list[contracts.Event] = []
@@ -317,14 +428,15 @@ class Simulation:
             outcome, took_s = type(error).__name__, self.loop.time() - began_s
             is_stuck = took_s > 0.3 * DEADLINE_S and bool(faults & {"crash", "stall"})
             may_fail = {
-                "Cancelled": cancels_s is not None,
-                "CancelledError": cancels_s is not None,
+                "Cancelled": task.cancelling(),
+                "CancelledError": task.cancelling(),
                 "DeadlineExceeded": is_stuck or deadline_s < DEADLINE_S,
                 "InvalidRequest": self._slots < 100,
                 "SlotsExceeded": self._slots < 100,
                 "Overloaded": True,
                 "RewardInvalid": "reward" in faults,
-                "Unavailable": bool(faults & {"crash", "upgrade", "stall", "reward"}),
+                "Unavailable": bool(faults & {"crash", "upgrade", "stall", "reward"})
+                and not self._has_other(error),
             }
             if not may_fail.get(outcome):
                 self.loop.fail(f"a request fails after {took_s:.3f} s: {error!r}")
@@ -335,6 +447,13 @@ class Simulation:
             self.loop.fail(f"a request ends late: {outcome}")
         self.outcomes[outcome] += 1
         self._note(f"{tenant} {outcome}")
+
+    def _has_other(self, error: BaseException) -> bool:
+        """Whether another generator must have answered: one has crashed, all else has worked."""
+        broken = [node for node in self.generators if node.had_faults]
+        is_crash = len(broken) == 1 < len(self.generators) and broken[0].had_faults == {"down"}
+        is_full = "no other one could answer" in str(error)
+        return is_crash and not is_full and not any(node.had_faults for node in self.rewards)
 
     def _check(
         self, prompt: str, options: Any, tenant: str, generation: Generation, left_s: float
@@ -351,6 +470,7 @@ class Simulation:
             if options["cache"] is not CacheControl.USE or (is_weak and not is_lent):
                 raise Violation(f"an answer of another request for {options['cache']}")
         _check_texts(prompt, options, tenant, generation)
+        _check_rounds(options, generation, is_weak=is_weak)
         is_full = any(t.ended_by is contracts.RoundEnd.SLOTS_FULL for t in generation.rounds)
         if options["n"] and not (is_weak or is_full):
             searched = {name: options[name] for name in options if name not in _NOT_SEARCHED}
@@ -363,7 +483,10 @@ class Simulation:
 def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation) -> None:
     """Candidates are in their order, and have the texts that the toy draws for them."""
     length, is_preferred = contracts.FinishReason.LENGTH, options["prefer_complete"]
-    ranking = [(is_preferred and c.finish is length, -c.score, c.id) for c in generation.candidates]
+    ranking = [
+        (c.vetoed, is_preferred and c.finish is length, -c.score, c.id)
+        for c in generation.candidates
+    ]
     if ranking != sorted(ranking) or len(ranking) > options["return_candidates"]:
         raise Violation(f"not in order: {ranking}")
     parents = {fork.id: fork for trace in generation.rounds for fork in trace.forks}
@@ -391,6 +514,39 @@ def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation)
             version = generation.generator_fingerprint.removeprefix("toy-")
             if _alone(spec, int(version)).num_tokens != len(words):
                 raise Violation(f"the end of another version: {ranked.text}")
+
+
+def _check_rounds(options: Any, generation: Generation, *, is_weak: bool) -> None:
+    """Tokens add up, all candidates end, and rounds end and cut as Algorithm 1 does."""
+    rounds, num_tokens = generation.rounds, generation.usage.generated_tokens
+    if num_tokens != (traced := sum(trace.generated_tokens for trace in rounds)):
+        raise Violation(f"{num_tokens} tokens are reported, {traced} in rounds")
+    if rounds[-1].num_live and not is_weak:
+        raise Violation(f"the run ended with {rounds[-1].num_live} live candidates")
+    if is_weak or "branching" in options:
+        return
+    alpha, planned = options["alpha"], [options["schedule"].first * 2**at for at in range(4)]
+    if options["algorithm"] is contracts.Algorithm.BEST_OF_N:
+        alpha, planned = 0.0, []
+    vetoes = [reward.veto_below for reward in options["rewards"] if reward.veto_below]
+    # All rewards of the toys are equal.
+    least_score = len(options["rewards"]) * max(vetoes, default=0.0)
+    ranked: dict[int, float] = {}
+    for trace in rounds:
+        ranked |= {one.id: one.score for one in trace.candidates}
+        live = {one.id for one in trace.candidates if one.fate is not contracts.Fate.FINISHED}
+        if trace.ended_by is contracts.RoundEnd.SLOTS_FULL or not live:
+            return
+        if trace.alpha != alpha or trace.decision_token not in (*planned, options["max_tokens"]):
+            raise Violation(f"not of the plan: {trace.alpha} at {trace.decision_token}")
+        ranking = sorted(ranked, key=lambda one: (ranked[one] < least_score, -ranked[one], one))
+        most = max(options["min_answers"], round((1 - Fraction(str(alpha))) * len(ranked)))
+        ranked = {one: ranked[one] for one in ranking[:most] if ranked[one] >= least_score}
+        if not ranked:
+            return  # all are vetoed
+        kept = {one.id for one in trace.candidates if one.fate is contracts.Fate.KEPT}
+        if kept != ranked.keys() & live:
+            raise Violation(f"round {trace.number} keeps {kept}, not {ranked}")
 
 
 def _checked(events: Sequence[contracts.Event]) -> Generation:

@@ -1,0 +1,84 @@
+"""Seeded defects of defects.toml, each in a copy of the orchestrator, and the seeds that find them.
+
+As a program, it prints the first seed that finds a violation, and the violation.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.simulation.loop import Violation
+from tests.simulation.run import Simulation
+
+_ROOT = Path(__file__).parents[2]
+_SEEDS, _REQUESTS, _LIMIT_S = 60, 100, 900.0
+NOT_FOUND = -1
+# An invariant, not a mutation that cannot be called.
+_FOUND_BY = (
+    r"(?s)seed \d+: (?!.*(?:TypeError|AttributeError|NameError))(?:Violation\()*(.*?)\)*; faults"
+)
+
+
+def listed() -> dict[str, tuple[str, str, str]]:
+    """All defects, by what goes wrong: a file, its old text and the new one."""
+    files = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    return {name: (file, *texts) for file, rows in files.items() for name, texts in rows.items()}
+
+
+def first_found(file: str, old: str, new: str) -> tuple[int, str]:
+    """The first seed that finds a defect, or `NOT_FOUND`, and the violation.
+
+    Raises ValueError: the defect is stale.
+    """
+    with TemporaryDirectory(prefix="specrej-defect-") as folder:
+        # It precedes the tree, from which the other packages are imported.
+        shutil.copytree(_ROOT / "orchestrator", Path(folder, "orchestrator"))
+        path = Path(folder, file)
+        if (text := path.read_text("utf-8")).count(old) != 1:
+            raise ValueError(f"not exactly once in {file}: {old}")
+        path.write_text(text.replace(old, new), "utf-8")
+        command = (sys.executable, "-m", __name__)
+        named: Any = {
+            "cwd": folder,
+            "env": {"PYTHONPATH": f"{folder}:{_ROOT}"},
+            "timeout": _LIMIT_S,
+        }
+        try:
+            printed = subprocess.check_output(command, **named)
+        except subprocess.TimeoutExpired:
+            return NOT_FOUND, f"no end within {_LIMIT_S:g} s"
+    seed, violation = json.loads(printed)
+    return seed, violation
+
+
+def print_table(part: str) -> int:
+    """Search for the defects whose names have `part`; returns how many were not found."""
+    seeds = []
+    for name, defect in listed().items():
+        if part in name:
+            seed, violation = first_found(*defect)
+            seeds.append(seed)
+            where = "not found" if seed == NOT_FOUND else seed
+            print(f"{name:86} {where:>9}  {violation[:100]}", flush=True)
+    print(json.dumps({"defects": len(seeds), "found": len(seeds) - seeds.count(NOT_FOUND)}))
+    return seeds.count(NOT_FOUND)
+
+
+def _search() -> tuple[int, str]:
+    for seed in range(_SEEDS):
+        try:
+            Simulation(seed, _REQUESTS).run()
+        except Violation as violation:
+            if found := re.match(_FOUND_BY, str(violation)):
+                return seed, found[1]
+    return NOT_FOUND, ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(_search()))
