@@ -31,7 +31,7 @@ def test_equal_seeds_are_equal_runs_in_any_process() -> None:
     assert digest == Simulation(3, 60).run() != Simulation(4, 60).run()
 
 
-@pytest.mark.parametrize("part", ["allowed runs", "share requests", "other seeds", "counted twice"])
+@pytest.mark.parametrize("part", ["allowed runs", "allowed waits", "later rounds", "counted twice"])
 def test_a_defect_is_found(part: str) -> None:
     """`make simulation ARGS="--defects"` tries them all."""
     (defect,) = (texts for name, texts in listed().items() if part in name)

@@ -211,7 +211,11 @@ class Channel:
         return partial(self._call, method, (request_serializer, response_deserializer))
 
     def unary_stream(
-        self, method: str, request_serializer: Any, response_deserializer: Any, **_: object
+        self,
+        method: str,
+        request_serializer: Any,
+        response_deserializer: Any = lambda data: data,
+        **_: object,
     ) -> Any:
         def start(request: Any, **sent: Any) -> Call:
             call = self._call(method, (request_serializer, response_deserializer), **sent)
