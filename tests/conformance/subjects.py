@@ -179,8 +179,10 @@ async def stock(url: str, model: str, tokenizer: str = "", **about: Any) -> Asyn
 
 @asynccontextmanager
 async def at_vllm(directory: Path) -> AsyncIterator[Subject]:
-    """On an unmodified vLLM that listens."""
-    async with vllm_server("--max-model-len", f"{CONTEXT}", model=directory) as url:
+    """On an unmodified vLLM that listens, without the white space that its JSON may have."""
+    flags = ("--max-model-len", f"{CONTEXT}", "--structured-outputs-config")
+    compact = json.dumps({"backend": "guidance", "disable_any_whitespace": True})
+    async with vllm_server(*flags, compact, model=directory) as url:
         running = partial(sums, url, "vllm:num_requests_running", "vllm:num_requests_waiting")
         about: dict[str, Any] = {"form": CandidateForm.ROUNDS, "running": running}
         async with stock(url, f"{directory}", **about) as subject:
