@@ -324,7 +324,7 @@ class Simulation:
 
     async def _break(self, targets: Sequence[Any], names: Sequence[str]) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(1.0))
+            await asyncio.sleep(self.rng.expovariate(4.0))
             target = self.rng.choice(targets)
             fault = self.rng.choice(names)
             target.set_fault(fault)
@@ -376,7 +376,7 @@ class Simulation:
         options = Options(
             seed=int(draw() * 4) if is_hot else next(self._new_seeds),
             max_tokens=(4, 8, 12)[int(draw() * 3)],
-            n=4 if is_hot else int(draw() * 6),
+            n=4 if is_hot else int(draw() * 6) * (draw() < 0.6),
             alpha=(0.5, 0.8)[draw() < 0.3],
             algorithm=[*contracts.Algorithm][draw() < 0.1],
             schedule=contracts.Schedule(first=4 if is_hot and draw() < 0.7 else 2),
