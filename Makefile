@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize envoy crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize envoy crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -188,6 +188,9 @@ gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreeme
 
 faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only redis"
 	@$(BIN)/python -m tests.faults $(ARGS)
+
+attacks: $(READY) $(ENVOY) ## hostile peers on real processes behind Envoy: make attacks ARGS="--only h2 --without"
+	@$(BIN)/python -m tests.attacks $(ARGS)
 
 soak: $(READY) ## ten minutes of mixed load; fails if memory grows: make soak ARGS="--minutes 2"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)
