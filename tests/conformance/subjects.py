@@ -220,8 +220,12 @@ async def gateway(directory: Path) -> AsyncIterator[Subject]:
     from tests.world import world
 
     async with own(directory) as subject:
+        own_engine = subject.generator
         generator: Any = SimpleNamespace(
-            open=subject.generator.open, describe=subject.generator.describe, is_idle=True
+            open=own_engine.open,
+            check=own_engine.check,
+            describe=own_engine.describe,
+            is_idle=True,
         )
         async with world(generator, gateway=True, max_running=MAX_CANDIDATES) as services:
 

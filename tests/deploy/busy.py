@@ -36,7 +36,9 @@ from tests.serving import describe_generator, health_of
 METRICS = [metric for metric in vars(names).values() if isinstance(metric, Metric)]
 _BOUND_S = 60.0
 _ATTEMPTS = 10
+_MAX_CALLS = 40
 _ENVIRONMENT = {
+    "SPECREJ_GENERATOR_MAX_CALLS": str(_MAX_CALLS),
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
     "SPECREJ_GENERATOR_LEASE_S": "1",
     "SPECREJ_REWARD_REWARDS": json.dumps([{"name": "toy", "kind": "toy"}]),
@@ -89,10 +91,9 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
         ):
             urls = stack.metrics_urls
             assert await replies(ports.gateway, b"what?\r\n\r\n", b" 400 ")
-            # These wait for bounds of the services, beside all others.
-            waiting = asyncio.gather(
-                _without_a_message(stack.reward_address), _silent(stack.generator_address)
-            )
+            await _too_many(stack.generator_address)
+            # It waits for a bound of the service, beside all others.
+            waiting = asyncio.ensure_future(_silent(stack.generator_address))
             await _usual(client)
             await _refused(client)
             await _unauthenticated(stack.reward_address)
@@ -178,11 +179,21 @@ async def _unauthenticated(address: str) -> None:
             await stub.Describe(reward_pb2.RewardServiceDescribeRequest())
 
 
-async def _without_a_message(address: str) -> None:
-    """Begin calls and send nothing more, until one of them is ended."""
-    async with open_channel(address) as channel:
-        stub: Any = channel.stream_stream("/grpc.health.v1.Health/Check")
-        assert await stub().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+async def _too_many(address: str) -> None:
+    """Begin calls on two connections until one of them is refused."""
+    port = address.rpartition(":")[2]
+    async with open_channel(address) as one, open_channel(f"localhost:{port}") as other:
+        method = "/specrej.backend.v1.GeneratorService/Describe"
+        stubs: list[Any] = [channel.stream_stream(method) for channel in (one, other)]
+        calls = [stub() for stub in stubs for _ in range(_MAX_CALLS)]
+        codes = [asyncio.ensure_future(call.code()) for call in calls]
+        await asyncio.wait(codes, return_when=asyncio.FIRST_COMPLETED)
+        assert {code.result() for code in codes if code.done()} == {
+            grpc.StatusCode.RESOURCE_EXHAUSTED
+        }
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(codes)
 
 
 async def _hurried(client: Client) -> None:

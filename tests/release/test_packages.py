@@ -60,7 +60,8 @@ def test_wheels_have_the_files_that_git_tracks(built: dict[str, Path]) -> None:
     server = {name for name in tracked if name.startswith(folders)}
     server -= {name for name in server if re.match("deploy/(?!local/)", name)}
     assert files_of(built["specrej"]) == client
-    assert files_of(built["specrej_server"]) == server | {"deploy/local/requirements-models.txt"}
+    beside = {"deploy/local/requirements-models.txt", "deploy/local/envoy.yaml"}
+    assert files_of(built["specrej_server"]) == server | beside
 
 
 def test_the_client_has_few_requirements(built: dict[str, Path]) -> None:
