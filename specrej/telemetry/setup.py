@@ -33,6 +33,7 @@ _CANCELLED_S = 0.5
 # this process beyond which a further connection is.
 SILENT_S = 5.0
 _MOST_THREADS = 1024
+_BACKLOG = 512
 
 
 @dataclass(slots=True)
@@ -162,5 +163,6 @@ def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServ
     # Otherwise each connection that sends nothing would hold a thread.
     server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SILENT_S})
     has_room = lambda *_: active_count() < _MOST_THREADS  # noqa: E731
+    server.socket.listen(_BACKLOG)  # the library's 5 would delay all connections of a flood
     server.verify_request = has_room  # type: ignore[method-assign]
     return server

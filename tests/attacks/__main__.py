@@ -36,6 +36,7 @@ _MIB = 2**20
 # How much a process may grow, and stays bounded at.
 _BOUNDS_MIB = {"orchestrator": 40, "gateway": 40, "generator": 40, "reward": 40, "edge": 200}
 _CALL_S = 10.0
+_OTHER = (("specrej-tenant", "other"),)
 _SMALL = Options(n=4, max_tokens=8, cache=CacheControl.BYPASS)
 
 
@@ -96,7 +97,8 @@ async def attacked(stack: Stack, ports: Ports, name: str, seconds: float) -> See
 
 
 async def _generate(client: Client, port: int) -> None:
-    await client.generate("Why is the sky blue?", **_SMALL, timeout_s=_CALL_S)
+    question = "Why is the sky blue?"
+    await client.generate(question, **_SMALL, timeout_s=_CALL_S, metadata=_OTHER)
 
 
 async def _models(client: Client, port: int) -> None:
