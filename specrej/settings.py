@@ -81,7 +81,6 @@ class ProcessSettings(BaseSettings):
         False,
         description="serve callers without tokens or certificates; the default on loopback",
     )
-
     private_network: CliImplicitFlag[bool] = Field(
         False,
         description="only the edge and other services reach this port; else a warning says at the"

@@ -38,11 +38,7 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.contracts.validation import (
-    check_logprobs,
-    check_prompt_bytes,
-    check_request,
-)
+from specrej.contracts.validation import check_logprobs, check_prompt_bytes, check_request
 from specrej.security import Share
 
 T = TypeVar("T")
@@ -191,8 +187,7 @@ class Planner:
                 away, named, parts = error, (_LIKELY,), [(0, _LIKELY)]
             problems += _check_batches(request, parts, most, served)
         raise_if_any(problems)
-        limits = generator.max_prompt_bytes, generator.context_tokens
-        check_prompt_bytes(request.prompt, *limits)
+        check_prompt_bytes(request.prompt, generator.max_prompt_bytes, generator.context_tokens)
         if away and not request.allow_degraded:
             raise away
         adapter = _adapter(request, generator)

@@ -162,7 +162,6 @@ def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServ
     handler: Any = server.RequestHandlerClass
     # Otherwise each connection that sends nothing would hold a thread.
     server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SILENT_S})
-    has_room = lambda *_: active_count() < _MOST_THREADS  # noqa: E731
     server.socket.listen(_BACKLOG)  # the library's 5 would delay all connections of a flood
-    server.verify_request = has_room  # type: ignore[method-assign]
+    server.verify_request = lambda *_: active_count() < _MOST_THREADS  # type: ignore[method-assign]
     return server
