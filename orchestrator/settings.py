@@ -124,7 +124,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, plus or minus 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
-    max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
+    max_running: Annotated[int, Field(ge=1)] = Field(
+        8, description="requests that run at once; a quarter more of tenants with none running"
+    )
     max_queued: Annotated[int, Field(ge=0)] = Field(
         64, description="requests that may wait, in equal parts for the tenants that do"
     )

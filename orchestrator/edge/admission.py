@@ -7,6 +7,9 @@ next. Virtual time, in candidate-tokens per weight, is the start of the request 
 
 New tenants start at the current virtual time and could delay a waiting tenant for ever: at most
 `MOST_PASSED` requests of tenants that came later run before it.
+
+A tenant that has no running request, and not had more than its share, need not wait for one of
+another tenant to end: a quarter more permits than the limit, rounded down, are for such tenants.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ _MOST_PACES = 1024  # tenants whose service times are known
 class Limits:
     """Upper limits.
 
-    `max_running` requests run, `max_queued` wait, in equal parts for the tenants that wait.
+    `max_running` requests run, and a quarter more of tenants that have none running; `max_queued`
+    wait, in equal parts for the tenants that wait.
     `tenant_tokens` bounds the candidate-tokens that one tenant has running and waiting, unless its
     share has a limit; 0: no limit.
     """
@@ -61,14 +65,16 @@ class _Pace:
 class _Tenant:
     """One tenant: candidate-tokens `held` by its requests here, and its line of waiting ones.
 
-    `start` is the virtual start of its next request, `came` the number of its arrival. `passed`
-    requests of tenants that came later ran since its first in line became so at `waits_since`.
+    `running` of them have permits. `start` is the virtual start of its next request, `came` the
+    number of its arrival. `passed` requests of tenants that came later ran since its
+    first in line became so at `waits_since`.
     """
 
     name: str
     came: int
     weight: float = 1.0
     held: int = 0
+    running: int = 0
     start: float = 0.0
     waits_since: int = 0
     passed: int = 0
@@ -79,8 +85,8 @@ class _Tenant:
 class Admission:
     """Permits for `max_running` requests, and lines of `max_queued` in all.
 
-    Invariant: a request waits only while all permits are held. A returned permit goes straight to
-    the next in line, so that no newcomer can take it and no cancellation can lose it.
+    Invariant: a request waits only while `max_running` permits are held. A returned permit goes
+    straight to the next in line, so that no newcomer can take it and no cancellation can lose it.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -134,7 +140,7 @@ class Admission:
             finally:
                 self._running_tokens -= tokens
                 self._note(tenant, self._clock() - began, tokens)
-                self._release()
+                self._release(own)
         finally:
             own.held -= tokens
             for name, one in [*self._tenants.items()]:
@@ -155,7 +161,7 @@ class Admission:
             text = f"{own.held} candidate-tokens of {limit} are under way"
             wait_s = self._service_s(own, excess) / limits.max_running
             raise Overloaded(text, retry_after_s=_bounded(wait_s))
-        if self.running < limits.max_running:
+        if self._may_run(own):
             return
         num_lines, wait_s = len(self._with_lines()) + (not own.line), self._fair_wait_s(own)
         is_full = self.queued >= limits.max_queued
@@ -194,44 +200,57 @@ class Admission:
     def _with_lines(self) -> list[_Tenant]:
         return [tenant for tenant in self._tenants.values() if tenant.line]
 
+    def _may_run(self, tenant: _Tenant) -> bool:
+        """Whether there is a permit for a request of this tenant."""
+        most = self._limits.max_running
+        if self.running < most or tenant.running or tenant.start > self._virtual:
+            return self.running < most
+        is_bounded = any(other.passed >= MOST_PASSED for other in self._with_lines())
+        return self.running < most + most // 4 and not is_bounded
+
     async def _acquire(self, own: _Tenant, tokens: int) -> None:
-        if self.running < self._limits.max_running:
-            self.running += 1
-            return  # not charged: no other request waits
-        if self.queued >= self._limits.max_queued:
-            self._evict()
         if not own.line:
             own.start = max(own.start, self._virtual)
+            if self._may_run(own):
+                self._grant(own, tokens, self._with_lines())
+                return
             own.waits_since, own.passed = next(self._arrivals), 0
+        if self.queued >= self._limits.max_queued:
+            self._evict()
         permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         own.line[permit] = tokens
         try:
             await permit
         except asyncio.CancelledError:
             if permit.done() and not (permit.cancelled() or permit.exception()):
-                self._release()  # cancelled before it resumed
+                self._release(own)  # cancelled before it resumed
             raise
         finally:
             own.line.pop(permit, None)
 
-    def _release(self) -> None:
-        """Give the permit to the next in line, or take it back."""
-        self.running -= 1
-        while lines := self._with_lines():
-            tenant = min(lines, key=lambda one: (one.passed < MOST_PASSED, one.start))
-            permit, tokens = tenant.line.popitem(last=False)
-            if permit.done():
-                continue  # cancelled, and has not resumed yet
-            for other in lines:
-                other.passed += other.waits_since < tenant.came
-            tenant.waits_since, tenant.passed = next(self._arrivals), 0
+    def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> None:
+        """Count a permit, and charge it if there are tenants with `lines`."""
+        for other in lines:
+            other.passed += other.waits_since < tenant.came
+        if lines:
             self._virtual = max(self._virtual, tenant.start)
             tenant.start += tokens / tenant.weight
-            self.running += 1
-            permit.set_result(None)
-            return
-        # All tenants are equal again.
-        self._virtual = max([self._virtual, *(one.start for one in self._tenants.values())])
+        tenant.waits_since, tenant.passed = next(self._arrivals), 0
+        tenant.running += 1
+        self.running += 1
+
+    def _release(self, own: _Tenant) -> None:
+        """Return a permit, and give those that are free to the next in line."""
+        own.running -= 1
+        self.running -= 1
+        if not self._with_lines():  # all tenants are equal again
+            self._virtual = max([self._virtual, *(one.start for one in self._tenants.values())])
+        while ready := [tenant for tenant in self._with_lines() if self._may_run(tenant)]:
+            tenant, lines = min(ready, key=_turn), self._with_lines()
+            permit, tokens = tenant.line.popitem(last=False)
+            if not permit.done():  # else cancelled, and has not resumed yet
+                self._grant(tenant, tokens, lines)
+                permit.set_result(None)
 
     def _evict(self) -> None:
         """Refuse the last request of the longest line."""
@@ -241,6 +260,11 @@ class Admission:
             text = f"{self.running} requests run and a tenant with fewer waiting took the place"
             wait_s = _bounded(self._fair_wait_s(tenant))
             permit.set_exception(Overloaded(text, retry_after_s=wait_s))
+
+
+def _turn(tenant: _Tenant) -> tuple[bool, float]:
+    """Orders tenants: the least is next."""
+    return tenant.passed < MOST_PASSED, tenant.start
 
 
 def _bounded(wait_s: float) -> float:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.edge.admission import MOST_PASSED
 from specrej.contracts.errors import Overloaded, TooLate
 from tests.orchestrator.held_requests import Requests
 from tests.serving import turns, until
@@ -96,6 +97,27 @@ async def test_a_tenant_cannot_take_the_places_of_another() -> None:
     assert requests.counts == (0, 0)
 
 
+async def test_a_tenant_with_nothing_running_need_not_wait() -> None:
+    """Guards a tenant's first request against all of another's, the limit against a tenant that
+    asks at once for more, and tenants that wait against new ones without an end."""
+    requests = Requests(8, 100)
+    async with requests.admission.enter(tokens=10):
+        requests.clock.now_s += 10.0
+    await requests.arrive(30, tenant="many", tokens=10)
+    await requests.arrive(tenant="one", tokens=10, time_left_s=1.0)  # 30
+    await requests.arrive(tenant="one", tokens=10)
+    assert requests.entered == [*range(8), 30]
+    await requests.end(30, 0)  # it has had its share: its next one waits
+    assert requests.entered[9:] == [8] and requests.counts == (8, 22)
+    await requests.end(1)
+    assert requests.entered[10:] == [9, 31] and requests.counts == (9, 20)
+    for number in range(32, 32 + MOST_PASSED + 3):
+        await requests.arrive(tenant=f"new {number}", tokens=10)
+        await requests.end(number)
+    assert requests.entered[12:] == [*range(32, 32 + MOST_PASSED)]
+    await requests.finish_all()
+
+
 async def test_the_expected_wait_follows_the_fair_order() -> None:
     """Guards a newcomer against a refusal because of the requests of others behind it, and their
     tenant against a place that it will not get in time."""
@@ -159,13 +181,14 @@ _ACTIONS = st.sampled_from(["start", "start", "turn", "finish", "cancel"])
 
 
 @given(
-    limit=st.integers(1, 3),
+    limit=st.integers(1, 5),
     queue=st.sampled_from([0, 1, 2, 3, 1000]),
     script=st.lists(st.tuples(_ACTIONS, st.integers(0, 9)), min_size=20, max_size=60),
 )
 async def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[str, int]]) -> None:
     """Under any order of arrivals, cancels and ends: never more requests run than there are
-    permits, no request waits beside a permit that it may have, and all are back at the end."""
+    permits, those beyond the limit are of tenants with one, no request waits beside a permit within
+    the limit, and all are back at the end."""
     requests = Requests(limit, queue)
     admission = requests.admission
     for action, number in script:
@@ -177,13 +200,15 @@ async def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[
             requests.finish(number % len(requests.tasks))
         elif requests.tasks:
             requests.tasks[number % len(requests.tasks)].cancel()
-        assert admission.running <= limit and admission.queued <= queue
-        assert admission.running == limit or not admission.queued
+        assert admission.running <= limit + limit // 4 and admission.queued <= queue
+        assert admission.running >= limit or not admission.queued
+        num_alone = [one.running for one in admission._tenants.values()].count(1)
+        assert admission.running - limit <= num_alone
     await turns()
     assert requests.running == admission.running
     outcomes = await requests.finish_all()
     allowed = (Overloaded, asyncio.CancelledError)
     assert all(outcome is None or isinstance(outcome, allowed) for outcome in outcomes)
-    assert requests.most_running <= limit
+    assert requests.most_running <= limit + limit // 4
     assert (*requests.counts, requests.running) == (0, 0, 0)
     assert not admission.queued_tokens and not admission.heaviest(9)

