@@ -32,6 +32,7 @@ from specrej.contracts.errors import (
     raise_if_any,
 )
 from specrej.contracts.validation import (
+    MAX_BATCH,
     check_candidates,
     check_logprobs,
     check_prompt,
@@ -145,7 +146,7 @@ class _Commands:
         spec = await _spec_of(command, self._generator)
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, session.max_tokens
-        self._last_id = session.n - 1
+        self._last_id = spec.first_id + session.n - 1
         description = await self._generator.describe()
         self._max_candidates = description.max_candidates
         opened = pb.SessionOpened(
@@ -224,6 +225,8 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
         yield Violation("open.first_round_tokens", "must be 1 or more")
     if not 0 < spec.weight < math.inf:
         yield Violation("open.weight", "must be above 0")
+    if not 0 <= spec.first_id <= MAX_BATCH:
+        yield Violation("open.first_id", f"must be 0 .. {MAX_BATCH}, is {spec.first_id}")
     if spec.adapter and spec.adapter not in description.adapters:
         there_are = ", ".join(description.adapters) or "none"
         yield Violation("open.adapter", f"no such adapter, there are: {there_are}")

@@ -79,6 +79,7 @@ class ToySession:
         self._sampling = spec.sampling_after(self.prompt_tokens, _CONTEXT_TOKENS)
         self.max_tokens = self._sampling.max_tokens
         first, longest = spec.first_round_tokens, self.max_tokens
+        self._first_id = spec.first_id
         self.demand = Demand(spec.n, self.prompt_tokens, first, longest, lambda tokens: tokens)
         self._generator = generator
         self._ledger = generator.ledger
@@ -91,7 +92,8 @@ class ToySession:
         """It is admitted with `n` candidates."""
         self.n, self.reduced = n, reduced
         words = _Words(self._sampling.stop_token_ids)
-        self._live = [GrowingCandidate(number, text=words.copy()) for number in range(n)]
+        ids = range(self._first_id, self._first_id + n)
+        self._live = [GrowingCandidate(number, text=words.copy()) for number in ids]
         self._unreported = list(self._live)
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:

@@ -65,6 +65,9 @@ class Reward:
     description: str  # what it measures, in a sentence
     probe: ModelProbe = NO_PROBE
     token_budget: int = 1  # most tokens per `compute`, unless a single piece has more
+    takes_data: bool = False  # whether sessions are opened by `open_with`
+    sample_data: str = ""  # that `open_with` accepts
+    is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Any:
         """A session that keeps nothing yet; `once`: it gets a single batch.
@@ -73,6 +76,14 @@ class Reward:
             InvalidRequest: the model cannot take this prompt.
         """
         return prompt
+
+    def open_with(self, prompt: Prompt, data: str) -> Any:
+        """A session of a reward that takes data: JSON, or an empty text.
+
+        Raises:
+            InvalidRequest: the reward needs other data; the paths begin with "data".
+        """
+        raise NotImplementedError
 
     def begin(self, session: Any, candidates: Sequence[Candidate]) -> Task:
         """A task for this batch; what the session keeps of other candidates is freed."""
@@ -92,8 +103,9 @@ class Reward:
     def free(self, session: Any) -> None:
         """Free what a session keeps; if it is used again, it computes that again."""
 
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        """One finite score per candidate, higher is better; texts may be empty."""
+    def score(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
+        """One finite score per candidate, higher is better; texts may be empty. `session`: what
+        `open` returned, the prompt by default."""
         raise NotImplementedError
 
 
@@ -104,12 +116,17 @@ class RemoteReward(Protocol):
     fingerprint: str
     description: str
     probe: ModelProbe
+    takes_data: bool
+    sample_data: str
+    is_cheap: bool
 
-    async def answer(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+    async def answer(
+        self, prompt: Prompt, candidates: Sequence[Candidate], data: str = ""
+    ) -> Scores:
         """One score per candidate.
 
         Raises:
-            InvalidRequest: the reward cannot take this prompt.
+            InvalidRequest: the reward cannot take this prompt or this data.
             RewardInvalid: the server returned something else.
             Unavailable: the server cannot be reached, or is too slow.
         """

@@ -20,7 +20,7 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.contracts.validation import check_prompt
+from specrej.contracts.validation import check_data, check_prompt
 from specrej.server.commands import answer_commands
 from specrej.server.health import Health
 from specrej.server.serving import Context, Service
@@ -50,10 +50,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         self.check_loaded()
         prompt = wire.from_message(request.prompt, Prompt)
-        raise_if_any([*_check_question(prompt), *self._check_size(request.responses, "responses")])
         responses = list(request.responses)
-        worker = self.find(request.reward)
-        scores = await worker.score(prompt, responses, whole=not request.unfinished)
+        worker, data = self.find(request.reward), request.data
+        problems = [*_check_question(prompt), *self._check_size(responses, "responses")]
+        raise_if_any([*problems, *_check_data(worker, data)])
+        scores = await worker.score(prompt, responses, whole=not request.unfinished, data=data)
         return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
 
     # The stub's type has async generators only; `specrej.server.serving` says why this is not one.
@@ -138,9 +139,10 @@ class _ScoringStream:
         if self._session is not None:
             raise OutOfOrder("the session is open already")
         prompt = wire.from_message(request.prompt, Prompt)
-        raise_if_any(_check_question(prompt, "open.prompt"))
         worker = self._servicer.find(request.reward)
-        self._session = await self._stack.enter_async_context(worker.open(prompt))
+        problems = _check_question(prompt, "open.prompt")
+        raise_if_any([*problems, *_check_data(worker, request.data, "open.data")])
+        self._session = await self._stack.enter_async_context(worker.open(prompt, request.data))
         return pb.ScoringOpened(fingerprint=worker.description.fingerprint)
 
     async def _score(self, request: pb.ScoreBatch) -> pb.BatchScores:
@@ -162,3 +164,9 @@ def _check_question(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]
     yield from check_prompt(prompt, path)
     if prompt.continue_final:
         yield Violation(f"{path}.continue_final", "must be false: responses have all of the answer")
+
+
+def _check_data(worker: Worker, data: str, path: str = "data") -> Iterator[Violation]:
+    if data and not worker.description.takes_data:
+        yield Violation(path, f"must be empty: reward {worker.description.name} takes no data")
+    yield from check_data(data, path)

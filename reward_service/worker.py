@@ -114,7 +114,8 @@ class Worker:
         try:
             await asyncio.wrap_future(worker._loaded)
             is_loaded = True
-            await worker.score(_WARM_UP_PROMPT, ["Hello."])
+            data = worker.reward.sample_data
+            await worker.score(_WARM_UP_PROMPT, ["Hello."], data=data)
         except BaseException as error:
             if worker._remote and isinstance(error, Unavailable | Overloaded):
                 log.warning("serving without it: %s", error.message)
@@ -137,33 +138,45 @@ class Worker:
         """The reward's, once it is loaded."""
         reward = self.reward
         return RewardDescription(
-            reward.name, reward.fingerprint, reward.description, probe=reward.probe
+            reward.name,
+            reward.fingerprint,
+            reward.description,
+            probe=reward.probe,
+            takes_data=reward.takes_data,
+            is_cheap=reward.is_cheap,
         )
 
-    async def score(self, prompt: Prompt, texts: Sequence[str], *, whole: bool = True) -> Scores:
+    async def score(
+        self, prompt: Prompt, texts: Sequence[str], *, whole: bool = True, data: str = ""
+    ) -> Scores:
         """Finite scores, one per text; `whole`: they are complete answers.
 
         Raises:
-            InvalidRequest: the model cannot take this prompt.
+            InvalidRequest: the reward cannot take this prompt or this data.
             Overloaded: too many calls wait or run already.
             RewardInvalid: the reward returned something else.
             Unavailable: the worker is closed, or the reward's server does not answer.
         """
         candidates = as_candidates(texts, FinishReason.STOP if whole else None)
-        async with self.open(prompt, once=True) as session:
+        async with self.open(prompt, data, once=True) as session:
             return await session.score(candidates)
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt, *, once: bool = False) -> AsyncIterator[WorkerSession]:
+    async def open(
+        self, prompt: Prompt, data: str = "", *, once: bool = False
+    ) -> AsyncIterator[WorkerSession]:
         """A session, which frees what it keeps when the context is left; `once`: for one batch.
 
         Raises as `score` does.
         """
         if self._remote:
-            answer = partial(self._answer, self._remote, prompt)
+            answer = partial(self._answer, self._remote, prompt, data)
             yield WorkerSession(self._remote.name, answer)
             return
-        session = await self._submit(_Request(partial(self._reward.open, prompt, once=once)))
+        opening = partial(self._reward.open, prompt, once=once)
+        if self._reward.takes_data:
+            opening = partial(self._reward.open_with, prompt, data)
+        session = await self._submit(_Request(opening))
         self._num_sessions += 1
 
         def compute(candidates: Sequence[Candidate]) -> Awaitable[Scores]:
@@ -197,13 +210,13 @@ class Worker:
         return math.inf if self._dead else self._clock.oldest_s()
 
     async def _answer(
-        self, remote: RemoteReward, prompt: Prompt, candidates: Sequence[Candidate]
+        self, remote: RemoteReward, prompt: Prompt, data: str, candidates: Sequence[Candidate]
     ) -> Scores:
         if self._closed:
             raise _worker_closed()
         self._take_room()
         try:
-            return await remote.answer(prompt, candidates)
+            return await remote.answer(prompt, candidates, data)
         finally:
             self._make_room()
 

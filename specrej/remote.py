@@ -296,14 +296,16 @@ class RemoteRewards:
         self._stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
 
     @asynccontextmanager
-    async def open(self, name: str, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
+    async def open(
+        self, name: str, prompt: Prompt, data: str = ""
+    ) -> AsyncIterator[RemoteScoringSession]:
         """A session of the reward of that name; leaving the context frees its state there."""
         stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
             self._stub.ScoreSession, reward_pb2.ScoreSessionRequest, _SCORE_SESSION
         )
         try:
             command = reward_pb2.OpenScoring(
-                reward=name, prompt=wire.to_message(prompt, common_pb2.Prompt)
+                reward=name, prompt=wire.to_message(prompt, common_pb2.Prompt), data=data
             )
             opened = (await stream.call(open=command)).opened
             yield RemoteScoringSession(stream, opened.fingerprint)

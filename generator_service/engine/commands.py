@@ -59,6 +59,7 @@ class OpenCommand:
     grammar: CompiledGrammar | None = None  # of the sampling's structured output
     texts: Callable[[], GrowingText] | None = None
     weight: float = 1.0  # of the tenant, whose sessions have equal salts
+    first_id: int = 0
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
@@ -68,9 +69,8 @@ class OpenCommand:
     def candidates(self, n: int) -> list[GrowingCandidate]:
         """`n` candidates without tokens."""
         stops, texts = self.stop_texts, self.texts
-        return [
-            GrowingCandidate(number, stops and stops(), texts and texts()) for number in range(n)
-        ]
+        ids = range(self.first_id, self.first_id + n)
+        return [GrowingCandidate(number, stops and stops(), texts and texts()) for number in ids]
 
     def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that are not drawn before min_tokens."""

@@ -118,6 +118,7 @@ class Frontend:
             await self._grammars.compiled(output, spec.cache_salt) if output else None,
             text.answers(spec.sampling),
             spec.weight,
+            spec.first_id,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:

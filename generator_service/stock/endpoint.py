@@ -107,7 +107,15 @@ class TextFrontend:
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """As `Frontend.command`, without tokens."""
         first, salt = spec.first_round_tokens, spec.cache_salt
-        return OpenCommand((), spec.n, spec.sampling, first, cache_salt=salt, texts=ServedText)
+        return OpenCommand(
+            (),
+            spec.n,
+            spec.sampling,
+            first,
+            cache_salt=salt,
+            texts=ServedText,
+            first_id=spec.first_id,
+        )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         return self.part(batch, sampling)

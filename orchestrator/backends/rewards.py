@@ -36,9 +36,9 @@ class FleetRewards:
         self.fleet = fleet
         self._draw = draw
 
-    def open(self, name: str, prompt: Prompt) -> FailoverScoringSession:
+    def open(self, name: str, prompt: Prompt, data: str = "") -> FailoverScoringSession:
         """A session of the reward of that name, at the best service."""
-        return FailoverScoringSession(self, name, prompt)
+        return FailoverScoringSession(self, name, prompt, data)
 
     async def describe(self) -> tuple[RewardDescription, ...]:
         """The rewards of all services, as of the latest reports; the first is the default.
@@ -67,10 +67,11 @@ def together(services: Sequence[Sequence[RewardDescription]]) -> tuple[RewardDes
 class FailoverScoringSession:
     """A `ScoringSession` that continues at another service with the same rewards."""
 
-    def __init__(self, rewards: FleetRewards, name: str, prompt: Prompt) -> None:
+    def __init__(self, rewards: FleetRewards, name: str, prompt: Prompt, data: str) -> None:
         self._rewards = rewards
         self._name = name
         self._prompt = prompt
+        self._data = data
         self._stack = AsyncExitStack()  # of the current session
         self._tries: Counter[_Backend] = Counter()
         # Set on entering.
@@ -117,5 +118,5 @@ class FailoverScoringSession:
     async def _enter(self, backend: _Backend) -> ScoringSession:
         self._tries[backend] += 1
         self._backend = backend
-        opening = backend.peer.open(self._name, self._prompt)
+        opening = backend.peer.open(self._name, self._prompt, self._data)
         return await self._stack.enter_async_context(backend.holding(opening))

@@ -38,7 +38,14 @@ from specrej.contracts.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.contracts.validation import check_logprobs, check_prompt_bytes, check_request
+from specrej.contracts.validation import (
+    MAX_RESPONSES,
+    check_data,
+    check_logprobs,
+    check_prompt,
+    check_prompt_bytes,
+    check_request,
+)
 from specrej.security import Share
 
 T = TypeVar("T")
@@ -56,7 +63,9 @@ _AWAY = (Unavailable, Overloaded, InternalError)
 class Rewards(Protocol):
     """A reward service, or all of them."""
 
-    def open(self, name: str, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]: ...
+    def open(
+        self, name: str, prompt: Prompt, data: str = ""
+    ) -> AbstractAsyncContextManager[ScoringSession]: ...
 
     async def describe(self) -> Sequence[RewardDescription]: ...
 
@@ -224,6 +233,34 @@ class Planner:
     def _scorer(self, name: str) -> Scorer:
         return LikelihoodScorer() if name == LIKELIHOOD else partial(self._rewards.open, name)
 
+    async def reward_for(
+        self, prompt: Prompt, responses: Sequence[str], name: str, data: str
+    ) -> str:
+        """The reward that scores these, the default for "".
+
+        Raises:
+            InvalidRequest: a field is not valid.
+            NotFound: there is no such reward.
+            Unavailable, Overloaded, InternalError: the rewards were never described.
+        """
+        served = {reward.name: reward for reward in await self._served.get()}
+        name = name or await self._default()
+        if name not in served:
+            text = f'unknown reward "{name}"; available: {", ".join(served)}'
+            raise NotFound(text, metadata={"field": "reward"})
+        problems = [*check_prompt(prompt), *check_data(data, "data")]
+        if data and not served[name].takes_data:
+            problems.append(Violation("data", f"must be empty: {name} takes none"))
+        if prompt.continue_final:
+            text = "must be false: responses have all of the answer"
+            problems.append(Violation("prompt.continue_final", text))
+        most = min(MAX_RESPONSES, served[name].max_batch)
+        if not 1 <= len(responses) <= most:
+            text = f"must have 1 .. {most} items, has {len(responses)}"
+            problems.append(Violation("responses", text))
+        raise_if_any(problems)
+        return name
+
     async def reward_names(self) -> tuple[str, ...]:
         """Names that a request may use, the default first."""
         available = self._names(reward.name for reward in await self._served.get())
@@ -280,8 +317,13 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     grown = min(n * sampling.max_tokens, _capacity(generator))
     scored = n * most_rounds(schedule_of(selection), sampling.max_tokens)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
-    read = _characters(request) // _TOKEN_CHARACTERS
+    read = characters_to_tokens(_characters(request))
     return grown + scored + read + min(selection.return_candidates, n) * values
+
+
+def characters_to_tokens(characters: int) -> int:
+    """An estimate."""
+    return characters // _TOKEN_CHARACTERS
 
 
 def _characters(request: GenerationRequest) -> int:

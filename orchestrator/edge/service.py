@@ -16,24 +16,29 @@ from functools import partial
 
 from orchestrator.cache import Answers, Cache, tenant_digest
 from orchestrator.edge.admission import Admission
-from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards
+from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards, characters_to_tokens
 from orchestrator.loop.composition import Composite
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run, spec_of
+from orchestrator.loop.scoring import checked
 from orchestrator.observe.requests import ObservedRequest, RequestRecords, note_request
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     AnswerSource,
     BackendState,
+    Candidate,
     Degradation,
     Event,
     Finished,
+    FinishReason,
     Generation,
     GenerationRequest,
     Generator,
+    Prompt,
     RankedCandidate,
     RoundCompleted,
+    Scores,
     ServiceDescription,
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
@@ -65,6 +70,7 @@ class Orchestrator:
         self._planner = Planner(generator, rewards, composites, defaults, secret=secret)
         self._totals: Counter[str] = Counter()  # fields of ServiceDescription
         self._generator = generator
+        self._rewards = rewards
         self._cache = cache
         self._admission = admission
         self._answers = Answers(cache)
@@ -144,6 +150,39 @@ class Orchestrator:
             )
             self._totals["num_cached"] += source is AnswerSource.CACHE
             deliver(Finished(generation, source))
+
+    async def score(
+        self,
+        prompt: Prompt,
+        responses: Sequence[str],
+        *,
+        reward: str,
+        unfinished: bool,
+        data: str,
+        tenant: str,
+        share: Share,
+        time_left_s: float = math.inf,
+    ) -> tuple[str, Scores]:
+        """The name of the reward ("" is the default), and its score for each response.
+
+        Raises:
+            SpecrejError: see `specrej.contracts.errors`.
+        """
+        name = await self._planner.reward_for(prompt, responses, reward, data)
+        finish = None if unfinished else FinishReason.STOP
+        candidates = [Candidate(n, text, 0, 0.0, finish) for n, text in enumerate(responses)]
+        tokens = characters_to_tokens(sum(map(len, responses)))
+        try:
+            async with (
+                self._admission.enter(tenant, max(1, tokens), time_left_s, share),
+                self._rewards.open(name, prompt, data) as session,
+            ):
+                return name, await checked(session, candidates)
+        except Overloaded:
+            self._totals["num_refused"] += 1
+            raise
+        except InvalidRequest as error:
+            raise _with_public_paths(error) from error
 
     async def _run(
         self,

@@ -13,7 +13,15 @@ from typing import NoReturn
 from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
-from specrej.contracts import Event, Finished, Progress, RoundCompleted, TextDelta, wire
+from specrej.contracts import (
+    Event,
+    Finished,
+    Progress,
+    Prompt,
+    RoundCompleted,
+    TextDelta,
+    wire,
+)
 from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
 from specrej.server.serving import Context, Service, time_left_s
@@ -155,6 +163,24 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         unread.clear()
         await asyncio.wait({run})
         raise Cancelled(f"the client {why}") from None
+
+    async def Score(  # noqa: N802
+        self, request: pb.OrchestratorServiceScoreRequest, context: Context
+    ) -> pb.OrchestratorServiceScoreResponse:
+        caller, left_s = current_caller(), time_left_s()
+        reward, scores = await self._orchestrator.score(
+            wire.from_message(request.prompt, Prompt),
+            request.responses,
+            reward=request.reward,
+            unfinished=request.unfinished,
+            data=request.data,
+            tenant=caller.tenant,
+            share=caller.share,
+            time_left_s=math.inf if left_s is None else left_s,
+        )
+        return pb.OrchestratorServiceScoreResponse(
+            scores=scores.values, computed_tokens=scores.computed_tokens, reward=reward
+        )
 
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context

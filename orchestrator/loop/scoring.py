@@ -171,6 +171,7 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
 
 @lru_cache(maxsize=256)  # most requests name the same rewards
 def fingerprint_of(rewards: tuple[WeightedReward, ...], fingerprints: tuple[str, ...]) -> str:
-    """Fingerprint of weighted rewards together, independent of their order."""
-    pairs = zip(rewards, fingerprints, strict=True)
+    """Fingerprint of weighted rewards together, independent of their order. Without their data:
+    callers see it, and could find a short reference by trying."""
+    pairs = zip((replace(reward, data="") for reward in rewards), fingerprints, strict=True)
     return fingerprint.of_values(rewards={reward.name: [reward, own] for reward, own in pairs})

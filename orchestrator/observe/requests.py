@@ -239,7 +239,9 @@ class RequestRecords:
             }
         )
         max_tokens = request.sampling.max_tokens
-        record = RequestRecord(request_id, time.time(), request.selection, max_tokens)
+        rewards = tuple(replace(reward, data="") for reward in request.selection.rewards)
+        selection = replace(request.selection, rewards=rewards)
+        record = RequestRecord(request_id, time.time(), selection, max_tokens)
         observed = ObservedRequest(record, arrived, self._clock, with_texts=with_texts)
         key = tenant, request_id
         self._kept[key] = observed

@@ -2,12 +2,14 @@
 
 Its arguments are the prompt (`specrej.Prompt`) and a list of responses; it returns a number for
 each, higher is better. If it has a parameter `finished`, it gets a list of booleans by that name:
-whether each response ended by itself.
+whether each response ended by itself. If it has a parameter `data`, it gets the request's JSON for
+this reward, decoded, or None.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -28,6 +30,7 @@ class FunctionReward(Reward):
         path = spec.function
         self._function = _import(path)
         self._takes_finished = _has_parameter(self._function, "finished")
+        self.takes_data = _has_parameter(self._function, "data")
         description = inspect.getdoc(self._function) or f"The values of {path}."
         # With the module's file, so that answers cached before an edit are not used after it.
         file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
@@ -36,9 +39,15 @@ class FunctionReward(Reward):
         self.fingerprint = fingerprint.of_values(kind="function", path=path, file=digest)
         self.description = description.split("\n")[0]
 
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+    def open_with(self, prompt: Prompt, data: str) -> tuple[Prompt, str]:
+        return prompt, data
+
+    def score(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
+        prompt, data = session if self.takes_data else (session, "")
         finished = [candidate.finish is FinishReason.STOP for candidate in candidates]
-        options = {"finished": finished} if self._takes_finished else {}
+        options: dict[str, Any] = {"finished": finished} if self._takes_finished else {}
+        if self.takes_data:
+            options["data"] = json.loads(data) if data else None
         values = self._function(prompt, [candidate.text for candidate in candidates], **options)
         try:
             if isinstance(values, Mapping | Set | str | bytes):

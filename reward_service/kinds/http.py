@@ -1,7 +1,8 @@
 """A reward behind HTTP, for servers that exist already.
 
-POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...]} as JSON; the
-answer is {"scores": [...]}, a number for each response, higher is better. `finished`: whether the
+POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...],
+"data": ...} as JSON; the answer is {"scores": [...]}, a number for each response, higher is better.
+`data` is that of the request, and absent without. `finished`: whether the
 response ended by itself. The header Specrej-Timeout-Ms has the time after which the answer is not
 read; a call that is cancelled closes its connection.
 """
@@ -43,6 +44,7 @@ class HTTPReward:
         )
         self.description = "The scores of a reward model behind HTTP."
         self.probe = NO_PROBE
+        self.takes_data, self.sample_data, self.is_cheap = True, "", False
         self._url, self._timeout_s = spec.url, spec.timeout_s
         self._secrets = {
             name: ReloadingFile((path,), partial(read_line, path))
@@ -58,7 +60,9 @@ class HTTPReward:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def answer(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+    async def answer(
+        self, prompt: Prompt, candidates: Sequence[Candidate], data: str = ""
+    ) -> Scores:
         """One score per candidate.
 
         Raises:
@@ -69,6 +73,7 @@ class HTTPReward:
             "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
             "responses": [candidate.text for candidate in candidates],
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
+            **({"data": json.loads(data)} if data else {}),
         }
         caller_s = time_left_s()
         left_s = self._timeout_s if caller_s is None else max(0.0, min(self._timeout_s, caller_s))

@@ -473,11 +473,13 @@ class RewardClient(_Connection):
         *,
         reward: str = "",
         unfinished: bool = False,
+        data: str = "",
         timeout_s: float | None = None,
     ) -> Scores:
         """One score per response, in order; higher is better. `reward` "": the service's first.
 
-        `unfinished`: the responses are beginnings of answers.
+        `unfinished`: the responses are beginnings of answers. `data`: JSON for rewards that take
+        it.
 
         Raises:
             SpecrejError: one of its kinds.
@@ -486,7 +488,11 @@ class RewardClient(_Connection):
             responses = [responses]
         with _valid("request"):
             request = reward_pb2.ScoreRequest(
-                reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
+                reward=reward,
+                prompt=_prompt(prompt),
+                responses=responses,
+                unfinished=unfinished,
+                data=data,
             )
         answer = await self._call("Score", request, timeout_s)
         return Scores(tuple(answer.scores), answer.computed_tokens)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from specrej.contracts import (
     Branching,
+    ConfidenceCut,
     Grammar,
     JsonObject,
     JsonSchema,
@@ -20,6 +22,7 @@ from specrej.contracts import (
     Schedule,
     StructuredOutput,
     TokenBias,
+    Vote,
     WeightedReward,
     declared_options,
 )
@@ -27,7 +30,8 @@ from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
 STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):TEXT"
-REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
+REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch][,stage=cuts|end]"
+VOTE_SYNTAX = "number | boxed | tool_call | (regex|json|function):TEXT"
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -58,7 +62,7 @@ def parse_branching(text: str) -> Branching:
 
 
 def parse_reward(text: str) -> WeightedReward:
-    """`NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]`; parts after the name in any order."""
+    """`REWARD_SYNTAX`; parts after the name in any order."""
     first, *rest = text.split(",")
     name, _, weight = first.partition("=")
     parts = {key: value for key, _, value in (part.partition("=") for part in rest)}
@@ -66,7 +70,25 @@ def parse_reward(text: str) -> WeightedReward:
         raise ValueError("a part is repeated")
     veto = parts.pop("veto", None)
     veto_below = None if veto is None else float(veto)
-    return WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
+    stage = parts.pop("stage", "both")
+    if stage not in ("both", "cuts", "end"):
+        raise ValueError("unknown stage")
+    made = WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
+    return replace(made, stage=cast(Any, stage))
+
+
+def parse_vote(text: str) -> Vote:
+    """An extractor, with what it needs after a colon."""
+    kind, _, argument = text.partition(":")
+    if kind not in get_args(get_type_hints(Vote)["extractor"]):
+        raise ValueError("unknown extractor")
+    return Vote(cast(Any, kind), argument)
+
+
+def parse_confidence_cut(text: str) -> ConfidenceCut:
+    """`KEEP[,WINDOW]`."""
+    keep, *window = text.split(",")
+    return ConfidenceCut(float(keep), *map(int, window))
 
 
 def parse_bias(text: str) -> TokenBias:
@@ -114,6 +136,8 @@ _SYNTAX: dict[str, tuple[Callable[[str], object], str, str]] = {
         "SCHEDULE",
         "memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64",
     ),
+    "vote": (parse_vote, VOTE_SYNTAX, VOTE_SYNTAX),
+    "confidence_cut": (parse_confidence_cut, "KEEP[,WINDOW]", "0.9 or 0.9,64 (keep, window)"),
     "branching": (parse_branching, "WIDTH,KEEP", "16,4 or 32,2,1 (width, keep, taper)"),
     "structured_output": (parse_structured_output, STRUCTURED_SYNTAX, STRUCTURED_SYNTAX),
 }
@@ -194,7 +218,8 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
         elif kind is bool:
             more["action"] = argparse.BooleanOptionalAction
         else:
-            more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(kind, kind)
+            types = {tuple[str, ...]: str, tuple[int, ...]: int, float | None: float}
+            more["type"] = types.get(kind, kind)
         if isinstance(option.default, tuple):
             more["action"] = "append"
         flag = "--reward" if name == "rewards" else f"--{name.replace('_', '-')}"

@@ -260,12 +260,47 @@ class Normalization:
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """One reward of a weighted sum; raw values below `veto_below` veto their candidate."""
+    """One reward of a weighted sum; raw values below `veto_below` veto their candidate.
+
+    `stage`: when it counts. With "cuts" it does not choose the answer; with "end" it scores only
+    answers that have ended and are not vetoed. `data` is JSON that the reward compares answers
+    with, such as a reference or tests; it is never logged, traced or returned.
+    """
 
     name: str
     weight: float = 1.0
     normalization: Normalization = field(default_factory=Normalization)
     veto_below: float | None = None
+    stage: Literal["both", "cuts", "end"] = "both"
+    data: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """The answer that most candidates agree on: complete ones that are not vetoed vote.
+
+    `argument`: the regular expression, JSON pointer or function's name that the extractor needs.
+    `stop_probability`: how sure it must be that the leading answer stays ahead of the next one for
+    the request to end early; 1: it cannot lose. `str` is the text that `specrej generate --vote`
+    accepts.
+    """
+
+    extractor: Literal["number", "boxed", "regex", "json", "tool_call", "function"] = "number"
+    argument: str = ""
+    weight: Literal["one", "reward", "confidence"] = "one"
+    stop_probability: float = 1.0
+
+    def __str__(self) -> str:
+        return self.extractor + (f":{self.argument}" if self.argument else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceCut:
+    """Ends candidates of later waves whose confidence over `window` tokens falls below what the
+    fraction `keep` of the first wave's candidates reached (DeepConf, arXiv 2508.15260)."""
+
+    keep: float = 0.9
+    window: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +345,31 @@ class Selection:
         " long rounds if TAPER is above 0; no alpha.",
     )
     min_answers: int = option(1, "Fewest candidates that a cut keeps, and so of answers.")
+    stop_at: float | None = option(
+        None, "End as soon as a complete answer that is not vetoed has this score."
+    )
+    waves: int = option(
+        0,
+        "Begin with so many candidates, then as many as there are already, up to n, unless the"
+        " request ends before; 0: all at once.",
+    )
+    first: int = option(0, "End as soon as so many answers are complete; 0: never.")
+    vote: Vote | None = option(
+        None, "Return the answer that most candidates agree on, and end once it cannot lose."
+    )
+    confidence_cut: ConfidenceCut | None = option(
+        None, "End candidates of later waves that are less confident than the first wave's."
+    )
+
+    @property
+    def cuts_by_rank(self) -> bool:
+        """Whether a reward counts in cuts; the server's default does."""
+        return not self.rewards or any(reward.stage != "end" for reward in self.rewards)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether answers that are complete can end the request."""
+        return self.stop_at is not None or self.first > 0 or self.vote is not None
 
 
 class CacheControl(Enum):

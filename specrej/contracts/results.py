@@ -9,6 +9,23 @@ from specrej.contracts.requests import DEFAULT_MAX_TOKENS, DEFAULT_N, Schedule, 
 from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd, SlotGauge
 
 
+class StopReason(Enum):
+    """Why a request ended before all candidates did."""
+
+    SCORE = "score"  # an answer reached `stop_at`
+    FIRST = "first"  # so many answers are complete
+    VOTE = "vote"  # the leading answer of the vote is safe
+
+
+@dataclass(frozen=True, slots=True)
+class VoteShare:
+    """One answer of a vote: its part of all weights, and its candidates."""
+
+    answer: str
+    share: float
+    count: int
+
+
 class Degradation(Enum):
     """How an answer is weaker than requested."""
 
@@ -45,10 +62,12 @@ class RankedCandidate:
     mean_logprob: float
     token_ids: tuple[int, ...] = ()  # with `logprobs` and `tokens`, if the sampling has `logprobs`
     logprobs: tuple[float, ...] = ()
-    rewards: tuple[float, ...] = ()  # raw values, in the order of the request's rewards
+    # Raw values, in the order of the request's rewards; NaN: not scored, as it was vetoed before.
+    rewards: tuple[float, ...] = ()
     vetoed: bool = False
     tokens: tuple[bytes, ...] = ()  # parts of a text in UTF-8
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of each token, if the sampling has `top_logprobs`
+    vote: str | None = None  # what it votes for
 
 
 class Fate(Enum):
@@ -101,6 +120,8 @@ class RoundTrace:
     alpha: float = 0.0
     candidates: tuple[CandidateTrace, ...] = ()  # all that were scored, best first
     forks: tuple[Fork, ...] = ()  # made after the cut; `num_live` includes them
+    wave: int = 1
+    is_check: bool = False  # it only scored answers that had ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,7 @@ class Generation:
     `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
     `reduced`: n was 0, and would have been larger without the slots of other requests.
     `relative_scores`: scores rank the candidates of this answer, and compare with no other's.
+    `votes` are by descending weight; `num_begun` candidates of n began before it ended.
     """
 
     candidates: tuple[RankedCandidate, ...]
@@ -152,6 +174,10 @@ class Generation:
     hurried: bool = False
     reduced: bool = False
     relative_scores: bool = False
+    stopped_by: StopReason | None = None
+    votes: tuple[VoteShare, ...] = ()
+    num_distinct: int = 0
+    num_begun: int = 0
 
     @property
     def degraded(self) -> bool:
@@ -324,3 +350,4 @@ class RequestRecord:
     usage: Usage | None = None
     degradations: tuple[Degradation, ...] = ()
     hurried: bool = False
+    stopped_by: StopReason | None = None

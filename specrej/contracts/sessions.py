@@ -207,6 +207,8 @@ class RewardDescription:
     description: str
     max_batch: int = 1024
     probe: ModelProbe = NO_PROBE
+    takes_data: bool = False  # whether requests may bring data for it
+    is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
 
 
 class GeneratorLost(Unavailable):
@@ -219,7 +221,7 @@ class Session(Protocol):
 
     @property
     def n(self) -> int:
-        """Candidates at the start; their ids are 0 .. n - 1."""
+        """Candidates at the start; their ids are consecutive, from the spec's `first_id` on."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -265,8 +267,9 @@ class SessionSpec:
 
     A candidate's tokens depend on the seed and its id, not on its session. Sessions with equal
     salts may share the KV of equal leading prompt tokens, others never do. The generator divides
-    its work among salts in proportion to `weight`. `adapter`: one of the generator's, or empty for
-    the model alone. `like`, not sent: prefer a generator with this fingerprint.
+    its work among salts in proportion to `weight`. Candidates' ids begin at `first_id`. `adapter`:
+    one of the generator's, or empty for the model alone. `like`, not sent: prefer a generator with
+    this fingerprint.
     """
 
     prompt: Prompt
@@ -278,6 +281,7 @@ class SessionSpec:
     fits_context: bool = False  # fewer than max_tokens are enough where the prompt leaves less room
     like: str = ""
     weight: float = 1.0
+    first_id: int = 0
 
     def sampling_after(self, prompt_tokens: int, context_tokens: int) -> Sampling:
         """The sampling, whose max_tokens fits beside the prompt if it may be less."""

@@ -23,6 +23,7 @@ from specrej.contracts import (
     Sampling,
     Schedule,
     Selection,
+    Vote,
     WeightedReward,
     declared_options,
 )
@@ -36,6 +37,8 @@ MAX_METADATA_BYTES = 16 * 1024
 MAX_PROMPT_CHARACTERS = 1_000_000  # of all messages
 MAX_DECISION_TOKENS = 1024
 MAX_REWARDS = 8
+MAX_RESPONSES = 1024  # of a public request to score
+MAX_DATA_BYTES = 65_536  # of a reward
 MAX_BATCH = 65_536  # candidates that a service can be configured for
 _NAME_CHARACTERS = 256
 MAX_TOKEN_CHARACTERS = 128  # of a token; the longest of common vocabularies are white space
@@ -55,6 +58,7 @@ MAX_ITEMS: Mapping[str, int] = {
     "PruneSession.forks": MAX_BATCH,
     "ScoreRequest.responses": MAX_BATCH,
     "ScoreBatch.candidates": MAX_BATCH,
+    "OrchestratorServiceScoreRequest.responses": MAX_RESPONSES,
 }
 # All texts of requests: how many characters each may have.
 MAX_CHARACTERS: Mapping[str, int] = {
@@ -64,6 +68,8 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "Sampling.stop": 256,
     "Sampling.bad_words": 256,
     "JsonSchema.schema": 65_536,
+    "WeightedReward.data": MAX_DATA_BYTES,
+    "Vote.argument": 1024,
     "Regex.pattern": 4096,
     "Grammar.lark": 65_536,
     "GenerateRequest.model": _NAME_CHARACTERS,
@@ -73,7 +79,12 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "OpenSession.adapter": _NAME_CHARACTERS,
     "ScoreRequest.reward": _NAME_CHARACTERS,
     "ScoreRequest.responses": _TEXT_CHARACTERS,
+    "ScoreRequest.data": MAX_DATA_BYTES,
     "OpenScoring.reward": _NAME_CHARACTERS,
+    "OpenScoring.data": MAX_DATA_BYTES,
+    "OrchestratorServiceScoreRequest.reward": _NAME_CHARACTERS,
+    "OrchestratorServiceScoreRequest.responses": _TEXT_CHARACTERS,
+    "OrchestratorServiceScoreRequest.data": MAX_DATA_BYTES,
     "ScoreCandidate.text": _TEXT_CHARACTERS,
 }
 # Its fields have the same paths in errors as those of Generate.
@@ -83,6 +94,7 @@ ROLES = ("system", "user", "assistant")
 # Closer to 1, computing the next decision token would take very many steps.
 MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
+MAX_WINDOW = 4096  # tokens of a confidence
 MAX_WEIGHT = 1e6
 MAX_REWARD = 1e12  # thresholds, means and deviations
 MIN_DEVIATION = 1e-12
@@ -288,6 +300,7 @@ def check_selection(
     yield from _check_min_answers(selection, max_candidates, f"{path}.min_answers")
     if selection.branching:
         yield from _check_branching(selection, max_candidates, f"{path}.branching")
+    yield from _check_stops(selection, max_candidates, path)
 
 
 def _check_min_answers(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
@@ -314,8 +327,55 @@ def _check_branching(selection: Selection, max_candidates: int, path: str) -> It
         yield _out_of(f"{path}.taper", selection.branching.taper, "0 .. 1")
 
 
+def _check_stops(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+    """What ends a request early, waves and votes."""
+    if selection.stop_at is not None:
+        if not abs(selection.stop_at) <= MAX_REWARD:
+            yield _out_of(f"{path}.stop_at", selection.stop_at, _REWARD_RANGE)
+        if any(reward.normalization.kind == "batch" for reward in selection.rewards):
+            text = "must be absent: rewards normalized by the batch do not compare over rounds"
+            yield Violation(f"{path}.stop_at", text)
+    most, name = (selection.n, f"n ({selection.n})") if selection.n else (max_candidates, "")
+    if not 0 <= selection.first <= most:
+        yield _out_of(f"{path}.first", selection.first, f"0 .. {name or most}")
+    yield from _check_waves(selection, max_candidates, path)
+    if selection.vote:
+        yield from _check_vote(selection.vote, f"{path}.vote")
+
+
+def _check_waves(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+    if not 0 <= selection.waves <= max_candidates:
+        yield _out_of(f"{path}.waves", selection.waves, f"0 .. {max_candidates}")
+    elif selection.waves and (selection.branching or not selection.n):
+        other = "branching" if selection.branching else "n = 0 (as many as fit)"
+        yield Violation(f"{path}.waves", f"must be 0 with {other}")
+    elif 0 < selection.waves < selection.min_answers:
+        accepted = f"min_answers ({selection.min_answers}) or more"
+        yield _out_of(f"{path}.waves", selection.waves, accepted)
+    if cut := selection.confidence_cut:
+        if not selection.waves:
+            yield Violation(f"{path}.confidence_cut", "requires waves: the first one is compared")
+        if not 0 < cut.keep < 1:
+            yield _out_of(f"{path}.confidence_cut.keep", cut.keep, "above 0 and below 1")
+        if not 1 <= cut.window <= MAX_WINDOW:
+            yield _out_of(f"{path}.confidence_cut.window", cut.window, f"1 .. {MAX_WINDOW}")
+
+
+def _check_vote(vote: Vote, path: str) -> Iterator[Violation]:
+    """The orchestrator checks that the expression, pointer or function can be used."""
+    takes = vote.extractor in ("regex", "json", "function")
+    if takes and not vote.argument and vote.extractor != "json":  # "" points to all of it
+        yield Violation(f"{path}.argument", f"must not be empty with extractor {vote.extractor}")
+    if not takes and vote.argument:
+        yield Violation(f"{path}.argument", f"must be empty with extractor {vote.extractor}")
+    if not 0.5 <= vote.stop_probability <= 1:
+        yield _out_of(f"{path}.stop_probability", vote.stop_probability, "0.5 .. 1")
+
+
 def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:
-    """Not too many, each once, and every field of each."""
+    """Not too many, each once, and every field of each; one of them chooses the answer."""
+    if rewards and all(reward.stage == "cuts" for reward in rewards):
+        yield Violation(path, "must have one with stage both or end, which chooses the answer")
     names = [reward.name for reward in rewards]
     if len(names) > MAX_REWARDS or len(set(names)) < len(names):
         yield Violation(path, f"must have at most {MAX_REWARDS}, each name once")
@@ -332,6 +392,18 @@ def _check_reward(reward: WeightedReward, path: str) -> Iterator[Violation]:
     yield from _check_normalization(reward.normalization, f"{path}.normalization")
     if reward.veto_below is not None and not abs(reward.veto_below) <= MAX_REWARD:
         yield _out_of(f"{path}.veto_below", reward.veto_below, _REWARD_RANGE)
+    yield from check_data(reward.data, f"{path}.data")
+
+
+def check_data(data: str, path: str) -> Iterator[Violation]:
+    """JSON, not too long; the reward checks the rest. Errors do not quote it."""
+    if (size := len(data.encode(errors="surrogatepass"))) > MAX_DATA_BYTES:
+        yield Violation(path, f"must have at most {MAX_DATA_BYTES} bytes, has {size}")
+    elif data:
+        try:
+            json.loads(data)
+        except (ValueError, RecursionError):
+            yield Violation(path, "must be JSON")
 
 
 def _check_normalization(normalization: Normalization, path: str) -> Iterator[Violation]:

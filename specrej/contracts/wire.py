@@ -116,7 +116,7 @@ def request_from_message(
     """The request, and what it leaves to the server; unknown enum numbers are violations, too."""
     request = from_message(message, c.GenerationRequest, violations)
     selection, sampling = message.selection, message.sampling
-    of_selection = ("n", "schedule", "prefer_complete")
+    of_selection = ("n", "alpha", "schedule", "prefer_complete")
     parts: list[tuple[str, Any]] = [(name, selection) for name in of_selection]
     parts.append(("max_tokens", sampling))
     absent = tuple(name for name, part in parts if not part.HasField(name))

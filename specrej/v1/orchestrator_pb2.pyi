@@ -102,6 +102,38 @@ SCHEDULE_KIND_MEMORY: ScheduleKind.ValueType  # 3
 """None: only full slots end a round, the paper's own trigger."""
 Global___ScheduleKind: _TypeAlias = ScheduleKind  # noqa: Y015
 
+class _RewardStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RewardStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REWARD_STAGE_UNSPECIFIED: _RewardStage.ValueType  # 0
+    """BOTH."""
+    REWARD_STAGE_BOTH: _RewardStage.ValueType  # 1
+    """In the cuts, and in the choice of the answer."""
+    REWARD_STAGE_CUTS: _RewardStage.ValueType  # 2
+    """In the cuts only. It does not choose the answer."""
+    REWARD_STAGE_END: _RewardStage.ValueType  # 3
+    """In the choice of the answer only: it scores answers that have ended, and that no other reward
+    vetoes.
+    """
+
+class RewardStage(_RewardStage, metaclass=_RewardStageEnumTypeWrapper):
+    """When a reward counts."""
+
+REWARD_STAGE_UNSPECIFIED: RewardStage.ValueType  # 0
+"""BOTH."""
+REWARD_STAGE_BOTH: RewardStage.ValueType  # 1
+"""In the cuts, and in the choice of the answer."""
+REWARD_STAGE_CUTS: RewardStage.ValueType  # 2
+"""In the cuts only. It does not choose the answer."""
+REWARD_STAGE_END: RewardStage.ValueType  # 3
+"""In the choice of the answer only: it scores answers that have ended, and that no other reward
+vetoes.
+"""
+Global___RewardStage: _TypeAlias = RewardStage  # noqa: Y015
+
 class _NormalizationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -134,6 +166,82 @@ decision token; 0 for all if all values are equal.
 """
 Global___NormalizationKind: _TypeAlias = NormalizationKind  # noqa: Y015
 
+class _VoteExtractor:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VoteExtractorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VoteExtractor.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VOTE_EXTRACTOR_UNSPECIFIED: _VoteExtractor.ValueType  # 0
+    """NUMBER."""
+    VOTE_EXTRACTOR_NUMBER: _VoteExtractor.ValueType  # 1
+    """The last number in the text; 1,000 and 1000.0 are equal."""
+    VOTE_EXTRACTOR_BOXED: _VoteExtractor.ValueType  # 2
+    """The content of the last \\boxed{}."""
+    VOTE_EXTRACTOR_REGEX: _VoteExtractor.ValueType  # 3
+    """The first group of the last match of a regular expression, in RE2's syntax; without a group the
+    match.
+    """
+    VOTE_EXTRACTOR_JSON: _VoteExtractor.ValueType  # 4
+    """The value at a JSON pointer (RFC 6901) in the JSON of the text."""
+    VOTE_EXTRACTOR_TOOL_CALL: _VoteExtractor.ValueType  # 5
+    """Name and arguments of the call in the text."""
+    VOTE_EXTRACTOR_FUNCTION: _VoteExtractor.ValueType  # 6
+    """By a function that the server has under this name."""
+
+class VoteExtractor(_VoteExtractor, metaclass=_VoteExtractorEnumTypeWrapper):
+    """What a candidate votes for."""
+
+VOTE_EXTRACTOR_UNSPECIFIED: VoteExtractor.ValueType  # 0
+"""NUMBER."""
+VOTE_EXTRACTOR_NUMBER: VoteExtractor.ValueType  # 1
+"""The last number in the text; 1,000 and 1000.0 are equal."""
+VOTE_EXTRACTOR_BOXED: VoteExtractor.ValueType  # 2
+"""The content of the last \\boxed{}."""
+VOTE_EXTRACTOR_REGEX: VoteExtractor.ValueType  # 3
+"""The first group of the last match of a regular expression, in RE2's syntax; without a group the
+match.
+"""
+VOTE_EXTRACTOR_JSON: VoteExtractor.ValueType  # 4
+"""The value at a JSON pointer (RFC 6901) in the JSON of the text."""
+VOTE_EXTRACTOR_TOOL_CALL: VoteExtractor.ValueType  # 5
+"""Name and arguments of the call in the text."""
+VOTE_EXTRACTOR_FUNCTION: VoteExtractor.ValueType  # 6
+"""By a function that the server has under this name."""
+Global___VoteExtractor: _TypeAlias = VoteExtractor  # noqa: Y015
+
+class _VoteWeight:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VoteWeightEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VoteWeight.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VOTE_WEIGHT_UNSPECIFIED: _VoteWeight.ValueType  # 0
+    """ONE."""
+    VOTE_WEIGHT_ONE: _VoteWeight.ValueType  # 1
+    """1 for each candidate."""
+    VOTE_WEIGHT_REWARD: _VoteWeight.ValueType  # 2
+    """The candidate's score; 0 if it is negative."""
+    VOTE_WEIGHT_CONFIDENCE: _VoteWeight.ValueType  # 3
+    """The candidate's mean confidence: minus the mean log-probability of the most probable tokens
+    (DeepConf, arXiv 2508.15260).
+    """
+
+class VoteWeight(_VoteWeight, metaclass=_VoteWeightEnumTypeWrapper):
+    """What a vote counts."""
+
+VOTE_WEIGHT_UNSPECIFIED: VoteWeight.ValueType  # 0
+"""ONE."""
+VOTE_WEIGHT_ONE: VoteWeight.ValueType  # 1
+"""1 for each candidate."""
+VOTE_WEIGHT_REWARD: VoteWeight.ValueType  # 2
+"""The candidate's score; 0 if it is negative."""
+VOTE_WEIGHT_CONFIDENCE: VoteWeight.ValueType  # 3
+"""The candidate's mean confidence: minus the mean log-probability of the most probable tokens
+(DeepConf, arXiv 2508.15260).
+"""
+Global___VoteWeight: _TypeAlias = VoteWeight  # noqa: Y015
+
 class _Degradation:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -161,6 +269,34 @@ DEGRADATION_GENERATOR: Degradation.ValueType  # 2
 DEGRADATION_DEADLINE: Degradation.ValueType  # 3
 """The deadline passed before any answer was complete: the answer is the best text so far."""
 Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
+
+class _StopReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StopReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STOP_REASON_UNSPECIFIED: _StopReason.ValueType  # 0
+    """It did not."""
+    STOP_REASON_SCORE: _StopReason.ValueType  # 1
+    """An answer reached stop_at."""
+    STOP_REASON_FIRST: _StopReason.ValueType  # 2
+    """`first` answers are complete."""
+    STOP_REASON_VOTE: _StopReason.ValueType  # 3
+    """The leading answer of the vote is safe."""
+
+class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper):
+    """Why a request ended before all candidates did."""
+
+STOP_REASON_UNSPECIFIED: StopReason.ValueType  # 0
+"""It did not."""
+STOP_REASON_SCORE: StopReason.ValueType  # 1
+"""An answer reached stop_at."""
+STOP_REASON_FIRST: StopReason.ValueType  # 2
+"""`first` answers are complete."""
+STOP_REASON_VOTE: StopReason.ValueType  # 3
+"""The leading answer of the vote is safe."""
+Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 class _CandidateFate:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -331,6 +467,8 @@ class WeightedReward(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     NORMALIZATION_FIELD_NUMBER: _builtins.int
     VETO_BELOW_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"likelihood" (the generator's own mean log-likelihood), or a name that Describe lists. A
     composite is replaced by its rewards, their weights multiplied by this one.
@@ -340,6 +478,14 @@ class WeightedReward(_message.Message):
     veto_below: _builtins.float
     """Candidates with a raw value below this are rejected at the decision token, whatever the other
     rewards; -1e12 .. 1e12; absent: never. Not for composites.
+    """
+    stage: Global___RewardStage.ValueType
+    """When it counts; absent: both. If no reward counts in cuts, nothing is rejected for its rank. At
+    least one reward counts in the choice of the answer.
+    """
+    data: _builtins.str
+    """JSON that the reward compares answers with, such as a reference or tests; at most 65536 bytes. Only
+    for rewards with takes_data in Describe. It is never logged, traced or returned.
     """
     @_builtins.property
     def normalization(self) -> Global___Normalization:
@@ -354,10 +500,12 @@ class WeightedReward(_message.Message):
         weight: _builtins.float | None = ...,
         normalization: Global___Normalization | None = ...,
         veto_below: _builtins.float | None = ...,
+        stage: Global___RewardStage.ValueType = ...,
+        data: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below", "_weight", b"_weight", "normalization", b"normalization", "veto_below", b"veto_below", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below", "_weight", b"_weight", "name", b"name", "normalization", b"normalization", "veto_below", b"veto_below", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below", "_weight", b"_weight", "data", b"data", "name", b"name", "normalization", b"normalization", "stage", b"stage", "veto_below", b"veto_below", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__veto_below: _TypeAlias = _typing.Literal["veto_below"]  # noqa: Y015
     _WhichOneofArgType__veto_below: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below"]  # noqa: Y015
@@ -417,6 +565,11 @@ class Selection(_message.Message):
     PREFER_COMPLETE_FIELD_NUMBER: _builtins.int
     BRANCHING_FIELD_NUMBER: _builtins.int
     MIN_ANSWERS_FIELD_NUMBER: _builtins.int
+    STOP_AT_FIELD_NUMBER: _builtins.int
+    WAVES_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    VOTE_FIELD_NUMBER: _builtins.int
+    CONFIDENCE_CUT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates at the start; 0 .. the server's limit. 0: as many as the free slots hold at the first
     decision token, at most the generator's auto_candidates, at least min_answers. Absent: 1 at
@@ -439,6 +592,17 @@ class Selection(_message.Message):
     ends with this many answers unless rewards veto some or a backend fails. Slots for this many
     whole answers are reserved. 1 .. n, with branching 1 .. its keep; default 1.
     """
+    stop_at: _builtins.float
+    """The request ends as soon as a complete answer that is not vetoed has at least this score;
+    -1e12 .. 1e12; absent: never. Not with rewards that are normalized by the batch.
+    """
+    waves: _builtins.int
+    """Candidates begin in waves: so many, then as many as there are already, up to n, each after the one
+    before has ended, unless the request ends before. A candidate is the same in whichever wave.
+    0 .. the server's limit of n; 0: all at once. Not with branching or n = 0.
+    """
+    first: _builtins.int
+    """The request ends as soon as so many answers are complete and not vetoed; 0 .. n; 0: never."""
     @_builtins.property
     def schedule(self) -> Global___Schedule:
         """The decision tokens; absent: the server's default_schedule."""
@@ -453,6 +617,18 @@ class Selection(_message.Message):
     def branching(self) -> Global___Branching:
         """Forks in the room of rejected candidates; absent: none. Not with Best-of-N or temperature 0."""
 
+    @_builtins.property
+    def vote(self) -> Global___Vote:
+        """The answer that most candidates agree on; absent: the one with the best reward. Without alpha
+        nothing is rejected for its rank.
+        """
+
+    @_builtins.property
+    def confidence_cut(self) -> Global___ConfidenceCut:
+        """Ends candidates of later waves that are less confident than those of the first; absent: none.
+        Requires waves.
+        """
+
     def __init__(
         self,
         *,
@@ -465,10 +641,15 @@ class Selection(_message.Message):
         prefer_complete: _builtins.bool | None = ...,
         branching: Global___Branching | None = ...,
         min_answers: _builtins.int | None = ...,
+        stop_at: _builtins.float | None = ...,
+        waves: _builtins.int = ...,
+        first: _builtins.int = ...,
+        vote: Global___Vote | None = ...,
+        confidence_cut: Global___ConfidenceCut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule", "stop_at", b"stop_at", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "first", b"first", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule", "stop_at", b"stop_at", "vote", b"vote", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
@@ -482,6 +663,8 @@ class Selection(_message.Message):
     _WhichOneofArgType__prefer_complete: _TypeAlias = _typing.Literal["_prefer_complete", b"_prefer_complete"]  # noqa: Y015
     _WhichOneofReturnType__return_candidates: _TypeAlias = _typing.Literal["return_candidates"]  # noqa: Y015
     _WhichOneofArgType__return_candidates: _TypeAlias = _typing.Literal["_return_candidates", b"_return_candidates"]  # noqa: Y015
+    _WhichOneofReturnType__stop_at: _TypeAlias = _typing.Literal["stop_at"]  # noqa: Y015
+    _WhichOneofArgType__stop_at: _TypeAlias = _typing.Literal["_stop_at", b"_stop_at"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
     @_typing.overload
@@ -494,8 +677,90 @@ class Selection(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefer_complete) -> _WhichOneofReturnType__prefer_complete | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_candidates) -> _WhichOneofReturnType__return_candidates | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_at) -> _WhichOneofReturnType__stop_at | None: ...
 
 Global___Selection: _TypeAlias = Selection  # noqa: Y015
+
+@_typing.final
+class Vote(_message.Message):
+    """Complete answers that are not vetoed vote. Of those with the answer of most weight, the one with the
+    best score is returned; ties between answers: the best score.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTRACTOR_FIELD_NUMBER: _builtins.int
+    ARGUMENT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    STOP_PROBABILITY_FIELD_NUMBER: _builtins.int
+    extractor: Global___VoteExtractor.ValueType
+    """Absent: number."""
+    argument: _builtins.str
+    """Of regex the expression, of json the pointer, of function the name; else empty. At most 1024
+    characters.
+    """
+    weight: Global___VoteWeight.ValueType
+    """Absent: one."""
+    stop_probability: _builtins.float
+    """The request ends as soon as the leading answer is the more probable one of the two leading
+    answers with this probability, by the Beta posterior of their numbers of votes (arXiv 2305.11860),
+    [0.5, 1]. 1: as soon as it cannot lose, which only weight one can tell. Default 1.
+    """
+    def __init__(
+        self,
+        *,
+        extractor: Global___VoteExtractor.ValueType = ...,
+        argument: _builtins.str = ...,
+        weight: Global___VoteWeight.ValueType = ...,
+        stop_probability: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_probability", b"_stop_probability", "stop_probability", b"stop_probability"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_probability", b"_stop_probability", "argument", b"argument", "extractor", b"extractor", "stop_probability", b"stop_probability", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stop_probability: _TypeAlias = _typing.Literal["stop_probability"]  # noqa: Y015
+    _WhichOneofArgType__stop_probability: _TypeAlias = _typing.Literal["_stop_probability", b"_stop_probability"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_probability) -> _WhichOneofReturnType__stop_probability | None: ...
+
+Global___Vote: _TypeAlias = Vote  # noqa: Y015
+
+@_typing.final
+class ConfidenceCut(_message.Message):
+    """A candidate's confidence is the mean over `window` tokens of minus the mean log-probability of the
+    5 most probable tokens; the least confident window counts (DeepConf, arXiv 2508.15260).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEP_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    keep: _builtins.float
+    """The threshold is the confidence that this fraction of the first wave's candidates reaches; (0, 1);
+    default 0.9.
+    """
+    window: _builtins.int
+    """Tokens; 1 .. 4096; default 64."""
+    def __init__(
+        self,
+        *,
+        keep: _builtins.float | None = ...,
+        window: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_window", b"_window", "keep", b"keep", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_window", b"_window", "keep", b"keep", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
+    _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___ConfidenceCut: _TypeAlias = ConfidenceCut  # noqa: Y015
 
 @_typing.final
 class Branching(_message.Message):
@@ -616,6 +881,10 @@ class GenerateResponse(_message.Message):
     HURRIED_FIELD_NUMBER: _builtins.int
     REDUCED_FIELD_NUMBER: _builtins.int
     RELATIVE_SCORES_FIELD_NUMBER: _builtins.int
+    STOPPED_BY_FIELD_NUMBER: _builtins.int
+    VOTES_FIELD_NUMBER: _builtins.int
+    NUM_DISTINCT_FIELD_NUMBER: _builtins.int
+    NUM_BEGUN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Assigned by the server; also in its logs and traces."""
     text: _builtins.str
@@ -640,6 +909,12 @@ class GenerateResponse(_message.Message):
     """Whether scores rank the candidates of this answer only, and do not compare with other answers':
     a reward is pairwise, or is normalized by the batch.
     """
+    stopped_by: Global___StopReason.ValueType
+    """Why it ended before all candidates did; absent: it did not."""
+    num_distinct: _builtins.int
+    """Different answers in the vote, listed in votes or not."""
+    num_begun: _builtins.int
+    """Candidates that began: fewer than n if the request ended before the last wave."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
         """The top candidates, best first; the first is the answer. Complete ones come before truncated ones
@@ -666,6 +941,10 @@ class GenerateResponse(_message.Message):
     def degradations(self) -> _containers.RepeatedScalarFieldContainer[Global___Degradation.ValueType]:
         """How it is weaker, if `degraded`; each at most once."""
 
+    @_builtins.property
+    def votes(self) -> _containers.RepeatedCompositeFieldContainer[Global___VoteShare]:
+        """What complete answers voted for, by descending weight; at most 64. Empty without a vote."""
+
     def __init__(
         self,
         *,
@@ -685,14 +964,48 @@ class GenerateResponse(_message.Message):
         hurried: _builtins.bool = ...,
         reduced: _builtins.bool = ...,
         relative_scores: _builtins.bool = ...,
+        stopped_by: Global___StopReason.ValueType = ...,
+        votes: _abc.Iterable[Global___VoteShare] | None = ...,
+        num_distinct: _builtins.int = ...,
+        num_begun: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "reduced", b"reduced", "relative_scores", b"relative_scores", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "num_begun", b"num_begun", "num_distinct", b"num_distinct", "reduced", b"reduced", "relative_scores", b"relative_scores", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "usage", b"usage", "votes", b"votes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class VoteShare(_message.Message):
+    """One answer of a vote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    answer: _builtins.str
+    """As extracted, numbers and JSON in one spelling; at most 256 characters of it."""
+    share: _builtins.float
+    """Its part of all weights; 0 .. 1."""
+    count: _builtins.int
+    """Candidates with it."""
+    def __init__(
+        self,
+        *,
+        answer: _builtins.str = ...,
+        share: _builtins.float = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "count", b"count", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoteShare: _TypeAlias = VoteShare  # noqa: Y015
 
 @_typing.final
 class RankedCandidate(_message.Message):
@@ -712,6 +1025,7 @@ class RankedCandidate(_message.Message):
     VETOED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VOTE_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number."""
     text: _builtins.str
@@ -726,6 +1040,8 @@ class RankedCandidate(_message.Message):
     """Mean log-probability of its tokens under the model."""
     vetoed: _builtins.bool
     """Whether a reward is below its veto_below. No such candidate comes before one that is not."""
+    vote: _builtins.str
+    """What it votes for; absent: nothing, or there is no vote. At most 256 characters."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All its tokens, one that ended it included; empty unless the sampling has `logprobs`."""
@@ -739,7 +1055,7 @@ class RankedCandidate(_message.Message):
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Each reward's raw value, in the order of the request's rewards with composites replaced by their
-        rewards; 1 to 8 of them.
+        rewards; 1 to 8 of them. NaN: the reward counts at the end only, and did not score a vetoed answer.
         """
 
     @_builtins.property
@@ -769,12 +1085,15 @@ class RankedCandidate(_message.Message):
         vetoed: _builtins.bool = ...,
         tokens: _abc.Iterable[_builtins.bytes] | None = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+        vote: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__vote: _TypeAlias = _typing.Literal["vote"]  # noqa: Y015
+    _WhichOneofArgType__vote: _TypeAlias = _typing.Literal["_vote", b"_vote"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__vote) -> _WhichOneofReturnType__vote | None: ...
 
 Global___RankedCandidate: _TypeAlias = RankedCandidate  # noqa: Y015
 
@@ -857,6 +1176,8 @@ class RoundTrace(_message.Message):
     ALPHA_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
+    WAVE_FIELD_NUMBER: _builtins.int
+    IS_CHECK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -887,6 +1208,10 @@ class RoundTrace(_message.Message):
     """
     alpha: _builtins.float
     """Fraction of the ranked candidates that was rejected; more than requested if the deadline is near."""
+    wave: _builtins.int
+    """The wave, from 1 on."""
+    is_check: _builtins.bool
+    """Whether it ended only to score answers that had ended: it rejects nobody for its rank."""
     @_builtins.property
     def extend_duration(self) -> _duration_pb2.Duration:
         """Time spent generating tokens."""
@@ -933,10 +1258,12 @@ class RoundTrace(_message.Message):
         alpha: _builtins.float = ...,
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
         forks: _abc.Iterable[_common_pb2.Fork] | None = ...,
+        wave: _builtins.int = ...,
+        is_check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extend_duration", b"extend_duration", "prune_duration", b"prune_duration", "score_duration", b"score_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "is_check", b"is_check", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "session_slots", b"session_slots", "wave", b"wave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1119,6 +1446,80 @@ class Timings(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class OrchestratorServiceScoreRequest(_message.Message):
+    """Answers to score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    reward: _builtins.str
+    """A reward's name, as in Describe, no composite and not likelihood; empty: the default."""
+    unfinished: _builtins.bool
+    """Whether they are the beginnings of answers."""
+    data: _builtins.str
+    """As in WeightedReward."""
+    @_builtins.property
+    def prompt(self) -> _common_pb2.Prompt:
+        """The prompt."""
+
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The answers; 1 .. 1024."""
+
+    def __init__(
+        self,
+        *,
+        reward: _builtins.str = ...,
+        prompt: _common_pb2.Prompt | None = ...,
+        responses: _abc.Iterable[_builtins.str] | None = ...,
+        unfinished: _builtins.bool = ...,
+        data: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "prompt", b"prompt", "responses", b"responses", "reward", b"reward", "unfinished", b"unfinished"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrchestratorServiceScoreRequest: _TypeAlias = OrchestratorServiceScoreRequest  # noqa: Y015
+
+@_typing.final
+class OrchestratorServiceScoreResponse(_message.Message):
+    """Their scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    computed_tokens: _builtins.int
+    """Tokens the reward model computed."""
+    reward: _builtins.str
+    """The reward's name."""
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One score per response, in order; higher is better."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
+        computed_tokens: _builtins.int = ...,
+        reward: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "reward", b"reward", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrchestratorServiceScoreResponse: _TypeAlias = OrchestratorServiceScoreResponse  # noqa: Y015
 
 @_typing.final
 class GenerateStreamRequest(_message.Message):
@@ -1653,6 +2054,7 @@ class RequestRecord(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     HURRIED_FIELD_NUMBER: _builtins.int
+    STOPPED_BY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     max_tokens: _builtins.int
@@ -1671,6 +2073,8 @@ class RequestRecord(_message.Message):
     """The answer's reward."""
     hurried: _builtins.bool
     """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
+    stopped_by: Global___StopReason.ValueType
+    """Why it ended before all candidates did."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it arrived, by the orchestrator's clock."""
@@ -1730,10 +2134,11 @@ class RequestRecord(_message.Message):
         usage: Global___Usage | None = ...,
         degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
         hurried: _builtins.bool = ...,
+        stopped_by: Global___StopReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed_duration", b"elapsed_duration", "opened_offset", b"opened_offset", "queued_offset", b"queued_offset", "running_offset", b"running_offset", "selection", b"selection", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_candidate_id", b"answer_candidate_id", "degradations", b"degradations", "elapsed_duration", b"elapsed_duration", "hurried", b"hurried", "max_tokens", b"max_tokens", "n", b"n", "opened_offset", b"opened_offset", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "queued_offset", b"queued_offset", "request_id", b"request_id", "rounds", b"rounds", "running_offset", b"running_offset", "score", b"score", "selection", b"selection", "source", b"source", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_candidate_id", b"answer_candidate_id", "degradations", b"degradations", "elapsed_duration", b"elapsed_duration", "hurried", b"hurried", "max_tokens", b"max_tokens", "n", b"n", "opened_offset", b"opened_offset", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "queued_offset", b"queued_offset", "request_id", b"request_id", "rounds", b"rounds", "running_offset", b"running_offset", "score", b"score", "selection", b"selection", "source", b"source", "start_time", b"start_time", "stopped_by", b"stopped_by", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

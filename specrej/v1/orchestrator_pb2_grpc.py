@@ -45,6 +45,11 @@ class OrchestratorServiceStub:
                 request_serializer=specrej_dot_v1_dot_orchestrator__pb2.GenerateStreamRequest.SerializeToString,
                 response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/specrej.v1.OrchestratorService/Score',
+                request_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceScoreRequest.SerializeToString,
+                response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceScoreResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/specrej.v1.OrchestratorService/Describe',
                 request_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.SerializeToString,
@@ -75,6 +80,13 @@ class OrchestratorServiceServicer:
 
     def GenerateStream(self, request, context):
         """As Generate, with an event at admission and after every round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Scores given answers with a reward, once; it generates nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +127,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.GenerateStreamRequest.FromString,
                     response_serializer=specrej_dot_v1_dot_orchestrator__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceScoreRequest.FromString,
+                    response_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceScoreResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -187,6 +204,33 @@ class OrchestratorService:
             '/specrej.v1.OrchestratorService/GenerateStream',
             specrej_dot_v1_dot_orchestrator__pb2.GenerateStreamRequest.SerializeToString,
             specrej_dot_v1_dot_orchestrator__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrej.v1.OrchestratorService/Score',
+            specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceScoreRequest.SerializeToString,
+            specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class OrchestratorServiceStub:
     """The best answer."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateStreamRequest, _orchestrator_pb2.GenerateStreamResponse]
     """As Generate, with an event at admission and after every round."""
+    Score: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceScoreRequest, _orchestrator_pb2.OrchestratorServiceScoreResponse]
+    """Scores given answers with a reward, once; it generates nothing."""
     Describe: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]
     """Models, rewards, limits and defaults."""
     GetRecord: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]
@@ -56,6 +58,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """The best answer."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateStreamRequest, _orchestrator_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """As Generate, with an event at admission and after every round."""
+    Score: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceScoreRequest, _orchestrator_pb2.OrchestratorServiceScoreResponse]  # type: ignore[assignment]
+    """Scores given answers with a reward, once; it generates nothing."""
     Describe: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]  # type: ignore[assignment]
     """Models, rewards, limits and defaults."""
     GetRecord: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]  # type: ignore[assignment]
@@ -84,6 +88,14 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.GenerateStreamResponse], _abc.AsyncIterator[_orchestrator_pb2.GenerateStreamResponse]]:
         """As Generate, with an event at admission and after every round."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _orchestrator_pb2.OrchestratorServiceScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.OrchestratorServiceScoreResponse, _abc.Awaitable[_orchestrator_pb2.OrchestratorServiceScoreResponse]]:
+        """Scores given answers with a reward, once; it generates nothing."""
 
     @_abc_1.abstractmethod
     def Describe(

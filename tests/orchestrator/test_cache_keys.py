@@ -18,6 +18,7 @@ from specrej.contracts import (
     Algorithm,
     Branching,
     CacheControl,
+    ConfidenceCut,
     GenerationRequest,
     Grammar,
     JsonSchema,
@@ -29,6 +30,7 @@ from specrej.contracts import (
     Schedule,
     Selection,
     TokenBias,
+    Vote,
     WeightedReward,
 )
 from tests.orchestrator.caching import SECRET
@@ -95,6 +97,16 @@ _OTHER_SELECTIONS: list[dict[str, Any]] = [
     {"rewards": (WeightedReward("a"), WeightedReward("b", 0.5))},
     {"rewards": (WeightedReward("a", veto_below=0.0),)},
     {"rewards": (WeightedReward("a", normalization=Normalization("batch")),)},
+    {"rewards": (WeightedReward("a", stage="end"),)},
+    *({"rewards": (WeightedReward("a", data=data),)} for data in ('{"a":1}', '{"a":2}')),
+    {"stop_at": 0.0},
+    {"stop_at": 1.0},
+    {"waves": 4},
+    {"first": 1},
+    *({"vote": vote} for vote in (Vote(), Vote("boxed"), Vote(weight="reward"))),
+    *({"vote": Vote("regex", argument)} for argument in ("a", "b")),
+    {"vote": Vote(stop_probability=0.9)},
+    *({"confidence_cut": cut} for cut in (ConfidenceCut(), ConfidenceCut(0.5))),
     {"rewards": (WeightedReward("a", normalization=Normalization("fixed", 0.0, 2.0)),)},
 ]
 _OTHERS = [

@@ -150,7 +150,7 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
     the internal port."""
 
     class SmallRewards:
-        def open(self, name: str, prompt: Prompt) -> Any:
+        def open(self, name: str, prompt: Prompt, data: str = "") -> Any:
             raise AssertionError("must not be called")
 
         async def describe(self) -> list[RewardDescription]:

@@ -118,6 +118,11 @@ OPTIONS = Options(
     return_candidates=2,
     prefer_complete=True,
     branching=c.Branching(8, 2, 0.5),
+    stop_at=0.5,
+    waves=2,
+    first=3,
+    vote=c.Vote("regex", "a(b)", "confidence", 0.75),
+    confidence_cut=c.ConfidenceCut(0.25, 16),
     min_answers=2,
     max_tokens=64,
     temperature=0.7,
@@ -166,6 +171,9 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """What a server serves."""
         register = partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, self)
         return Service("specrej.v1.OrchestratorService", register)
+
+    async def Score(self, request: Any, context: Context) -> Any:  # noqa: N802
+        raise NotImplementedError
 
     async def Generate(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateRequest, context: Context

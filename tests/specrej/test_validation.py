@@ -6,6 +6,7 @@ ranges that the schema has.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,8 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"structured_output": c.JsonObject(), "ignore_eos": True}, "ignore_eos"),
 ]
 A = c.WeightedReward("a")
+BATCH = c.WeightedReward("a", normalization=c.Normalization("batch"))
+LONG = c.WeightedReward("a", data=json.dumps("\u00e9" * 40_000, ensure_ascii=False))
 BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"n": CAP + 1}, "n"),
     ({"min_answers": CAP + 1}, "min_answers"),
@@ -81,6 +84,33 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"schedule": c.Schedule("memory", factor=3.0)}, "schedule.factor"),
     ({"schedule": c.Schedule(tokens=(8,))}, "schedule.tokens"),
     ({"branching": c.Branching(1, 1)}, "branching.width"),
+    ({"stop_at": float("inf")}, "stop_at"),
+    ({"stop_at": float("nan")}, "stop_at"),
+    (
+        {
+            "stop_at": 1.0,
+            "rewards": (c.WeightedReward("a", normalization=c.Normalization("batch")),),
+        },
+        "stop_at",
+    ),
+    ({"n": 4, "first": 5}, "first"),
+    ({"first": -1}, "first"),
+    ({"waves": -1}, "waves"),
+    ({"waves": CAP + 1}, "waves"),
+    ({"n": 0, "waves": 1}, "waves"),
+    ({"waves": 2, "branching": c.Branching()}, "waves"),
+    ({"waves": 2, "min_answers": 3}, "waves"),
+    ({"confidence_cut": c.ConfidenceCut()}, "confidence_cut"),
+    ({"waves": 1, "confidence_cut": c.ConfidenceCut(1.0)}, "confidence_cut.keep"),
+    ({"waves": 1, "confidence_cut": c.ConfidenceCut(0.0)}, "confidence_cut.keep"),
+    ({"waves": 1, "confidence_cut": c.ConfidenceCut(window=0)}, "confidence_cut.window"),
+    ({"vote": c.Vote("regex")}, "vote.argument"),
+    ({"vote": c.Vote("number", "a")}, "vote.argument"),
+    ({"vote": c.Vote(stop_probability=0.4)}, "vote.stop_probability"),
+    ({"vote": c.Vote(stop_probability=float("nan"))}, "vote.stop_probability"),
+    ({"rewards": (c.WeightedReward("a", stage="cuts"),)}, "rewards"),
+    ({"rewards": (c.WeightedReward("a", data="{"),)}, "rewards[0].data"),
+    ({"rewards": (LONG,)}, "rewards[0].data"),
     ({"branching": c.Branching(CAP + 1)}, "branching.width"),
     ({"branching": c.Branching(16, 0)}, "branching.keep"),
     ({"branching": c.Branching(16, 16)}, "branching.keep"),

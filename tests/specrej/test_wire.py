@@ -128,7 +128,7 @@ def test_explicit_zero_is_not_absent() -> None:
     message.selection.n = 0
     request = wire.request_from_message(sent(message), [])
     assert (request.selection.alpha, request.sampling.temperature) == (0, 0)
-    assert request.absent == ("schedule", "prefer_complete", "max_tokens")
+    assert request.absent == ("schedule", "prefer_complete", "max_tokens"), "alpha is there"
     assert request.selection.n == 0
     assert request.selection.rewards == (c.WeightedReward("r", veto_below=0.0),)
 

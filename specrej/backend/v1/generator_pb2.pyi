@@ -145,6 +145,7 @@ class OpenSession(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     FITS_CONTEXT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    FIRST_ID_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -166,6 +167,8 @@ class OpenSession(_message.Message):
     """Salts whose sessions have work at the same time share the generator in proportion to their
     weights; above 0, 1 if absent.
     """
+    first_id: _builtins.int
+    """The id of the first candidate; 0 or more."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -185,10 +188,11 @@ class OpenSession(_message.Message):
         adapter: _builtins.str = ...,
         fits_context: _builtins.bool = ...,
         weight: _builtins.float | None = ...,
+        first_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_id", b"first_id", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
@@ -285,7 +289,7 @@ class SessionOpened(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     COSTLY_ROUNDS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates; their ids are 0 .. n - 1. A candidate's tokens depend on the seed and its id."""
+    """Candidates; their ids are first_id .. first_id + n - 1. A candidate's tokens depend on the seed and its id."""
     prompt_tokens: _builtins.int
     """Tokens of the rendered prompt."""
     fingerprint: _builtins.str

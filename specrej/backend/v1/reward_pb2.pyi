@@ -29,12 +29,15 @@ class ScoreRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     RESPONSES_FIELD_NUMBER: _builtins.int
     UNFINISHED_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """The reward's name, as described; empty: the service's first."""
     unfinished: _builtins.bool
     """Whether the responses are unfinished, the beginnings of answers. A setting of each reward decides
     whether their turn is closed.
     """
+    data: _builtins.str
+    """As in OpenScoring."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -50,10 +53,11 @@ class ScoreRequest(_message.Message):
         prompt: _common_pb2.Prompt | None = ...,
         responses: _abc.Iterable[_builtins.str] | None = ...,
         unfinished: _builtins.bool = ...,
+        data: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "responses", b"responses", "reward", b"reward", "unfinished", b"unfinished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "prompt", b"prompt", "responses", b"responses", "reward", b"reward", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,8 +177,13 @@ class OpenScoring(_message.Message):
 
     REWARD_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """The reward's name, as described; empty: the service's first."""
+    data: _builtins.str
+    """JSON that the reward compares answers with; empty, or at most 65536 bytes and only for rewards with
+    takes_data in Describe.
+    """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -184,10 +193,11 @@ class OpenScoring(_message.Message):
         *,
         reward: _builtins.str = ...,
         prompt: _common_pb2.Prompt | None = ...,
+        data: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +426,8 @@ class RewardDescription(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    TAKES_DATA_FIELD_NUMBER: _builtins.int
+    IS_CHEAP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name in requests."""
     fingerprint: _builtins.str
@@ -424,6 +436,10 @@ class RewardDescription(_message.Message):
     """What it measures, in a sentence."""
     max_batch: _builtins.int
     """Maximum number of responses or candidates per batch."""
+    takes_data: _builtins.bool
+    """Whether requests may bring data for it."""
+    is_cheap: _builtins.bool
+    """Whether it takes microseconds per text, so that it can veto candidates within rounds, too."""
     @_builtins.property
     def probe(self) -> _common_pb2.ModelProbe:
         """What was found out when its model was loaded."""
@@ -436,10 +452,12 @@ class RewardDescription(_message.Message):
         description: _builtins.str = ...,
         max_batch: _builtins.int = ...,
         probe: _common_pb2.ModelProbe | None = ...,
+        takes_data: _builtins.bool = ...,
+        is_cheap: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "max_batch", b"max_batch", "name", b"name", "probe", b"probe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "is_cheap", b"is_cheap", "max_batch", b"max_batch", "name", b"name", "probe", b"probe", "takes_data", b"takes_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
