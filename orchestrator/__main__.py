@@ -17,6 +17,7 @@ from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisClient
 from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.extractors import functions_of
 from orchestrator.edge.planning import Defaults
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
@@ -45,7 +46,7 @@ def main() -> None:
     try:
         with telemetry.configured("orchestrator", settings):
             asyncio.run(_serve(settings))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"orchestrator: {error}") from error
 
 
@@ -100,6 +101,7 @@ def _orchestrator(
             settings.default_reward,
         ),
         composites=settings.composites,
+        extractors=functions_of(settings.vote_extractors),
         records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),
         log_texts=settings.log_texts,

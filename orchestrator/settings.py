@@ -192,6 +192,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         description="most new tokens per candidate of requests that name no max_tokens; fewer where"
         " the prompt leaves less room in the context",
     )
+    vote_extractors: dict[str, str] = Field(
+        {}, description='JSON of functions for votes by name, such as {"unit": "my_votes:unit"}'
+    )
     composites: tuple[Composite, ...] = Field(
         (), description="JSON list of {name, rewards}: several rewards under one name"
     )

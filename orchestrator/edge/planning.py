@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.cache import Secret, answer_key
+from orchestrator.edge.extractors import Extract, extractor
 from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
+from orchestrator.loop.run import sampling_of
 from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
@@ -27,10 +39,12 @@ from specrej.contracts import (
     Schedule,
     Scorer,
     ScoringSession,
+    Vote,
     WeightedReward,
 )
 from specrej.contracts.errors import (
     InternalError,
+    InvalidRequest,
     NotFound,
     Overloaded,
     SpecrejError,
@@ -92,6 +106,8 @@ class Defaults:
         selection, sampling = request.selection, request.sampling
         if "schedule" in request.absent:
             selection = replace(selection, schedule=self.schedule_for(generator))
+        if "alpha" in request.absent and selection.vote:
+            selection = replace(selection, alpha=0.0)  # rejected candidates do not vote
         if "prefer_complete" in request.absent and sampling.structured_output:
             selection = replace(selection, prefer_complete=True)
         if "n" in request.absent:
@@ -126,6 +142,8 @@ class Plan:
     time_left_s: float  # to the deadline, at arrival
     must_check: bool  # whether the generator is asked before admission, see `Generator.check`
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
+    cheap: frozenset[str]  # names of rewards that can veto within rounds
+    extract: Extract  # what a complete text votes for
     model: str
 
     @property
@@ -150,8 +168,11 @@ class Planner:
         defaults: Defaults = Defaults(),
         *,
         secret: Secret,
+        extractors: Mapping[str, Extract] = MappingProxyType({}),
     ) -> None:
-        """`composites` hide rewards of their names. `secret`: of cache keys."""
+        """`composites` hide rewards of their names. `secret`: of cache keys. `extractors`: the
+        functions of votes by name."""
+        self._extractors = extractors
         self._secret = secret
         self._composites = {composite.name: composite for composite in composites}
         self._defaults = defaults
@@ -185,7 +206,8 @@ class Planner:
         most = 0
         if not problems:  # the other checks need valid fields
             most = _most_candidates(request, generator)
-            problems += check_logprobs(request.sampling, most)
+            problems += check_logprobs(sampling_of(request), most)
+            problems += self._check_vote(request.selection.vote)
             try:
                 named = request.selection.rewards or (WeightedReward(await self._default()),)
                 problems += check_expansion(named, self._composites, _REWARDS_PATH)
@@ -195,6 +217,7 @@ class Planner:
             except _AWAY as error:
                 away, named, parts = error, (_LIKELY,), [(0, _LIKELY)]
             problems += _check_batches(request, parts, most, served)
+            problems += _check_data(parts, served)
         raise_if_any(problems)
         check_prompt_bytes(request.prompt, generator.max_prompt_bytes, generator.context_tokens)
         if away and not request.allow_degraded:
@@ -202,11 +225,12 @@ class Planner:
         adapter = _adapter(request, generator)
         for index, part in parts:
             self._check_served(part.name, named[index].name, served)
-        rewards = [part for _, part in parts]
+        rewards = [replace(part, data=_one_spelling(part.data)) for _, part in parts]
         ordered = sorted(rewards, key=attrgetter("name"))
         selection = replace(request.selection, rewards=tuple(ordered))
         if generator.whole_answers or selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, algorithm=Algorithm.BEST_OF_N, alpha=0.0)
+        places = {reward: index for (index, _), reward in zip(parts, rewards, strict=True)}
         own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
         fingerprint = "" if away else fingerprint_of(tuple(rewards), tuple(own))
         planned = replace(request, model=adapter, selection=selection)
@@ -215,7 +239,7 @@ class Planner:
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),
-            scorers=tuple(self._scorer(reward.name) for reward in ordered),
+            scorers=tuple(self._scorer(reward, places[reward]) for reward in ordered),
             candidate_tokens=_candidate_tokens(request, most, generator),
             tenant=tenant,
             share=share,
@@ -227,11 +251,25 @@ class Planner:
             must_check=bool(request.sampling.structured_output)
             or _characters(request) > _SURE_CHARACTERS * generator.context_tokens,
             has_no_rewards=away is not None,
+            cheap=frozenset(reward.name for reward in served.values() if reward.is_cheap),
+            extract=extractor(selection.vote, self._extractors) if selection.vote else _no_vote,
             model=adapter or generator.model,
         )
 
-    def _scorer(self, name: str) -> Scorer:
-        return LikelihoodScorer() if name == LIKELIHOOD else partial(self._rewards.open, name)
+    def _scorer(self, reward: WeightedReward, index: int) -> Scorer:
+        """The scorer of a reward, which is the one at `index` in the request, or a part of it."""
+        if reward.name == LIKELIHOOD:
+            return LikelihoodScorer()
+        path = f"{_REWARDS_PATH}[{index}]."
+        return lambda prompt: _placed(self._rewards.open(reward.name, prompt, reward.data), path)
+
+    def _check_vote(self, vote: Vote | None) -> Sequence[Violation]:
+        try:
+            if vote:
+                extractor(vote, self._extractors)
+        except InvalidRequest as error:
+            return error.violations
+        return ()
 
     async def reward_for(
         self, prompt: Prompt, responses: Sequence[str], name: str, data: str
@@ -307,6 +345,41 @@ class _LastDescription(Generic[T]):
             if self._last is None:
                 raise
         return self._last
+
+
+@asynccontextmanager
+async def _placed(
+    opening: AbstractAsyncContextManager[ScoringSession], path: str
+) -> AsyncIterator[ScoringSession]:
+    """A scoring session, whose errors about its data have the request's paths."""
+    async with AsyncExitStack() as stack:
+        try:
+            session = await stack.enter_async_context(opening)
+        except InvalidRequest as error:
+            fields = [one.field.removeprefix("open.") for one in error.violations]
+            moved = [
+                replace(one, field=path + name) if name.startswith("data") else one
+                for name, one in zip(fields, error.violations, strict=True)
+            ]
+            raise InvalidRequest(moved, reason=error.reason, metadata=error.metadata) from error
+        yield session
+
+
+def _no_vote(_: str) -> None:
+    return None
+
+
+def _one_spelling(data: str) -> str:
+    return json.dumps(json.loads(data), sort_keys=True) if data else ""
+
+
+def _check_data(
+    parts: Sequence[tuple[int, WeightedReward]], served: Mapping[str, RewardDescription]
+) -> Iterator[Violation]:
+    for index, part in parts:
+        if part.data and not (part.name in served and served[part.name].takes_data):
+            path = f"{_REWARDS_PATH}[{index}].data"
+            yield Violation(path, f"must be empty: {part.name} takes none")
 
 
 def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:

@@ -9,13 +9,15 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from orchestrator.cache import Answers, Cache, tenant_digest
 from orchestrator.edge.admission import Admission
+from orchestrator.edge.extractors import Extract
 from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards, characters_to_tokens
 from orchestrator.loop.composition import Composite
 from orchestrator.loop.progress import WithinRounds
@@ -58,16 +60,19 @@ class Orchestrator:
         *,
         defaults: Defaults = Defaults(),  # noqa: B008
         composites: Sequence[Composite] = (),
+        extractors: Mapping[str, Extract] = MappingProxyType({}),
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
     ) -> None:
-        """`composites` must be valid. `log_texts`: a request's log line has its prompt and its
-        answer.
+        """`composites` must be valid. `extractors`: functions of votes by name. `log_texts`: a
+        request's log line has its prompt and its answer.
         """
         self._defaults = defaults
         secret = cache.secret
-        self._planner = Planner(generator, rewards, composites, defaults, secret=secret)
+        self._planner = Planner(
+            generator, rewards, composites, defaults, secret=secret, extractors=extractors
+        )
         self._totals: Counter[str] = Counter()  # fields of ServiceDescription
         self._generator = generator
         self._rewards = rewards
@@ -209,7 +214,15 @@ class Orchestrator:
             backends = self._generator, plan.scorers
             given = (salt, plan.left_s)
             weight = plan.share.weight
-            events = run(plan.request, *backends, *given, within=within, weight=weight)
+            events = run(
+                plan.request,
+                *backends,
+                *given,
+                within=within,
+                weight=weight,
+                cheap=plan.cheap,
+                extract=plan.extract,
+            )
             try:
                 async with aclosing(events):
                     async for event in events:

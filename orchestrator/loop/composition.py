@@ -52,7 +52,7 @@ def combine(
     columns = zip(*values.values(), strict=True)
     weighted = [_weighted(column, reward) for column, reward in zip(columns, rewards, strict=True)]
     return {
-        candidate: Verdict(_sum(terms), _is_vetoed(values[candidate], rewards))
+        candidate: Verdict(_sum(terms), is_vetoed(values[candidate], rewards))
         for candidate, terms in zip(values, zip(*weighted, strict=True), strict=True)
     }
 
@@ -84,6 +84,10 @@ def check_expansion(
             yield Violation(f"{path}[{index}].normalization", description)
         if reward.veto_below is not None:
             yield Violation(f"{path}[{index}].veto_below", description)
+        if reward.stage != "both":
+            yield Violation(f"{path}[{index}].stage", description)
+        if reward.data:
+            yield Violation(f"{path}[{index}].data", "must be absent: composites take none")
     names = [part.name for _, part in expanded(rewards, composites)]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         description = f"must have each once, also in composites: {', '.join(repeated)}"
@@ -152,7 +156,8 @@ def _sum(terms: Sequence[float]) -> float:
     raise RewardInvalid("a combined score is not finite")
 
 
-def _is_vetoed(raw: Sequence[float], rewards: Sequence[WeightedReward]) -> bool:
+def is_vetoed(raw: Sequence[float], rewards: Sequence[WeightedReward]) -> bool:
+    """Whether a raw value is below its reward's threshold; NaN, where none is known, is not."""
     return any(
         reward.veto_below is not None and value < reward.veto_below
         for value, reward in zip(raw, rewards, strict=True)

@@ -13,25 +13,26 @@ import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TypeVar
 
-from orchestrator.loop import rejection, run_state
+from orchestrator.loop import rejection, run_state, stopping
 from orchestrator.loop.branching import forks_of, width_at
+from orchestrator.loop.composition import is_vetoed
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
-from orchestrator.loop.run_state import RunState
+from orchestrator.loop.run_state import Extract, RunState
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token, schedule_of
-from orchestrator.loop.scoring import RequestScorer
+from orchestrator.loop.scoring import RequestScorer, Wants
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -49,7 +50,9 @@ from specrej.contracts import (
     RoundCompleted,
     RoundEnd,
     RoundTrace,
+    Sampling,
     Scorer,
+    Selection,
     Session,
     SessionSpec,
     WeightedReward,
@@ -77,6 +80,10 @@ _OPENING_PART = 0.25
 # quarter of the limit of messages.
 _STRIDE_TOKENS = 2**20
 
+# Tokens to grow before answers that have ended are scored, if they may end the request: where a
+# pause costs nothing, and where each one computes up to a block of tokens again.
+_WATCHED_TOKENS, _COSTLY_TOKENS = 16, 64
+
 # The rewards of a request that names none: the scorer's values as they are.
 _UNWEIGHTED = (WeightedReward(""),)
 
@@ -95,6 +102,8 @@ async def run(
     *,
     within: WithinRounds | None = None,
     weight: float = 1.0,
+    cheap: Collection[str] = (),
+    extract: Extract = lambda _: None,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
@@ -102,8 +111,9 @@ async def run(
     prompt prefixes only between runs with equal `cache_salt`, and divides its work among the salts
     by `weight`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
-    returns seconds. `within` receives the events within rounds. Close the iterator with
-    `contextlib.aclosing`: it owns the open sessions.
+    returns seconds. `within` receives the events within rounds. `cheap` rewards veto within rounds,
+    too. `extract` returns what a complete text votes for, if the request has a vote. Close the
+    iterator with `contextlib.aclosing`: it owns the open sessions.
 
     If the generator is lost, the request starts again once, with as many candidates: their draws
     depend on the seed and their ids, so their tokens are the same at a generator of the same
@@ -118,7 +128,7 @@ async def run(
     """
     began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
     progress = ProgressReporter(within, request.sampling.stop) if within else None
-    backends = generator, several, cache_salt, weight
+    backends = generator, several, cache_salt, weight, frozenset(cheap), extract
     answering = _Run(request, *backends, time_left_s, began, clock, progress)
     try:
         async with aclosing(answering.events()) as events:
@@ -156,16 +166,31 @@ async def run(
 
 
 def spec_of(request: GenerationRequest, cache_salt: str) -> SessionSpec:
-    """The session of a request."""
+    """The session of a request, as one wave."""
     return SessionSpec(
         request.prompt,
         request.selection.n,
-        request.sampling,
+        sampling_of(request),
         first_round_tokens(schedule_of(request.selection), request.sampling.max_tokens),
         cache_salt,
         request.model,
         request.fits_context,
     )
+
+
+def uses_confidence(selection: Selection) -> bool:
+    """Whether the loop needs the most probable tokens of each step."""
+    is_weight = selection.vote is not None and selection.vote.weight == "confidence"
+    return is_weight or selection.confidence_cut is not None
+
+
+def sampling_of(request: GenerationRequest) -> Sampling:
+    """The request's, with the log-probabilities that confidences need."""
+    sampling = request.sampling
+    if not uses_confidence(request.selection):
+        return sampling
+    most = max(stopping.TOP_LOGPROBS, sampling.top_logprobs)
+    return replace(sampling, logprobs=True, top_logprobs=most)
 
 
 @dataclass(slots=True)
@@ -177,6 +202,8 @@ class _Run:
     scorers: Sequence[Scorer]
     cache_salt: str
     weight: float
+    cheap: frozenset[str]
+    extract: Extract
     time_left_s: float
     began: float  # the request, by the clock
     clock: Callable[[], float]
@@ -188,6 +215,8 @@ class _Run:
     state: RunState = field(init=False)
     is_lost: bool = False  # whether the generator was lost before the end
     _failure: OutOfTime | SpecrejError | None = None  # of the next round
+    _is_open: bool = False  # whether the session was
+    _is_check: bool = False  # whether the round under way only scores what has ended, and vetoes
 
     def __post_init__(self) -> None:
         selection = self.request.selection
@@ -196,8 +225,12 @@ class _Run:
             self.time_left_s,
             self.clock,
             selection.min_answers,
-            can_reject=selection.algorithm is not Algorithm.BEST_OF_N,
+            can_reject=selection.algorithm is not Algorithm.BEST_OF_N and selection.cuts_by_rank,
         )
+
+    @property
+    def rewards(self) -> tuple[WeightedReward, ...]:
+        return self.request.selection.rewards or _UNWEIGHTED
 
     def _ends(self, max_tokens: int) -> tuple[Callable[[int], int], int]:
         """The next decision token after a position, and the last one."""
@@ -212,15 +245,53 @@ class _Run:
         Raises:
             OutOfTime: the generator opened no session in time.
         """
-        async with self._opened():
-            state = self.state
-            with self._degradable():
-                yield Admitted(state.n, state.prompt_tokens)
-                while state.live and not self.deadline.is_over:
-                    completed = await self._round()
-                    if len(state.rounds) == 1:
-                        state.first_round_ms = (self.clock() - self.began) * 1e3
-                    yield completed
+        selection, wave_s = self.request.selection, 0.0
+        waves = stopping.waves_of(selection.n, selection.waves)
+        async with AsyncExitStack() as scoring:
+            try:
+                for ids in waves if selection.waves else (range(selection.n),):
+                    began, stack = self.clock(), AsyncExitStack()
+                    if ids.start and not await self._continues(stack, ids, wave_s):
+                        break
+                    if not ids.start:
+                        await self._open_first(stack, scoring, ids)
+                    async with stack:
+                        with self._degradable():
+                            async with aclosing(self._wave()) as events:
+                                async for event in events:
+                                    yield event
+                        await self._close(stack)
+                    wave_s = self.clock() - began
+                    state = self.state
+                    if state.live or state.stopped_by or state.degradations or self.is_lost:
+                        break
+            finally:
+                if self._is_open:
+                    _count_fates(self.state)
+            await self._close(scoring)
+
+    async def _wave(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
+        """The rounds of one wave."""
+        state = self.state
+        if state.wave == 1:
+            yield Admitted(state.n, state.prompt_tokens)
+        while state.live and not (self.deadline.is_over or state.stopped_by):
+            completed = await self._round()
+            if len(state.rounds) == 1:
+                state.first_round_ms = (self.clock() - self.began) * 1e3
+            self._consider_stopping()
+            yield completed
+
+    def _consider_stopping(self) -> None:
+        """End the request if enough is known."""
+        state, selection = self.state, self.request.selection
+        if not selection.may_stop:
+            return
+        if Degradation.REWARD in state.degradations:
+            selection = replace(selection, stop_at=None)  # likelihoods do not compare with it
+        scores = [row.final.score for row in state.rows.values() if row.is_complete and row.final]
+        left = state.num_left
+        state.stopped_by = stopping.reason_to_stop(selection, scores, state.choices(), left)
 
     def end_without_generator(self, error: SpecrejError | None) -> None:
         """Leave it at the answers that were complete when the generator was lost; `error`: why no
@@ -242,52 +313,86 @@ class _Run:
         """
         state, selection = self.state, self.request.selection
         num_ended = len(state.ended)
-        is_late = bool(state.live) and Degradation.GENERATOR not in state.degradations
+        is_whole = Degradation.GENERATOR in state.degradations or state.stopped_by
+        is_late = bool(state.live) and not is_whole
         if not num_ended or (is_late and num_ended < selection.min_answers):
             state.cut_short(may_degrade=self.request.allow_degraded)
         is_cut = is_late and bool(state.live)
         state.hurried = self.deadline.hurried or self.scorer.is_late or is_cut
         return state.generation(selection.return_candidates, (self.clock() - self.began) * 1e3)
 
-    @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[None]:
-        """A generator session and the rewards' sessions, with spans of their opening and closing.
+    async def _open_first(self, stack: AsyncExitStack, scoring: AsyncExitStack, ids: range) -> None:
+        """Open the generator's session in `stack` and the rewards' in `scoring`.
 
-        The answer does not wait beyond the deadline for their end: the calls to them are cancelled.
+        Raises:
+            OutOfTime: the generator opened no session in time.
         """
         request, began = self.request, self.clock()
-        spec = replace(spec_of(request, self.cache_salt), like=self.like, weight=self.weight)
-        async with AsyncExitStack() as stack:
-            with telemetry.span(names.SPAN_OPEN):
-                opening = stack.enter_async_context(self.generator.open(spec))
-                self.session = session = await _in_time(opening, self.deadline.patience_s)
-                self.deadline.next_token, self.deadline.max_tokens = self._ends(session.max_tokens)
-                self.deadline.pauses_freely = not session.costly_rounds
-                is_lenient = request.allow_degraded
-                part = _OPENING_PART if is_lenient else 1.0
-                patience_s = self.deadline.patience_s * part
-                self.scorer = RequestScorer(
-                    self.scorers, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
-                )
-                try:
-                    await stack.enter_async_context(self.scorer)
-                except BaseException:
-                    metrics.add(names.CANDIDATES, session.n, fate="abandoned")
-                    raise
-            self.state = RunState(
-                session.n,
-                session.prompt_tokens,
-                request.selection.rewards or _UNWEIGHTED,
-                keeps_tokens=request.sampling.logprobs,
-                prefer_complete=request.selection.prefer_complete,
-                reduced=session.reduced,
-                generator_fingerprint=session.fingerprint,
-                open_ms=(self.clock() - began) * 1e3,
-            )
-            yield
-            with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
-                async with asyncio.timeout(self.deadline.score_patience_s):
-                    await stack.aclose()
+        selection, session = request.selection, await self._open(stack, ids)
+        self.deadline.next_token, self.deadline.max_tokens = self._ends(session.max_tokens)
+        self.deadline.pauses_freely = not session.costly_rounds
+        is_lenient = request.allow_degraded
+        patience_s = self.deadline.patience_s * (_OPENING_PART if is_lenient else 1.0)
+        self.scorer = RequestScorer(
+            self.scorers, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
+        )
+        try:
+            await scoring.enter_async_context(self.scorer)
+        except BaseException as error:
+            metrics.add(names.CANDIDATES, session.n, fate="abandoned")
+            # With the error: the session ends without a final exchange.
+            await stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        self.state = RunState(
+            selection.n if selection.waves else session.n,
+            session.prompt_tokens,
+            self.rewards,
+            keeps_tokens=request.sampling.logprobs,
+            keeps_confidences=uses_confidence(selection),
+            prefer_complete=selection.prefer_complete,
+            vote=selection.vote,
+            extract=self.extract,
+            reduced=session.reduced,
+            generator_fingerprint=session.fingerprint,
+            open_ms=(self.clock() - began) * 1e3,
+        )
+        self.state.begin_wave(range(session.n))
+        self._is_open = True
+
+    async def _open(self, stack: AsyncExitStack, ids: range) -> Session:
+        spec = spec_of(self.request, self.cache_salt)
+        spec = replace(spec, n=len(ids), first_id=ids.start, like=self.like, weight=self.weight)
+        with telemetry.span(names.SPAN_OPEN):
+            opening = stack.enter_async_context(self.generator.open(spec))
+            self.session = await _in_time(opening, self.deadline.patience_s)
+        return self.session
+
+    async def _continues(self, stack: AsyncExitStack, ids: range, wave_s: float) -> bool:
+        """Open another wave in `stack`, or leave it at the answers that are complete: no session is
+        to be had, or the time would not be enough for a wave as long as the one before."""
+        state, began = self.state, self.clock()
+        if state.ended and wave_s > self.deadline.left_s:
+            self.deadline.hurried = True
+            return False
+        try:
+            await self._open(stack, ids)
+        except (OutOfTime, Overloaded, Unavailable) as error:
+            if not state.ended:
+                raise
+            state.reduced = True
+            self.deadline.hurried = self.deadline.hurried or isinstance(error, OutOfTime)
+            return False
+        state.open_ms += (self.clock() - began) * 1e3
+        state.begin_wave(ids)
+        self._failure = None
+        return True
+
+    async def _close(self, stack: AsyncExitStack) -> None:
+        """End sessions. The answer does not wait beyond the deadline for their end: the calls to
+        them are cancelled."""
+        with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
+            async with asyncio.timeout(self.deadline.score_patience_s):
+                await stack.aclose()
 
     @contextmanager
     def _degradable(self) -> Iterator[None]:
@@ -303,12 +408,10 @@ class _Run:
             if isinstance(error, RewardInvalid) or not has_answer:
                 raise
             self.state.degradations.append(Degradation.GENERATOR)
-        finally:
-            _count_fates(self.state)
 
     async def _round(self) -> RoundCompleted:
         """Extend all live candidates, score them, reject the lowest, free their slots."""
-        state, times = self.state, [self.clock()]
+        state, times, self._is_check = self.state, [self.clock()], False
         with telemetry.span(names.SPAN_ROUND, {names.ROUND_NUMBER: len(state.rounds) + 1}) as span:
             with telemetry.span(names.SPAN_EXTEND):
                 ended = await self._extend()
@@ -319,7 +422,7 @@ class _Run:
             with telemetry.span(names.SPAN_PRUNE):
                 alpha, forks, freed = await self._reject(ended)
             times.append(self.clock())
-            trace = state.trace(ended, freed, times, alpha, forks)
+            trace = state.trace(ended, freed, times, alpha, forks, is_check=self._is_check)
             span.set_attributes(_attributes(trace))
         survivors = tuple(sorted(state.live))
         if self.progress and self.progress.sent:  # the deltas have the best text
@@ -341,11 +444,13 @@ class _Run:
         position, rows = self.state.num_tokens, len(self.state.live)
         until = self.deadline.next_token(position)
         # Forks of the last candidate, too, could win.
-        is_certain = rows == 1 and not self.state.ended and not self.request.selection.branching
+        selection = self.request.selection
+        others = selection.branching or selection.waves or selection.vote
+        is_certain = rows == 1 and not self.state.ended and not others
         growing = _GrowingRound(self.progress, is_certain)
         while True:
             num_tokens = self.deadline.stride_tokens(position, until, rows)
-            num_tokens = min(num_tokens, max(1, _STRIDE_TOKENS // rows))
+            num_tokens = min(num_tokens, max(1, _STRIDE_TOKENS // rows), self._most_unwatched)
             try:
                 part = await self._stride(position, position + num_tokens, rows, growing)
             except (OutOfTime, SpecrejError) as error:
@@ -360,6 +465,37 @@ class _Run:
             if self.deadline.is_over or self.deadline.must_cut(position, until, rows):
                 self.deadline.hurried = True
                 return whole
+            if await self._is_notable(whole):
+                self._is_check = True
+                return whole
+
+    @property
+    def _most_unwatched(self) -> int:
+        """Tokens to grow before what has ended, and vetoes, are looked at."""
+        is_watched = self.request.selection.may_stop or self._vetoing
+        tokens = _COSTLY_TOKENS if self.session.costly_rounds else _WATCHED_TOKENS
+        return tokens if is_watched else _STRIDE_TOKENS
+
+    @property
+    def _vetoing(self) -> set[int]:
+        """The indices of rewards that veto within rounds."""
+        if Degradation.REWARD in self.state.degradations:
+            return set()
+        rewards = enumerate(self.rewards)
+        return {i for i, r in rewards if r.veto_below is not None and r.name in self.cheap}
+
+    async def _is_notable(self, grown: Round) -> bool:
+        """Whether the round should end here, for an answer that may end the request, or a veto."""
+        if self.request.selection.may_stop and _num_ended(grown):
+            return True
+        if not (vetoing := self._vetoing):
+            return False
+        candidates, patience_s = grown.candidates, self.deadline.score_patience_s
+        try:
+            scored = await self.scorer.score(candidates, patience_s, lambda i, _: i in vetoing)
+        except TimeoutError:
+            return False
+        return scored.is_fallback or any(is_vetoed(raw, self.rewards) for raw in scored.values)
 
     async def _stride(self, position: int, until: int, rows: int, growing: _GrowingRound) -> Round:
         began, report = self.clock(), growing.receive if growing.progress else None
@@ -379,14 +515,34 @@ class _Run:
         Raises:
             OutOfTime: the scores are late, and there are enough answers without them.
         """
-        began, fresh = self.clock(), ended.candidates
+        fresh = ended.candidates
         has_ended = any(candidate.finish for candidate in fresh)
         if not (has_ended or (fresh and not self.deadline.is_over)):
             return
-        candidates = (*fresh, *self._compared_again(fresh))
+        vetoing = self._vetoing
+
+        def comes_first(index: int, candidate: Candidate) -> bool:
+            if self.rewards[index].stage == "end":
+                return False
+            return bool(candidate.finish) or not self._is_check or index in vetoing
+
+        await self._score_by([*fresh, *self._compared_again(fresh)], fresh, comes_first)
+        rows = self.state.rows
+        last = [one for one in fresh if one.finish and not rows[one.id].is_vetoed]
+        await self._score_by(last, fresh, lambda index, _: self.rewards[index].stage == "end")
+
+    async def _score_by(
+        self, candidates: Sequence[Candidate], fresh: Sequence[Candidate], wants: Wants
+    ) -> None:
+        """Score those of the candidates that a reward wants; `fresh`: of this round."""
+        began, rewards = self.clock(), range(len(self.rewards))
+        candidates = [one for one in candidates if any(wants(index, one) for index in rewards)]
+        if not candidates:
+            return
         with telemetry.span(names.SPAN_SCORE):
             try:
-                scored = await self.scorer.score(candidates, self.deadline.score_patience_s)
+                patience_s = self.deadline.score_patience_s
+                scored = await self.scorer.score(candidates, patience_s, wants)
             except TimeoutError as error:
                 if self._ends_without(fresh):
                     raise OutOfTime from None
@@ -416,7 +572,7 @@ class _Run:
         if len(self.state.ended - late) < self.request.selection.min_answers:
             return False
         for number in late:
-            self.state.rows[number].verdict = None
+            self.state.rows[number].verdict = self.state.rows[number].final = None
         self.deadline.hurried = True
         return True
 
@@ -426,13 +582,15 @@ class _Run:
         alpha = selection.alpha if self.deadline.can_reject and not selection.branching else 0.0
         if not live or self.deadline.is_over or self._failure:
             return alpha, {}, 0  # a cut elsewhere than planned could give another answer
-        if not selection.branching:
+        if self._is_check:
+            alpha = 0.0
+        elif selection.cuts_by_rank and not selection.branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), len(live), alpha)
         kept = self._cut(ended, alpha, live)
         state.keep(kept)
         rejected = live - kept
         forks: Forks = {}
-        if selection.branching:
+        if selection.branching and not self._is_check:
             alpha = len(rejected) / len(live)
             forks = self._forks(ended)
         if not rejected and not forks:
@@ -451,19 +609,21 @@ class _Run:
 
     def _cut(self, ended: Round, alpha: float, live: set[int]) -> set[int]:
         state, selection = self.state, self.request.selection
-        branching, release = selection.branching, 0
+        branching, release = None if self._is_check else selection.branching, 0
         if ended.ended_by is RoundEnd.SLOTS_FULL:
             here = [trace for trace in state.rounds if trace.decision_token == ended.num_tokens]
             num_stalled = sum(trace.ended_by is RoundEnd.SLOTS_FULL for trace in here)
             release = rejection.num_released(len(live), ended.num_tokens, num_stalled)
+        # With branching no finished candidate is ranked out, and there may be thousands.
+        scores = state.scores(live if branching else state.ranked)
+        cut = selection.confidence_cut
         return rejection.cut(
-            # With branching no finished candidate is ranked out, and there may be thousands.
-            state.scores(live if branching else state.ranked),
+            dict.fromkeys(live, 0.0) | scores,  # without a reward that counts in cuts
             live,
             alpha,
             least=selection.min_answers,
             release=max(release, len(live) - branching.keep) if branching else release,
-            vetoed=state.vetoed,
+            vetoed=state.vetoed | (state.unconfident(cut) if cut else set()),
             has_answer=state.has_answer,
         )
 
@@ -585,6 +745,7 @@ def _count_fates(state: RunState) -> None:
         if row.has_ended:
             fates["truncated" if row.is_truncated else "finished"] += 1
         else:
-            fates["abandoned" if row.is_live else "rejected"] += 1
+            live = "stopped" if state.stopped_by else "abandoned"
+            fates[live if row.is_live else "rejected"] += 1
     for fate, count in fates.items():
         metrics.add(names.CANDIDATES, count, fate=fate)

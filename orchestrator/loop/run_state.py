@@ -5,16 +5,21 @@ The run loop updates the state after every round. The state makes no decisions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from typing import TypeAlias
 
 from orchestrator.loop import rejection
-from orchestrator.loop.composition import LIKELIHOOD, Verdict, combine
+from orchestrator.loop.composition import LIKELIHOOD, Verdict, combine, is_vetoed
 from orchestrator.loop.scoring import RawScores, fingerprint_of
+from orchestrator.loop.stopping import confidence, least_confidence, threshold
+from orchestrator.loop.votes import Ballot, Choice, tally
 from specrej.contracts import (
     Candidate,
     CandidateTrace,
+    ConfidenceCut,
     Degradation,
     Fate,
     FinishReason,
@@ -24,10 +29,13 @@ from specrej.contracts import (
     RankedCandidate,
     Round,
     RoundTrace,
+    StopReason,
     Timings,
     TokenLogprob,
     TopLogprobs,
     Usage,
+    Vote,
+    VoteShare,
     WeightedReward,
 )
 from specrej.contracts.errors import DeadlineExceeded, InternalError
@@ -37,24 +45,38 @@ from specrej.contracts.errors import DeadlineExceeded, InternalError
 MAX_TRACED = 16_384
 # Forks of one answer: each stays in memory, and those that finish with their texts.
 MAX_FORKS = 16_384
+_MAX_VOTES, _MAX_VOTE = 64, 256  # answers of a vote in a reply, and characters of each
+
+# What a complete answer votes for; None: nothing.
+Extract: TypeAlias = Callable[[str], str | None]
 
 
 @dataclass(slots=True)
 class Row:
     """One candidate. A finished one that is ranked out can still be the answer: it holds no slots.
 
-    `raw` has one value per reward; `verdict` is of the last decision token. `inherited`: the tokens
-    that a fork has from its `parent`. `drawn`: its rounds, if the request has logprobs; forks share
-    them with their parent.
+    `raw` has one value per reward, NaN where it has not scored. `verdict` is of the last decision
+    token, by the rewards that count in cuts; `final`, once it has ended, by those that choose the
+    answer. `inherited`: the tokens that a fork has from its `parent`. `drawn`: its rounds, if the
+    request has logprobs; forks share them with their parent. `confidences`: of each step, if the
+    request uses them.
     """
 
     latest: Candidate
     raw: tuple[float, ...] = ()
     verdict: Verdict | None = None
+    final: Verdict | None = None
     is_ranked_out: bool = False
     parent: int | None = None
     inherited: int = 0
     drawn: tuple[Candidate, ...] = ()
+    confidences: list[float] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has ended by itself, is scored, and no reward vetoes it."""
+        is_scored = self.final is not None and not self.final.vetoed
+        return is_scored and self.latest.finish is FinishReason.STOP
 
     @property
     def has_ended(self) -> bool:
@@ -66,7 +88,8 @@ class Row:
 
     @property
     def is_vetoed(self) -> bool:
-        return self.verdict is not None and self.verdict.vetoed
+        verdict = self.verdict or self.final
+        return verdict is not None and verdict.vetoed
 
     @property
     def is_truncated(self) -> bool:
@@ -81,6 +104,9 @@ class RunState:
     prompt_tokens: int
     rewards: tuple[WeightedReward, ...]
     keeps_tokens: bool = False  # for the log-probabilities of the answers
+    keeps_confidences: bool = False
+    vote: Vote | None = None
+    extract: Extract = lambda _: None  # what a text votes for
     prefer_complete: bool = False  # whether a truncated answer ranks behind all complete ones
     reduced: bool = False
     generator_fingerprint: str = ""
@@ -99,12 +125,20 @@ class RunState:
     rounds: list[RoundTrace] = field(default_factory=list)
     degradations: list[Degradation] = field(default_factory=list)
     judged_by: set[tuple[str, ...]] = field(default_factory=set)  # fingerprints of all rewards
+    wave: int = 0
+    num_first: int = 0  # candidates of the first wave
+    stopped_by: StopReason | None = None
     _token_texts: dict[int, bytes] = field(default_factory=dict)
     _num_traced: int = 0  # candidates and forks in `rounds`
+    _votes: dict[int, str | None] = field(default_factory=dict)  # of complete candidates
 
-    def __post_init__(self) -> None:
-        self.rows = {number: Row(Candidate(number, "", 0, 0.0)) for number in range(self.n)}
-        self.next_id = self.n
+    def begin_wave(self, ids: range) -> None:
+        """Add candidates without tokens."""
+        self.rows |= {number: Row(Candidate(number, "", 0, 0.0)) for number in ids}
+        self.next_id = ids.stop
+        self.num_tokens = 0
+        self.wave += 1
+        self.num_first = self.num_first or len(ids)
 
     @property
     def live(self) -> set[int]:
@@ -133,11 +167,12 @@ class RunState:
     @property
     def has_answer(self) -> bool:
         """Whether there is a complete answer that no reward vetoes."""
-        rows = self.rows.values()
-        return any(
-            row.has_ended and not row.is_truncated and row.verdict and not row.is_vetoed
-            for row in rows
-        )
+        return any(row.is_complete for row in self.rows.values())
+
+    @property
+    def num_left(self) -> int:
+        """Candidates that are live, or have not begun."""
+        return len(self.live) + self.n - sum(row.parent is None for row in self.rows.values())
 
     def take(self, ended: Round) -> None:
         """Add the tokens of a round.
@@ -160,42 +195,69 @@ class RunState:
             row = self.rows[candidate.id]
             self.num_generated += candidate.num_tokens - row.latest.num_tokens
             row.latest = candidate
+            if self.keeps_confidences:
+                row.confidences.extend(_confidences(candidate))
             if self.keeps_tokens:
                 row.drawn = (*row.drawn, replace(candidate, text=""))
         if self.keeps_tokens:
             self._token_texts.update((text.token_id, text.token) for text in ended.token_texts)
 
     def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
-        """Store the raw scores of these candidates, and compute all verdicts that depend on them.
+        """Store the raw scores of these candidates, and compute all verdicts that depend on them. A
+        reward that has not scored a candidate leaves its former value.
 
         Other finished candidates keep theirs. After a fallback the likelihood replaces them all.
 
         Raises:
             RewardInvalid: a weighted sum is not finite.
         """
-        self.compare = scored.compare
+        self.compare = (self.compare or scored.compare) and not scored.is_fallback
         if scored.is_fallback and Degradation.REWARD not in self.degradations:
             self.degradations.append(Degradation.REWARD)
             self.rewards = (WeightedReward(LIKELIHOOD),)
             self.judged_by.clear()
             for row in self.rows.values():
-                row.raw, row.verdict = (row.latest.mean_logprob,), None
+                row.raw, row.verdict, row.final = (row.latest.mean_logprob,), None, None
         if scored.fingerprints:
             self.judged_by.add(scored.fingerprints)
         for candidate, values in zip(candidates, scored.values, strict=True):
             row = self.rows[candidate.id]
-            row.raw, row.verdict = values, None
-        judges_all = self._is_relative
+            row.raw = _merged(row.raw, values)
+            row.verdict = row.final = None
+        self._decide()
+        self.reward_tokens += scored.computed_tokens
+
+    def _decide(self) -> None:
+        """Compute the verdicts that are missing; all of them, where they depend on each other."""
         anew = {
-            number: row.raw
+            number: row
             for number, row in self.rows.items()
-            if (judges_all or not row.verdict)
+            if (self._is_relative or not row.verdict or (row.latest.finish and not row.final))
             and row.raw
             and (row.latest.finish or not row.is_ranked_out)
         }
-        for number, verdict in combine(anew, self.rewards).items():
-            self.rows[number].verdict = verdict
-        self.reward_tokens += scored.computed_tokens
+        of_cuts = self._combined(anew, "end")
+        for number, row in anew.items():
+            row.verdict = of_cuts.get(number)
+        if not self._has_stages:
+            of_answers = of_cuts
+        else:
+            of_answers = self._combined({n: r for n, r in anew.items() if r.has_ended}, "cuts")
+        for number, row in anew.items():
+            row.final = of_answers.get(number) if row.has_ended else None
+
+    def _combined(self, rows: Mapping[int, Row], without: str) -> dict[int, Verdict]:
+        """Verdicts by the rewards of other stages than `without`, of the rows that all of them have
+        scored, and of vetoed ones by those that have. Any reward vetoes."""
+        uses = [i for i, reward in enumerate(self.rewards) if reward.stage != without]
+        values = {number: [row.raw[i] for i in uses] for number, row in rows.items()}
+        scored = {n: of for n, of in values.items() if of and not any(map(math.isnan, of))}
+        verdicts = combine(scored, [self.rewards[i] for i in uses])
+        for number, row in rows.items():
+            if is_vetoed(row.raw, self.rewards):
+                verdict = verdicts.get(number)
+                verdicts[number] = Verdict(verdict.score if verdict else 0.0, vetoed=True)
+        return verdicts
 
     def scores(self, numbers: Iterable[int]) -> dict[int, float]:
         """Scores of those with a verdict, as of the last decision token."""
@@ -204,7 +266,43 @@ class RunState:
 
     def ranking(self, numbers: Iterable[int]) -> list[int]:
         """Those with a verdict, best first, as of the last decision token."""
-        scores = self.scores(numbers)
+        return self._ranked(self.scores(numbers))
+
+    def answers(self) -> list[int]:
+        """The candidates that have ended and are scored, best first by their final scores. With a
+        vote the best voter of each answer comes first, the answers by their weight."""
+        rows = ((number, self.rows[number].final) for number in self.ended)
+        ranked = self._ranked({number: final.score for number, final in rows if final})
+        elected = [choice.best for choice in self.choices()]
+        return list(dict.fromkeys([*elected, *ranked]))
+
+    def choices(self) -> list[Choice]:
+        """The votes so far; empty without a vote."""
+        if not self.vote:
+            return []
+        ballots = []
+        for number, row in self.rows.items():
+            if not (row.is_complete and row.final):
+                continue
+            if number not in self._votes:
+                self._votes[number] = self.extract(row.latest.text)
+            if (answer := self._votes[number]) is not None:
+                ballots.append(Ballot(number, answer, _weight(self.vote, row), row.final.score))
+        return tally(ballots)
+
+    def unconfident(self, cut: ConfidenceCut) -> set[int]:
+        """Live candidates of a later wave that are less confident than the first wave's threshold.
+        None of fewer tokens than a window."""
+        if self.wave < 2 or self.num_tokens < cut.window:
+            return set()
+
+        def least(number: int) -> float:
+            return least_confidence(self.rows[number].confidences, cut.window)
+
+        first = [least(n) for n in range(self.num_first) if self.rows[n].has_ended]
+        return {n for n in self.live if least(n) < threshold(first, cut.keep)}
+
+    def _ranked(self, scores: Mapping[int, float]) -> list[int]:
         vetoed = {number for number in scores if self.rows[number].is_vetoed}
         truncated = {n for n in scores if self.prefer_complete and self.rows[n].is_truncated}
         return rejection.rank(scores, vetoed, truncated)
@@ -227,7 +325,8 @@ class RunState:
             row.latest = replace(row.latest, finish=FinishReason.LENGTH)
             # Scores of the last decision token; before the first one, the likelihood.
             row.raw = row.raw or (row.latest.mean_logprob,) * len(self.rewards)
-            row.verdict = row.verdict or Verdict(row.latest.mean_logprob, vetoed=False)
+            row.final = row.verdict or Verdict(row.latest.mean_logprob, vetoed=False)
+            row.verdict = row.final
 
     def keep(self, kept: Collection[int]) -> None:
         """Remove all others from the ranking, and the texts of live ones among them."""
@@ -244,7 +343,13 @@ class RunState:
         for number, parent in forks.items():
             of = self.rows[parent]
             latest, inherited = replace(of.latest, id=number), of.latest.num_tokens
-            self.rows[number] = replace(of, latest=latest, parent=parent, inherited=inherited)
+            self.rows[number] = replace(
+                of,
+                latest=latest,
+                parent=parent,
+                inherited=inherited,
+                confidences=[*of.confidences],
+            )
 
     def root(self, number: int) -> int:
         """The initial candidate that `number` descends from; itself if it is no fork."""
@@ -258,7 +363,14 @@ class RunState:
         return self.rows[best].latest.text if best is not None else ""
 
     def trace(
-        self, ended: Round, freed: int, times_s: Sequence[float], alpha: float, forks: Forks
+        self,
+        ended: Round,
+        freed: int,
+        times_s: Sequence[float],
+        alpha: float,
+        forks: Forks,
+        *,
+        is_check: bool = False,
     ) -> RoundTrace:
         """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
         candidates, num_live, best = ended.candidates, len(self.live), self._best()
@@ -276,7 +388,7 @@ class RunState:
             num_finished=num_finished,
             num_rejected=self.num_started - num_finished - num_live + len(forks),
             num_live=num_live,
-            best_score=0.0 if best is None else self.scores([best])[best],
+            best_score=0.0 if best is None else self._score_of(best),
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
@@ -288,13 +400,17 @@ class RunState:
             alpha=alpha,
             candidates=fates,
             forks=made,
+            wave=self.wave,
+            is_check=is_check,
         )
         self.rounds.append(trace)
         return trace
 
     def generation(self, num_candidates: int, total_ms: float) -> Generation:
         """The answer, with the best candidates, and what it took."""
-        chosen = tuple(map(self._answer, self.ranking(self.ended)[:num_candidates]))
+        chosen = tuple(map(self._answer, self.answers()[:num_candidates]))
+        choices = self.choices()
+        total = math.fsum(choice.weight for choice in choices) or 1.0
         return Generation(
             candidates=chosen,
             rounds=tuple(self.rounds),
@@ -317,6 +433,13 @@ class RunState:
             hurried=self.hurried,
             reduced=self.reduced,
             relative_scores=self.compare or self._is_relative,
+            stopped_by=self.stopped_by,
+            votes=tuple(
+                VoteShare(choice.answer[:_MAX_VOTE], choice.weight / total, choice.count)
+                for choice in choices[:_MAX_VOTES]
+            ),
+            num_distinct=len(choices),
+            num_begun=sum(row.parent is None for row in self.rows.values()),
         )
 
     @property
@@ -324,18 +447,31 @@ class RunState:
         """Whether a verdict depends on the other candidates' values."""
         return any(reward.normalization.kind == "batch" for reward in self.rewards)
 
+    @property
+    def _has_stages(self) -> bool:
+        return any(reward.stage != "both" for reward in self.rewards)
+
     def _best(self) -> int | None:
-        rows = self.rows.items()
-        scored = (n for n, row in rows if not row.is_ranked_out or row.latest.finish)
-        return next(iter(self.ranking(scored)), None)
+        if not (self._has_stages or self.vote):
+            rows = self.rows.items()
+            scored = (n for n, row in rows if not row.is_ranked_out or row.latest.finish)
+            return next(iter(self.ranking(scored)), None)
+        # Final scores and those of cuts do not compare.
+        return next(iter(self.answers() or self.ranking(self.live)), None)
+
+    def _score_of(self, number: int) -> float:
+        verdict = self.rows[number].final or self.rows[number].verdict
+        assert verdict
+        return verdict.score
 
     def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
         """Scores and fates of a round's candidates after its cut, best first."""
         lengths = {candidate.id: candidate.num_tokens for candidate in candidates}
-        scores = self.scores(lengths)
+        judged = (n for n in lengths if self.rows[n].final or self.rows[n].verdict)
+        scores = {number: self._score_of(number) for number in judged}
         return tuple(
             CandidateTrace(number, scores[number], self._fate(self.rows[number]), lengths[number])
-            for number in self.ranking(lengths)
+            for number in self._ranked(scores)
         )
 
     def _fate(self, row: Row) -> Fate:
@@ -347,7 +483,7 @@ class RunState:
 
     def _answer(self, number: int) -> RankedCandidate:
         row, texts = self.rows[number], self._token_texts
-        candidate, verdict = row.latest, row.verdict
+        candidate, verdict, vote = row.latest, row.final, self._votes.get(number)
         assert candidate.finish and verdict
         token_ids = tuple(chain.from_iterable(part.new_token_ids for part in row.drawn))
         return RankedCandidate(
@@ -363,16 +499,17 @@ class RunState:
             logprobs=tuple(chain.from_iterable(part.new_logprobs for part in row.drawn)),
             tokens=tuple(texts.get(token_id, b"") for token_id in token_ids),
             top_logprobs=tuple(top for part in row.drawn for top in _top_logprobs(part, texts)),
+            vote=vote and vote[:_MAX_VOTE],
         )
 
     def _usage(self, answer_tokens: int) -> Usage:
         rows = self.rows.values()
         lengths = [row.latest.num_tokens for row in rows if row.has_ended]
         mean_ended = sum(lengths) / len(lengths)
-        estimate = sum(
+        begun = [row for row in rows if row.parent is None]
+        estimate = (self.n - len(begun)) * mean_ended + sum(
             row.latest.num_tokens if row.has_ended else max(row.latest.num_tokens, mean_ended)
-            for row in rows
-            if row.parent is None
+            for row in begun
         )
         return Usage(
             prompt_tokens=self.prompt_tokens,
@@ -393,3 +530,28 @@ def _top_logprobs(part: Candidate, texts: Mapping[int, bytes]) -> Iterator[TopLo
     count = max(1, len(tokens) // max(1, len(part.new_token_ids)))
     for at in range(0, len(tokens), count):
         yield TopLogprobs(tuple(tokens[at : at + count]))
+
+
+def _merged(before: Sequence[float], values: Sequence[float]) -> tuple[float, ...]:
+    """The values, and the former ones where these are NaN."""
+    if len(before) != len(values):
+        return tuple(values)
+    return tuple(old if math.isnan(new) else new for old, new in zip(before, values, strict=True))
+
+
+def _weight(vote: Vote, row: Row) -> float:
+    match vote.weight:
+        case "reward":
+            return max(0.0, row.final.score) if row.final else 0.0
+        case "confidence":
+            return max(0.0, math.fsum(row.confidences) / max(1, len(row.confidences)))
+        case _:
+            return 1.0
+
+
+def _confidences(candidate: Candidate) -> Iterator[float]:
+    """Of each new step, by the most probable tokens that it has."""
+    top, steps = candidate.new_top_logprobs, max(1, len(candidate.new_token_ids))
+    width = len(top) // steps
+    for at in range(0, len(top), max(1, width)):
+        yield confidence(top[at : at + width])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
@@ -22,6 +22,9 @@ from specrej.contracts.errors import (
 )
 
 log = logging.getLogger(__name__)
+
+# Whether a reward, by its index, scores a candidate.
+Wants: TypeAlias = Callable[[int, Candidate], bool]
 
 # Errors after which the likelihood may replace the rewards.
 _REWARD_FAILED = (Unavailable, Overloaded, InternalError, SessionExpired)
@@ -40,9 +43,11 @@ class LikelihoodScorer:
 
 @dataclass(frozen=True, slots=True)
 class RawScores:
-    """One tuple per candidate, with one value per reward, before normalisation and weights.
+    """One tuple per candidate, with one value per reward, before normalisation and weights; NaN
+    where a reward has not scored a candidate.
 
-    `fingerprints` are the rewards' own, "" where a reward sends none. With `is_fallback` the
+    `fingerprints` are the rewards' own, "" where a reward sends none, all empty while one has not
+    scored yet. With `is_fallback` the
     values are likelihoods, one per candidate.
     """
 
@@ -76,6 +81,7 @@ class RequestScorer:
         self._patience_s = patience_s
         self._exit = AsyncExitStack()
         self._sessions: list[ScoringSession] = []  # empty after a fallback
+        self._fingerprints: dict[int, str] = {}  # by the index of the reward, once it has scored
         self.is_late = False  # whether it fell back because the time was short
 
     async def __aenter__(self) -> Self:
@@ -95,9 +101,13 @@ class RequestScorer:
         await self._exit.__aexit__(*error)
 
     async def score(
-        self, candidates: Sequence[Candidate], patience_s: float = math.inf
+        self,
+        candidates: Sequence[Candidate],
+        patience_s: float = math.inf,
+        wants: Wants = lambda _reward, _candidate: True,
     ) -> RawScores:
-        """Raw scores of the candidates, after at most `patience_s` seconds.
+        """Raw scores of the candidates, after at most `patience_s` seconds; NaN by rewards that do
+        not want a candidate.
 
         Raises:
             RewardInvalid: a score is missing or not finite, and there is no fallback.
@@ -106,16 +116,32 @@ class RequestScorer:
         if self._sessions:
             try:
                 async with asyncio.timeout(patience_s):
-                    parts = await _all_checked(self._sessions, self._begun(candidates))
-                return RawScores(
-                    tuple(zip(*(part.values for part in parts), strict=True)),
-                    sum(part.computed_tokens for part in parts),
-                    tuple(part.fingerprint for part in parts),
-                    compare=any(part.compare for part in parts),
-                )
+                    return await self._scored(self._begun(candidates), wants)
             except _REWARD_FAILED as error:
                 self._fall_back(error)
         return _likelihoods(candidates)
+
+    async def _scored(self, candidates: Sequence[Candidate], wants: Wants) -> RawScores:
+        wanted = {
+            number: [at for at, one in enumerate(candidates) if wants(number, one)]
+            for number in range(len(self._sessions))
+        }
+        wanted = {number: places for number, places in wanted.items() if places}
+        parts = await _all_checked(
+            [(self._sessions[n], [candidates[at] for at in wanted[n]]) for n in wanted]
+        )
+        columns = [[math.nan] * len(candidates) for _ in self._sessions]
+        for (number, places), part in zip(wanted.items(), parts, strict=True):
+            self._fingerprints[number] = part.fingerprint
+            for at, value in zip(places, part.values, strict=True):
+                columns[number][at] = value
+        known = [self._fingerprints.get(number) for number in range(len(columns))]
+        return RawScores(
+            tuple(zip(*columns, strict=True)),
+            sum(part.computed_tokens for part in parts),
+            () if None in known else tuple(str(one) for one in known),
+            compare=any(part.compare for part in parts),
+        )
 
     def _begun(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates with the text that they continue."""
@@ -142,17 +168,18 @@ def _likelihoods(candidates: Sequence[Candidate]) -> RawScores:
 
 
 async def _all_checked(
-    sessions: Sequence[ScoringSession], candidates: Sequence[Candidate]
+    batches: Sequence[tuple[ScoringSession, Sequence[Candidate]]],
 ) -> list[Scores]:
     # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
-    tasks = [asyncio.ensure_future(checked(one, candidates)) for one in sessions]
+    tasks = [asyncio.ensure_future(checked(one, candidates)) for one, candidates in batches]
     try:
         return await asyncio.gather(*tasks)
     finally:
         # If one fails, the others must end before their sessions close.
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:

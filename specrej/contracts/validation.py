@@ -317,6 +317,10 @@ def _check_min_answers(selection: Selection, max_candidates: int, path: str) -> 
 def _check_branching(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
     assert selection.branching
     width, keep = selection.branching.width, selection.branching.keep
+    if selection.vote:
+        yield Violation(path, "must be absent with vote: forks of one candidate agree")
+    if not selection.cuts_by_rank:
+        yield Violation(path, "requires a reward that counts in cuts")
     if selection.algorithm is Algorithm.BEST_OF_N:
         yield Violation(path, "must be absent with Best-of-N, which rejects nothing")
     if not 2 <= width <= max_candidates:

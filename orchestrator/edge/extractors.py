@@ -1,0 +1,202 @@
+"""What a complete answer votes for, as text; equal answers have one spelling.
+
+The only file that uses RE2, whose time is linear in the text whatever a request's expression is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal, InvalidOperation
+from pkgutil import resolve_name
+from typing import Any, TypeAlias
+
+import re2
+
+from specrej.contracts import Vote
+from specrej.contracts.errors import InvalidRequest, Violation
+
+log = logging.getLogger(__name__)
+
+# From the text of an answer; None: it has none.
+Extract: TypeAlias = Callable[[str], str | None]
+
+_MAX_CHARACTERS = 65_536  # the end of an answer, which is read
+_MAX_OPENINGS = 64  # of JSON in a text, that are tried
+_PATH = "selection.vote.argument"
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d{1,3})?%?")
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def functions_of(paths: Mapping[str, str]) -> dict[str, Extract]:
+    """Extractors by name, from dotted paths such as "my_votes:unit".
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    functions = {}
+    for name, path in paths.items():
+        try:
+            functions[name] = resolve_name(path)
+        except Exception as error:  # anything that the module's own code raises
+            raise ValueError(f"extractor {name}: {type(error).__name__}: {error}") from None
+        if not callable(functions[name]):
+            raise ValueError(f"extractor {name}: {path} cannot be called")
+    return functions
+
+
+def extractor(vote: Vote, functions: Mapping[str, Extract]) -> Extract:
+    """The extractor of a request.
+
+    Raises:
+        InvalidRequest: the expression or pointer is not valid, or there is no such function.
+    """
+    match vote.extractor:
+        case "number":
+            return _last_number
+        case "boxed":
+            return _boxed
+        case "tool_call":
+            return _tool_call
+        case "regex":
+            return _by_expression(vote.argument)
+        case "json":
+            return _by_pointer(vote.argument)
+        case "function":
+            if vote.argument in functions:
+                return _safely(functions[vote.argument])
+            available = ", ".join(functions) or "none"
+            raise _invalid(f'unknown extractor "{vote.argument}"; available: {available}')
+
+
+def _last_number(text: str) -> str | None:
+    for match in reversed([*_NUMBER.finditer(text[-_MAX_CHARACTERS:])]):
+        if (number := _as_number(match.group())) is not None:
+            return number
+    return None
+
+
+def _boxed(text: str) -> str | None:
+    """The content of the last one that is closed; braces inside are balanced."""
+    end = len(text)
+    text = text[-_MAX_CHARACTERS:]
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth = 0
+        for at in range(start + 6, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if not depth:
+                return _spelled(text[start + 7 : at])
+        end = start
+    return None
+
+
+def _by_expression(pattern: str) -> Extract:
+    options = re2.Options()
+    options.log_errors, options.max_mem = False, 1 << 20
+    try:
+        compiled = re2.compile(pattern, options)
+    except re2.error as error:
+        raise _invalid(f"is not a regular expression of RE2: {error}") from None
+
+    def extract(text: str) -> str | None:
+        last = None
+        for last in compiled.finditer(text[-_MAX_CHARACTERS:]):  # noqa: B007
+            pass
+        found = last and last.group(1 if compiled.groups else 0)
+        return None if found is None else _spelled(found)
+
+    return extract
+
+
+def _by_pointer(pointer: str) -> Extract:
+    if pointer and not pointer.startswith("/"):
+        raise _invalid("must be empty or begin with /: a JSON pointer")
+    keys = [key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")[1:]]
+
+    def extract(text: str) -> str | None:
+        value = _whole(text)
+        for key in keys:
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                return None
+        return None if value is None else _canonical(value)
+
+    return extract
+
+
+def _tool_call(text: str) -> str | None:
+    """Name and arguments: in tags as Hermes and Qwen write them, or the first JSON with both."""
+    marked = _CALL.findall(text[-_MAX_CHARACTERS:])
+    for value in (value for part in (*marked[:1], text) for value in _values(part)):
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            arguments = value.get("arguments", value.get("parameters", {}))
+            return _canonical({"name": value["name"], "arguments": arguments})
+    return None
+
+
+def _whole(text: str) -> Any:
+    """The JSON that a text is, or the first object or list in it."""
+    try:
+        return json.loads(text[-_MAX_CHARACTERS:])
+    except (ValueError, RecursionError):
+        return next(iter(_values(text)), None)
+
+
+def _values(text: str) -> Iterable[Any]:
+    """The objects and lists in JSON that a text has, in order."""
+    decoder, at = json.JSONDecoder(), 0
+    text = text[-_MAX_CHARACTERS:]
+    for _ in range(_MAX_OPENINGS):
+        starts = [start for mark in "{[" if (start := text.find(mark, at)) >= 0]
+        if not starts:
+            return
+        try:
+            value, at = decoder.raw_decode(text, min(starts))
+            yield value
+        except (ValueError, RecursionError):
+            at = min(starts) + 1
+
+
+def _canonical(value: Any) -> str:
+    if isinstance(value, str):
+        return _spelled(value)
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _spelled(text: str) -> str:
+    """A number in one spelling; other text without white space around it."""
+    text = text.strip()
+    number = _as_number(text) if _NUMBER.fullmatch(text) else None
+    return text if number is None else number
+
+
+def _as_number(text: str) -> str | None:
+    """1000 for 1,000, +1000.0 and 1e3; a percent sign stays."""
+    percent = "%" if text.endswith("%") else ""
+    try:
+        number = Decimal(text.replace(",", "").removesuffix("%"))
+    except InvalidOperation:
+        return None
+    written = f"{number:f}" if number else "0"  # not normalize(), which rounds
+    return (written.rstrip("0").rstrip(".") if "." in written else written) + percent
+
+
+def _safely(function: Extract) -> Extract:
+    def extract(text: str) -> str | None:
+        try:
+            answer = function(text)
+        except Exception:
+            log.warning("an extractor failed: the candidate does not vote", exc_info=True)
+            return None
+        return None if answer is None else str(answer)
+
+    return extract
+
+
+def _invalid(description: str) -> InvalidRequest:
+    return InvalidRequest([Violation(_PATH, description)])

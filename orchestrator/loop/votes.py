@@ -1,0 +1,80 @@
+"""Votes of complete answers: which answer leads, and whether it can still lose.
+
+Pure functions of numbers: no model, no wire, no clock. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specrej.contracts import Vote
+
+
+class Ballot(NamedTuple):
+    """What one candidate votes for, the weight of its vote, 0 or more, and its score."""
+
+    candidate: int
+    answer: str
+    weight: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer: its weight, its voters, and the best of them by score; ties: the lower id."""
+
+    answer: str
+    weight: float
+    voters: tuple[int, ...]
+    best: int
+    score: float
+
+    @property
+    def count(self) -> int:
+        return len(self.voters)
+
+
+def tally(ballots: Iterable[Ballot]) -> list[Choice]:
+    """The answers by descending weight; ties by the best voter's score, then by its lower id."""
+    by_answer: dict[str, list[Ballot]] = {}
+    for ballot in ballots:
+        by_answer.setdefault(ballot.answer, []).append(ballot)
+    choices = []
+    for answer, of in by_answer.items():
+        best = min(of, key=lambda one: (-one.score, one.candidate))
+        weight = math.fsum(one.weight for one in of)  # independent of their order
+        voters = tuple(sorted(one.candidate for one in of))
+        choices.append(Choice(answer, weight, voters, best.candidate, best.score))
+    return sorted(choices, key=lambda choice: (-choice.weight, -choice.score, choice.best))
+
+
+def is_decided(choices: list[Choice], vote: Vote, num_left: int) -> bool:
+    """Whether the leading answer is safe while `num_left` candidates may still vote.
+
+    Exact where a vote counts 1: even if all of them vote for the second, or for one that nobody has
+    voted for yet, it leads; a tie is not safe, since the score decides it. With a
+    `stop_probability` below 1 also once the leader is as probably the more frequent one of the two.
+    """
+    if not choices or not num_left:
+        return False
+    first, second = choices[0], choices[1] if len(choices) > 1 else None
+    if vote.weight == "one" and first.count > (second.count if second else 0) + num_left:
+        return True
+    if vote.stop_probability == 1:
+        return False
+    return probability_ahead(first.count, second.count if second else 0) >= vote.stop_probability
+
+
+def probability_ahead(count: int, other: int) -> float:
+    """The probability that an answer with `count` votes is more frequent than one with `other`.
+
+    Of the share p of the first one among the votes for both, under a uniform prior: P(p > 1/2) for
+    Beta(count + 1, other + 1), as in adaptive consistency (Aggarwal et al. 2023, arXiv 2305.11860).
+    In closed form: at most `count` heads in count + other + 1 tosses of a fair coin.
+    """
+    tosses = count + other + 1
+    heads = sum(math.comb(tosses, number) for number in range(count + 1))
+    return heads / (1 << tosses)
