@@ -26,7 +26,9 @@ Extract: TypeAlias = Callable[[str], str | None]
 _MAX_CHARACTERS = 65_536  # the end of an answer, which is read
 _MAX_OPENINGS = 64  # of JSON in a text, that are tried
 _PATH = "selection.vote.argument"
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d{1,3})?%?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d{1,3})?%?"
+)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 

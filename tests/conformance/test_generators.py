@@ -255,6 +255,12 @@ async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     if subject.is_exact:
         assert [(c.text, c.finish) for c in made] == [(c.text, c.finish) for c in again]
         assert [c.logprob for c in made] == pytest.approx([c.logprob for c in again], abs=1e-3)
+    first = subject.generator.open(SessionSpec(PROMPT, 2, ENDING, 4, first_id=2))
+    async with first as session:
+        later = await session.extend(ENDING.max_tokens)
+    assert [c.id for c in later.candidates] == [2, 3]
+    if subject.is_exact:
+        assert [c.text for c in later.candidates] == [c.text for c in made[2:]], "of a later wave"
     other = await whole(subject.generator, 4, replace(ENDING, seed=99))
     assert [c.text for c in made] != [c.text for c in other]
     assert len({c.text for c in made}) == 4
