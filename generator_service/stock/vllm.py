@@ -265,13 +265,13 @@ def _shape(settings: GeneratorSettings) -> Shape:
 
 def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
     """vLLM's engine arguments; `vllm_options` override the others."""
-    on_cpu = current_platform.is_cpu()
+    on_cpu, batched = current_platform.is_cpu(), batched_tokens(settings.max_candidates)
     arguments: dict[str, Any] = {
         "model": str(settings.model_directory),
         "dtype": shape.dtype,
         "max_model_len": shape.context_tokens,
         "max_num_seqs": settings.max_candidates,
-        "max_num_batched_tokens": batched_tokens(settings.max_candidates),
+        "max_num_batched_tokens": batched,
         # Every block holds all layers: where some have a window, vLLM would store a text in several
         # blocks, and slots would not be tokens.
         "disable_hybrid_kv_cache_manager": True,
@@ -281,12 +281,22 @@ def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs",
         "structured_outputs_config": {"backend": "guidance"},
         **_adapter_arguments(settings.adapters),
-        **({"block_size": BLOCK_TOKENS["cpu"]} if on_cpu else {}),
+        **(_cpu_arguments(shape, batched) if on_cpu else {}),
         **settings.vllm_options,
     }
     if settings.kv_slots:
         arguments |= _capacity(settings.kv_slots, arguments, shape, on_cpu=on_cpu)
     return arguments
+
+
+def _cpu_arguments(shape: Shape, batched: int) -> dict[str, Any]:
+    """Prompts are read whole: after a part of one, vLLM's CPU build takes back the draw of a seeded
+    request, which generators on CPUs cannot (`set_offset`), and the engine ends."""
+    return {
+        "block_size": BLOCK_TOKENS["cpu"],
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(batched, shape.context_tokens),
+    }
 
 
 def _adapter_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
