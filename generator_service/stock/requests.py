@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from generator_service.engine.commands import OpenCommand, Top
 from generator_service.engine.grammar import json_schema_of
@@ -92,6 +95,27 @@ class Requests(Protocol):
 
     async def close(self) -> None:
         """End the program, or the connections to it."""
+
+
+class Places:
+    """Requests at the same time. Tenants take turns, and so do the sessions of each: a small one
+    does not wait for all of a large one."""
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def take(self, session: str, tenant: str) -> AsyncIterator[None]:
+        """Hold a place while the context lasts."""
+        of_session = self._turns.setdefault(session, asyncio.Lock())
+        of_tenant = self._turns.setdefault(f"tenant {tenant}", asyncio.Lock())
+        async with of_session, of_tenant:
+            await self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 def continues_exactly(sampling: Sampling) -> bool:

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import httpx2
 
 from generator_service.settings import GeneratorSettings
+from generator_service.stock.requests import Places
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
@@ -49,8 +49,7 @@ class Server:
         """Raises OSError or ValueError: the key cannot be read."""
         self.url = settings.remote_url.rstrip("/")
         self._affinity = settings.remote_affinity_header
-        self._places = asyncio.Semaphore(settings.remote_requests)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._places = Places(settings.remote_requests)
         path = settings.remote_key_file
         self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
         self._client = httpx2.AsyncClient(
@@ -93,7 +92,7 @@ class Server:
             has_begun = False
             try:
                 async with (
-                    self._place(session, tenant),
+                    self._places.take(session, tenant),
                     aclosing(self._attempt(path, body, session)) as messages,
                 ):
                     async for message in messages:
@@ -139,19 +138,6 @@ class Server:
                 yield message
         if not is_complete:
             raise _Failed("its stream has no end")
-
-    @asynccontextmanager
-    async def _place(self, session: str, tenant: str) -> AsyncIterator[None]:
-        """One of the requests at the same time. Tenants take turns, and so do the sessions of each:
-        a small one does not wait for all of a large one."""
-        of_session = self._turns.setdefault(session, asyncio.Lock())
-        of_tenant = self._turns.setdefault(f"tenant {tenant}", asyncio.Lock())
-        async with of_session, of_tenant:
-            await self._places.acquire()
-        try:
-            yield
-        finally:
-            self._places.release()
 
     @asynccontextmanager
     async def _response(

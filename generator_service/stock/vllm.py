@@ -40,7 +40,7 @@ from generator_service.engine.text import Text
 from generator_service.loading import vllm_fingerprint
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.generator import StockGenerator
-from generator_service.stock.requests import Ask, Part, structured_fields
+from generator_service.stock.requests import Ask, Part, Places, structured_fields
 from specrej.contracts import CandidateForm, FinishReason, GeneratorDescription, SlotGauge
 from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.probe import check_tensors, examine
@@ -91,6 +91,8 @@ class VLLMRequests:
     def __init__(self, llm: Any, end_ids: frozenset[int], adapters: Mapping[str, Path]) -> None:
         """llm: an `AsyncLLMEngine`."""
         self.llm = llm
+        # What vLLM runs at once, so that none waits in its line, which knows no tenants.
+        self._places = Places(llm.vllm_config.scheduler_config.max_num_seqs)
         self._is_closed = False
         self._end_ids = sorted(end_ids)
         self._adapters = {
@@ -107,30 +109,31 @@ class VLLMRequests:
         ids = [*command.prompt_ids, *ask.token_ids]
         prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
         adapter = self._adapters[command.adapter] if command.adapter else None
-        outputs = self.llm.generate(prompt, params, next(self._names), lora_request=adapter)
-        if not self._num_running:
-            self._last_part = time.monotonic()
-        self._num_running += 1
-        is_first = True
-        try:
-            async for output in outputs:
+        async with self._places.take(ask.session, command.cache_salt):
+            outputs = self.llm.generate(prompt, params, next(self._names), lora_request=adapter)
+            if not self._num_running:
                 self._last_part = time.monotonic()
-                part = _part(output.outputs[0], command.sampling.top_logprobs)
-                if is_first:
-                    part.prompt_tokens = len(ids)
-                    part.cached_tokens = output.num_cached_tokens
-                    is_first = False
-                yield part
-        except (GeneratorExit, InternalError):
-            raise
-        except Exception as error:
-            if self.llm.errored:
-                raise Unavailable("the engine is gone") from error
-            log.exception("vLLM failed")
-            raise InternalError("the generator's step failed") from error
-        finally:
-            self._num_running -= 1
-            await outputs.aclose()
+            self._num_running += 1
+            is_first = True
+            try:
+                async for output in outputs:
+                    self._last_part = time.monotonic()
+                    part = _part(output.outputs[0], command.sampling.top_logprobs)
+                    if is_first:
+                        part.prompt_tokens = len(ids)
+                        part.cached_tokens = output.num_cached_tokens
+                        is_first = False
+                    yield part
+            except (GeneratorExit, InternalError):
+                raise
+            except Exception as error:
+                if self.llm.errored:
+                    raise Unavailable("the engine is gone") from error
+                log.exception("vLLM failed")
+                raise InternalError("the generator's step failed") from error
+            finally:
+                self._num_running -= 1
+                await outputs.aclose()
 
     def heartbeat_s(self) -> float:
         """Seconds since the last part while requests run; infinite if vLLM has ended."""

@@ -276,6 +276,19 @@ async def _tokens(generator: Generator, spec: SessionSpec) -> list[tuple[int, ..
         return [candidate.new_token_ids for candidate in ended.candidates]
 
 
+async def test_a_tenant_does_not_wait_for_all_rows_of_another(model_directory: Path) -> None:
+    """Guards a small session against vLLM's line, which has no turns of tenants."""
+    async with vllm(model_directory, max_candidates=4, kv_slots=4 * CAPACITY) as subject:
+        large = SessionSpec(PROMPT, 4, Sampling(max_tokens=60, ignore_eos=True), 8, "one")
+        growing = [asyncio.create_task(_tokens(subject.generator, large)) for _ in range(4)]
+        assert subject.running
+        while await subject.running() < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await _tokens(subject.generator, replace(large, n=1, cache_salt="other"))
+        assert sum(task.done() for task in growing) < 3
+        await asyncio.gather(*growing)
+
+
 async def test_rounds_compute_at_most_a_block_of_each_survivor_again(started: Started) -> None:
     """Guards that survivors' keys and values come from the prefix cache."""
     generator = (await started.get("vllm")).generator
