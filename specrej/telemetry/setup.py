@@ -151,12 +151,16 @@ def _prometheus(settings: ProcessSettings) -> MetricReader:
 
 def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServer:
     """Serve the metrics of a registry over HTTP until the process ends; a thread per connection, in
-    a bounded number; silent ones are closed.
+    a bounded number; silent ones are closed. On loopback the `Host` must be, too: a web page whose
+    own name resolves to this machine (DNS rebinding) must not read them. Elsewhere Prometheus uses
+    names that this process does not know, and policies decide who may connect.
 
     Raises:
         OSError: the address cannot be bound.
     """
     from prometheus_client import start_http_server
+
+    from specrej.security import is_loopback
 
     server, _ = start_http_server(port, host, registry)
     handler: Any = server.RequestHandlerClass
@@ -164,4 +168,14 @@ def serve_metrics(port: int, host: str, registry: CollectorRegistry) -> WSGIServ
     server.RequestHandlerClass = type("Handler", (handler,), {"timeout": SILENT_S})
     server.socket.listen(_BACKLOG)  # the library's 5 would delay all connections of a flood
     server.verify_request = lambda *_: active_count() < _MOST_THREADS  # type: ignore[method-assign]
+    app: Any = server.get_app()
+
+    def checked(environ: dict[str, Any], start: Any) -> Any:
+        named = environ.get("HTTP_HOST", host)
+        if is_loopback(host) and not is_loopback(named.rpartition(":")[0] or named):
+            start("403 Forbidden", [])
+            return []
+        return app(environ, start)
+
+    server.set_app(checked)
     return server

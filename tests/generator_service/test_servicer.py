@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -99,12 +100,15 @@ async def test_commands_out_of_order(stub: Any, commands: list[dict[str, Any]]) 
     assert reason_of(error) == "OUT_OF_ORDER"
 
 
-async def test_every_violation_of_open_is_reported(stub: Any) -> None:
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+async def test_every_violation_of_open_is_reported(stub: Any, weight: float) -> None:
+    """Guards the turns of tenants, too: a row of weight 0 would be charged nothing finite."""
     bad = pb.OpenSession(
         prompt=common_pb2.Prompt(text="  "),
         n=5000,
         sampling=common_pb2.Sampling(temperature=-1),
         first_round_tokens=0,
+        weight=weight,
     )
     error = await failure_of(answer_of(stub.Session(), 1, open=bad))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -113,6 +117,7 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
         "open.n",
         "open.sampling.temperature",
         "open.first_round_tokens",
+        "open.weight",
     }
 
 

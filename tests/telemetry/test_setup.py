@@ -112,6 +112,23 @@ def test_connections_to_the_metrics_port_are_bounded(monkeypatch: pytest.MonkeyP
         assert threading.active_count() <= most
 
 
+def test_the_metrics_port_of_this_machine_refuses_other_names() -> None:
+    """Guards against a web page that reads metrics by a name of its own (DNS rebinding)."""
+    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
+    try:
+        for name, code in {
+            "localhost:9": b"200",
+            "127.0.0.1": b"200",
+            "evil.example": b"403",
+        }.items():
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as scrape:
+                scrape.sendall(b"GET /metrics HTTP/1.1\r\nHost: %b\r\n\r\n" % name.encode())
+                assert scrape.recv(12)[9:] == code
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_silent_connection_to_the_metrics_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against threads that are held by connections which never send a request."""
     monkeypatch.setattr(setup, "SILENT_S", 0.1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from generator_service.toy import ToyGenerator
@@ -16,6 +17,7 @@ from orchestrator.loop.scoring import fingerprint_of
 from reward_service.kinds.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.backend.v1 import reward_pb2 as pb
+from specrej.client.channel import open_channel
 from specrej.contracts import (
     Algorithm,
     Candidate,
@@ -106,6 +108,19 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     if generation_request.selection.schedule.kind == "memory":
         ends = [event.trace.ended_by for event in remote if isinstance(event, RoundCompleted)]
         assert RoundEnd.SLOTS_FULL in ends, "the case did not occur"
+
+
+async def test_a_generator_without_the_verb_refuses_nothing() -> None:
+    """Guards requests against a generator of a version before `Check`, as during a rollout."""
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        await RemoteGenerator(channel).check(SessionSpec(PROMPT, 1, Sampling(), 8))
+    await server.stop(0)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(Unavailable):
+            await RemoteGenerator(channel).check(SessionSpec(PROMPT, 1, Sampling(), 8))
 
 
 async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
