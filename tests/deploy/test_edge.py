@@ -27,9 +27,11 @@ from deploy.local.processes import Processes, Program
 from deploy.local.stack import Ports, Stack, replies
 from specrej import Client
 from specrej.contracts import Finished, errors
+from specrej.telemetry.names import RPC_METHOD, RPC_STARTED
 from tests import http2
 from tests.certificates import Authority, place
 from tests.deploy.manifests import DEPLOY
+from tests.endpoints import prometheus_name, scrape
 from tests.gateway.gateways import (
     BODY,
     CHAT,
@@ -53,6 +55,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 QUESTION: dict[str, Any] = {"prompt": "Why?", "n": 4, "max_tokens": 24, "seed": 1}
 BEGIN = http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0, b"")
 GENERATE = "/specrej.v1.OrchestratorService/Generate"
+CALLS = {RPC_METHOD: GENERATE[1:]}
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,42 @@ async def test_events_are_not_buffered(stack: Stack) -> None:
     await connection.read_until(b"data: [DONE]")
     assert time.monotonic() - first > 0.05
     connection.leave()
+
+
+async def test_the_loss_of_an_orchestrator_costs_no_request(envoy: Path) -> None:
+    """Guards clients and their few attempts against an edge that uses one orchestrator only, or
+    sends most calls to one that is lost, where they end at once."""
+    async with (
+        Stack(environment=TOYS, edge=True, orchestrators=2) as two,
+        Client(two.orchestrator_address) as client,
+    ):
+        num_answers = 0
+
+        async def ask(number: int) -> None:
+            nonlocal num_answers
+            while num_answers < 80:
+                await client.generate(**QUESTION | {"seed": num_answers + 100 * number})
+                num_answers += 1
+
+        healthy = "envoy_cluster_membership_healthy"
+        probes = re.search(r"probes\n.*port_value: (\d+)", (two.log_dir / "envoy.yaml").read_text())
+        assert probes
+
+        async def is_settled() -> bool:
+            page = await scrape([f"http://127.0.0.1:{probes[1]}/metrics"])
+            return page.sum(healthy, envoy_cluster_name="orchestrator") == 2
+
+        # Each failed a health check, or a call, before it had started.
+        await until(is_settled, bound_s=30)
+        asking = [asyncio.create_task(ask(number)) for number in range(4)]
+        await until(lambda: num_answers > 20, bound_s=30)
+        served = [
+            (await scrape([url])).sum(prometheus_name(RPC_STARTED), **CALLS)
+            for url in two.metrics_urls[:2]
+        ]
+        assert min(served) > 2, "the case did not occur"
+        psutil.Process(two.processes["orchestrator-2"]).kill()
+        await asyncio.wait_for(asyncio.gather(*asking), 60)
 
 
 async def test_only_public_methods_have_a_route(stack: Stack) -> None:
