@@ -165,9 +165,12 @@ def score_batch(session: Any, reward: Reward, candidates: Sequence[Candidate]) -
         raise
 
 
-def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
+def score(reward: Reward, prompt: Prompt, texts: Sequence[str], data: str = "") -> Scores:
     """Scores of complete answers, in a session of their own."""
-    session = reward.open(prompt, once=True)
+    if reward.takes_data:
+        session = reward.open_with(prompt, data)
+    else:
+        session = reward.open(prompt, once=True)
     try:
         return score_batch(session, reward, as_candidates(texts, FinishReason.STOP))
     finally:

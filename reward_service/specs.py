@@ -351,6 +351,27 @@ class HTTPSpec(Spec):
         return self
 
 
+class AnswerSpec(Spec):
+    """Whether a text has the answer of its request's data."""
+
+    loader = "answer:AnswerReward"
+    kind: Literal["answer"] = "answer"
+
+
+class ChecksSpec(Spec):
+    """The share of the instructions in a request's data that a text follows."""
+
+    loader = "checks:ChecksReward"
+    kind: Literal["checks"] = "checks"
+
+
+class SchemaSpec(Spec):
+    """Whether a text's JSON has the JSON Schema of its request's data."""
+
+    loader = "schema:SchemaReward"
+    kind: Literal["schema"] = "schema"
+
+
 def _is_not_former(spec: Any) -> Any:
     if isinstance(spec, dict) and spec.get("kind") == "vllm-classifier":
         raise ValueError('kind "vllm-classifier" is now "classifier" with "engine": "vllm"')
@@ -367,7 +388,10 @@ RewardSpec = Annotated[
     | ProcessSpec
     | PairwiseSpec
     | FunctionSpec
-    | HTTPSpec,
+    | HTTPSpec
+    | AnswerSpec
+    | ChecksSpec
+    | SchemaSpec,
     Field(discriminator="kind"),
     BeforeValidator(_is_not_former),
 ]

@@ -55,6 +55,15 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     "relevance": ("relevance", None, {"directory": True}),
     "toy": ("toy", None, {}),
     "function": ("function", None, {"function": f"{__name__}:brevity"}),
+    "answer": ("answer", None, {}),
+    "checks": ("checks", None, {}),
+    "schema": ("schema", None, {}),
+}
+# The data of requests, for the kinds that take any.
+DATA = {
+    "answer": '{"answer": "Tw|flour", "kind": "regex"}',
+    "checks": '{"checks": [{"id": "count:unique_word_count", "kwargs": {"N": 2}}]}',
+    "schema": '{"schema": {"type": "object"}, "extract": "first_object"}',
 }
 Make = Callable[[str], Any]
 
@@ -79,9 +88,13 @@ def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
     return make
 
 
-def alone(reward: Reward, prompt: Prompt, texts: dict[int, str]) -> list[float]:
+def opened(reward: Reward, prompt: Prompt, name: str) -> Any:
+    return reward.open_with(prompt, DATA[name]) if name in DATA else reward.open(prompt)
+
+
+def alone(reward: Reward, prompt: Prompt, texts: dict[int, str], name: str) -> list[float]:
     """The scores of a batch in a session of its own."""
-    session = reward.open(prompt)
+    session = opened(reward, prompt, name)
     values = score_batch(session, reward, batch(texts)).values
     reward.free(session)
     return list(values)
@@ -92,7 +105,7 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
     """Guards what is kept between rounds, forks, and passes with nothing to compute."""
     reward = make(name)
     prompts = (PROMPT, Prompt.from_user("Count."))
-    sessions = [reward.open(prompt) for prompt in prompts]
+    sessions = [opened(reward, prompt, name) for prompt in prompts]
     texts = {0: "", 1: "a", 2: "On"}
     for number, part in enumerate(("e.\n\nMix", " flour é.\n\n", "", "\n")):
         texts = {key: text + part for key, text in texts.items() if key < 2 or part}
@@ -101,9 +114,11 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
         while pieces := take_fairly(tasks, 60):
             reward.compute(pieces)
         for task, prompt in zip(tasks, prompts, strict=True):
-            assert task.scores().values == pytest.approx(alone(reward, prompt, texts), abs=1e-4)
+            assert task.scores().values == pytest.approx(
+                alone(reward, prompt, texts, name), abs=1e-4
+            )
     again = score_batch(sessions[0], reward, batch(texts)).values
-    assert again == pytest.approx(alone(reward, PROMPT, texts), abs=1e-4)
+    assert again == pytest.approx(alone(reward, PROMPT, texts, name), abs=1e-4)
     for session in sessions:
         reward.free(session)
         assert score_batch(session, reward, batch(texts)).values  # it can be used again
@@ -117,11 +132,11 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
 def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     """Guards against padding that is read, and scores in another order than the candidates."""
     reward = make(name)
-    texts = [*TEXTS, TEXTS[0], "x" * 90]
-    expected = [value for text in texts for value in score(reward, PROMPT, [text]).values]
+    texts, data = [*TEXTS, TEXTS[0], "x" * 90, "{}"], DATA.get(name, "")
+    expected = [value for text in texts for value in score(reward, PROMPT, [text], data).values]
     assert max(expected) - min(expected) > 1e-3
-    assert score(reward, PROMPT, texts).values == pytest.approx(expected, abs=1e-4)
-    backwards = score(reward, PROMPT, texts[::-1]).values
+    assert score(reward, PROMPT, texts, data).values == pytest.approx(expected, abs=1e-4)
+    backwards = score(reward, PROMPT, texts[::-1], data).values
     assert backwards == pytest.approx(expected[::-1], abs=1e-4)
 
 
@@ -159,13 +174,15 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
         try:
             assert worker.description.name == "r"
             assert worker.description.fingerprint and worker.description.description
-            async with worker.open(PROMPT) as session:
-                candidates = batch({0: "One.\n\nTw", 1: ""}, FinishReason.LENGTH)
+            data = DATA.get(name, "")
+            assert worker.description.takes_data == (name in DATA or name == "http")
+            async with worker.open(PROMPT, data) as session:
+                candidates = batch({0: "one.\n\nTw{}", 1: ""}, FinishReason.LENGTH)
                 first = await session.score(candidates)
                 again = await session.score(candidates)
                 assert again.values == pytest.approx(first.values, abs=1e-4)
                 assert len((await session.score(candidates[:1])).values) == 1
-            whole = await worker.score(PROMPT, ["One.\n\nTw", ""])
+            whole = await worker.score(PROMPT, ["one.\n\nTw{}", ""], data=data)
             assert whole.values != pytest.approx(first.values[::-1], abs=1e-6)
             assert worker.heartbeat_s() < 30
         finally:

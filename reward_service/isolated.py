@@ -1,0 +1,168 @@
+"""Checks whose work cannot be bounded beforehand, in a process with bounds of time and memory.
+
+A short text can ask sympy, or a schema a validator, for work without end. The process receives one
+check per line. One that exceeds the bounds ends the process, and the next check starts another.
+This is the only file that imports the libraries of `specrej-server[verify]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+CPU_S = 2.0  # of the processor's time per check
+_MEMORY_BYTES = 1 << 31
+_MOST_ENDED = 4  # checks of one request that may exceed the bounds
+
+Check = Callable[..., bool]
+
+
+def compile_pattern(pattern: str) -> Any:
+    """RE2's form of a regular expression, which is searched in linear time.
+
+    Raises ValueError: RE2 does not support it, or its automaton is too large.
+    """
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False  # they quote the pattern
+    try:
+        return re2.compile(pattern, options)
+    except re2.error:
+        raise ValueError("must be a regular expression of RE2") from None
+
+
+def escape_pattern(text: str) -> str:
+    """A regular expression that matches this text only."""
+    import re2
+
+    return str(re2.escape(text))
+
+
+class Isolated:
+    """A process for checks of one kind; used by one thread at a time.
+
+    Raises RuntimeError: `trial`, arguments of a check that must hold, does not.
+    """
+
+    def __init__(self, kind: str, *trial: str) -> None:
+        self._kind = kind
+        self._process: subprocess.Popen[str] | None = None
+        if not self._ask(*trial):
+            raise RuntimeError(f"checks of kind {kind} do not work: see the log")
+
+    def checker(self, *data: str) -> Callable[[str], bool]:
+        """A check of texts with this data, for one request.
+
+        A text that exceeds the bounds fails. After some of them the request's other texts fail.
+        """
+        num_ended = 0
+
+        def check(text: str) -> bool:
+            nonlocal num_ended
+            holds = self._ask(*data, text) if num_ended < _MOST_ENDED else False
+            num_ended += holds is None
+            return bool(holds)
+
+        return check
+
+    def _ask(self, *arguments: str) -> bool | None:
+        """Whether the check holds; None if it exceeded the bounds."""
+        if self._process and self._process.poll() is not None:  # killed between two checks
+            self._end()
+            self._process = None
+        process = self._process = self._process or self._start()
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps(arguments) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self._end()
+            self._process = None
+            return None
+        return bool(json.loads(answer))
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "reward_service.isolated", self._kind, str(CPU_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the service, which ends it
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self._end = weakref.finalize(self, _end, process)
+        return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+# The process runs everything below.
+
+
+def _mathematics() -> Check:
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.disable()  # the library's messages quote the texts
+    gold = lru_cache(1)(parse)  # without its timeouts: the process has its own
+
+    def equals(answer: str, text: str) -> bool:
+        return bool(
+            verify(
+                gold(answer, parsing_timeout=None),
+                parse(text, parsing_timeout=None),
+                timeout_seconds=None,
+            )
+        )
+
+    equals("$1/2$", "$0.5$")  # prepares its parser, before any bound counts
+    return equals
+
+
+def _schemas() -> Check:
+    import jsonschema_rs
+
+    @lru_cache(1)
+    def load(schema: str) -> Any:
+        linear = jsonschema_rs.RegexOptions()
+        return jsonschema_rs.validator_for(json.loads(schema), offline=True, pattern_options=linear)
+
+    def validates(schema: str, text: str) -> bool:
+        """With an empty text: whether it is a schema."""
+        return load(schema).is_valid(json.loads(text)) if text else bool(load(schema))
+
+    return validates
+
+
+def _main(kind: str, cpu_s: str) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    check = {"math": _mathematics, "schema": _schemas}[kind]()
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_s))  # the signal ends the process
+        try:
+            holds = check(*json.loads(line))
+        except Exception:
+            holds = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(holds), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

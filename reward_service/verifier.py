@@ -1,0 +1,106 @@
+"""Rewards that check texts by a request's data; imports none of their libraries.
+
+A score is in [0, 1]. That of an unfinished text is an upper bound of what any longer text can
+score: 1 while nothing is decided. So a veto never rejects a candidate that would have passed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from reward_service.reward import Reward, Task
+from reward_service.specs import Resources, Spec
+from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt, Scores
+from specrej.contracts.errors import InvalidRequest, Violation
+
+MAX_CHARACTERS = 1 << 20  # longer texts score 0
+
+# The score of a text, and whether it is final.
+Judge = Callable[[str, bool], float]
+
+
+class Data(BaseModel):
+    """What a request gives a verifier."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+@dataclass(eq=False, slots=True)
+class VerifierSession:
+    """`values`: scores by text and whether it was final, of the last batch."""
+
+    judge: Judge
+    values: dict[tuple[str, bool], float] = field(default_factory=dict)
+
+
+class Verifier(Reward):
+    """Scores texts by the data of their request. Raises ValueError: a library is missing."""
+
+    takes_data = True
+    token_budget = 1 << 16  # characters
+    is_isolated = False  # whether final texts are checked in another process
+    data_type: type[Data]
+
+    def __init__(self, spec: Spec, resources: Resources) -> None:
+        kind = self.data_type.__name__
+        self.name = spec.name
+        self.fingerprint = fingerprint.of_values(kind=kind, version=1)
+        if not all(map(find_spec, ("math_verify", "jsonschema_rs"))):
+            raise ValueError(f"reward {self.name}: requires pip install 'specrej-server[verify]'")
+
+    @abstractmethod
+    def prepare(self, data: Any) -> Judge:
+        """The judge of a request with this data. Raises InvalidRequest."""
+
+    def open_with(self, prompt: Prompt, data: str) -> VerifierSession:
+        if not data:
+            raise InvalidRequest([Violation("data", f"is required, such as {self.sample_data}")])
+        try:
+            return VerifierSession(self.prepare(self.data_type.model_validate_json(data)))
+        except ValidationError as error:
+            raise InvalidRequest(violations_of(error, "data")) from None
+
+    def begin(self, session: VerifierSession, candidates: Sequence[Candidate]) -> Task:
+        """A piece for each text that is new since the last batch."""
+        keys = [(candidate.text, candidate.finish is not None) for candidate in candidates]
+        known = session.values
+        values = session.values = {key: known[key] for key in keys if key in known}
+
+        def compute(text: str, is_final: bool) -> None:
+            fits = len(text) <= MAX_CHARACTERS
+            values[text, is_final] = session.judge(text, is_final) if fits else 0.0
+
+        def cost(text: str, is_final: bool) -> int:
+            # A pass takes one text that another process checks, so that sessions take turns.
+            return self.token_budget if self.is_isolated and is_final else 1 + len(text)
+
+        new = [key for key in dict.fromkeys(keys) if key not in values]
+        pieces = ((cost(*key), partial(compute, *key)) for key in new)
+        return Task(pieces, lambda _: Scores(tuple(values[key] for key in keys)))
+
+    def free(self, session: VerifierSession) -> None:
+        session.values = {}
+
+
+def violations_of(error: ValidationError, path: str) -> list[Violation]:
+    """What is wrong with data, without its values and without names that it made up."""
+    violations = []
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        is_unknown = item["type"] == "extra_forbidden"
+        where = item["loc"][:-1] if is_unknown else item["loc"]
+        steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in where)
+        text = "has an unknown field" if is_unknown else item["msg"]
+        violations.append(Violation(path + "".join(steps), text))
+    return violations
+
+
+def invalid(path: str, text: str) -> InvalidRequest:
+    return InvalidRequest([Violation(path, text)])
