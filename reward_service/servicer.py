@@ -151,13 +151,18 @@ class _ScoringStream:
         raise_if_any(self._servicer.check_batch(request.candidates))
         # Token counts and likelihoods are the generator's; no reward uses them.
         candidates = [
-            Candidate(c.candidate_id, c.text, 0, 0.0, FinishReason.STOP if c.finished else None)
-            for c in request.candidates
+            Candidate(c.candidate_id, c.text, 0, 0.0, _finish(c)) for c in request.candidates
         ]
         scores = await self._session.score(candidates)
         return pb.BatchScores(
             scores=scores.values, computed_tokens=scores.computed_tokens, compare=scores.compare
         )
+
+
+def _finish(candidate: pb.ScoreCandidate) -> FinishReason | None:
+    if candidate.finished:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if candidate.truncated else None
 
 
 def _check_question(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:

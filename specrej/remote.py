@@ -345,7 +345,10 @@ class RemoteScoringSession:
         batch = reward_pb2.ScoreBatch(
             candidates=[
                 reward_pb2.ScoreCandidate(
-                    candidate_id=c.id, text=c.text, finished=c.finish is FinishReason.STOP
+                    candidate_id=c.id,
+                    text=c.text,
+                    finished=c.finish is FinishReason.STOP,
+                    truncated=c.finish is FinishReason.LENGTH,
                 )
                 for c in candidates
             ]

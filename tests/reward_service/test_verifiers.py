@@ -15,10 +15,12 @@ from reward_service.kinds.checks import CHECKS, Check, Instruction, _make
 from reward_service.kinds.schema import extract_json, is_json, may_become_json
 from reward_service.reward import as_candidates, score_batch
 from reward_service.worker import Worker
-from specrej.contracts import FinishReason, Prompt
+from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
+from specrej.remote import RemoteRewards
 from tests.reward_service.endpoint import served
 from tests.reward_service.tiny import load
+from tests.world import channel_to, reward_backend
 
 PROMPT = Prompt.from_user("How many?")
 
@@ -320,6 +322,19 @@ def test_missing_libraries_are_named_by_their_extra(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(verifier, "find_spec", lambda name: None if name == "math_verify" else name)
     with pytest.raises(ValueError, match=r"reward r: .*specrej-server\[verify\]"):
         load("checks")
+
+
+async def test_over_the_wire_truncated_texts_are_final() -> None:
+    """Guards against answers cut off by `max_tokens` that score what they could have become."""
+    data = '{"checks": [{"id": "startend:quotation"}]}'
+    async with (
+        reward_backend(load("checks")) as service,
+        channel_to(service) as channel,
+        RemoteRewards(channel).open("r", PROMPT, data) as session,
+    ):
+        ends = (None, FinishReason.STOP, FinishReason.LENGTH)
+        candidates = [Candidate(i, '"a', 0, 0.0, finish) for i, finish in enumerate(ends)]
+        assert (await session.score(candidates)).values == (1.0, 0.0, 0.0)
 
 
 def follows(prompt: Prompt, responses: Sequence[str], data: Any) -> list[float]:

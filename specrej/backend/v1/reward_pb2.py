@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specrej.v1 import common_pb2 as specrej_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecrej/backend/v1/reward.proto\x12\x12specrej.backend.v1\x1a\x17specrej/v1/common.proto\"w\n\x0cScoreRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\x11\n\tresponses\x18\x03 \x03(\t\x12\x12\n\nunfinished\x18\x04 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\t\"8\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\x94\x01\n\x13ScoreSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.specrej.backend.v1.OpenScoringH\x00\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x1e.specrej.backend.v1.ScoreBatchH\x00\x42\t\n\x07\x63ommand\"\xcd\x01\n\x14ScoreSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x33\n\x06opened\x18\x02 \x01(\x0b\x32!.specrej.backend.v1.ScoringOpenedH\x00\x12\x31\n\x06scores\x18\x03 \x01(\x0b\x32\x1f.specrej.backend.v1.BatchScoresH\x00\x12\x31\n\x05stale\x18\x04 \x01(\x0b\x32 .specrej.backend.v1.StaleScoringH\x00\x42\x08\n\x06result\"O\n\x0bOpenScoring\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\t\"D\n\nScoreBatch\x12\x36\n\ncandidates\x18\x01 \x03(\x0b\x32\".specrej.backend.v1.ScoreCandidate\"F\n\x0eScoreCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"$\n\rScoringOpened\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"G\n\x0b\x42\x61tchScores\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\x12\x0f\n\x07\x63ompare\x18\x03 \x01(\x08\"\x0e\n\x0cStaleScoring\"\x1e\n\x1cRewardServiceDescribeRequest\"W\n\x1dRewardServiceDescribeResponse\x12\x36\n\x07rewards\x18\x01 \x03(\x0b\x32%.specrej.backend.v1.RewardDescription\"/\n\x19RewardServiceWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"d\n\x1aRewardServiceWatchResponse\x12\x46\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x31.specrej.backend.v1.RewardServiceDescribeResponse\"\xab\x01\n\x11RewardDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x11\n\tmax_batch\x18\x04 \x01(\x05\x12%\n\x05probe\x18\x05 \x01(\x0b\x32\x16.specrej.v1.ModelProbe\x12\x12\n\ntakes_data\x18\x06 \x01(\x08\x12\x10\n\x08is_cheap\x18\x07 \x01(\x08\x32\x9f\x03\n\rRewardService\x12L\n\x05Score\x12 .specrej.backend.v1.ScoreRequest\x1a!.specrej.backend.v1.ScoreResponse\x12\x65\n\x0cScoreSession\x12\'.specrej.backend.v1.ScoreSessionRequest\x1a(.specrej.backend.v1.ScoreSessionResponse(\x01\x30\x01\x12o\n\x08\x44\x65scribe\x12\x30.specrej.backend.v1.RewardServiceDescribeRequest\x1a\x31.specrej.backend.v1.RewardServiceDescribeResponse\x12h\n\x05Watch\x12-.specrej.backend.v1.RewardServiceWatchRequest\x1a..specrej.backend.v1.RewardServiceWatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecrej/backend/v1/reward.proto\x12\x12specrej.backend.v1\x1a\x17specrej/v1/common.proto\"w\n\x0cScoreRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\x11\n\tresponses\x18\x03 \x03(\t\x12\x12\n\nunfinished\x18\x04 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\t\"8\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\x94\x01\n\x13ScoreSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.specrej.backend.v1.OpenScoringH\x00\x12/\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x1e.specrej.backend.v1.ScoreBatchH\x00\x42\t\n\x07\x63ommand\"\xcd\x01\n\x14ScoreSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x33\n\x06opened\x18\x02 \x01(\x0b\x32!.specrej.backend.v1.ScoringOpenedH\x00\x12\x31\n\x06scores\x18\x03 \x01(\x0b\x32\x1f.specrej.backend.v1.BatchScoresH\x00\x12\x31\n\x05stale\x18\x04 \x01(\x0b\x32 .specrej.backend.v1.StaleScoringH\x00\x42\x08\n\x06result\"O\n\x0bOpenScoring\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\t\"D\n\nScoreBatch\x12\x36\n\ncandidates\x18\x01 \x03(\x0b\x32\".specrej.backend.v1.ScoreCandidate\"Y\n\x0eScoreCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\"$\n\rScoringOpened\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"G\n\x0b\x42\x61tchScores\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\x12\x0f\n\x07\x63ompare\x18\x03 \x01(\x08\"\x0e\n\x0cStaleScoring\"\x1e\n\x1cRewardServiceDescribeRequest\"W\n\x1dRewardServiceDescribeResponse\x12\x36\n\x07rewards\x18\x01 \x03(\x0b\x32%.specrej.backend.v1.RewardDescription\"/\n\x19RewardServiceWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"d\n\x1aRewardServiceWatchResponse\x12\x46\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x31.specrej.backend.v1.RewardServiceDescribeResponse\"\xab\x01\n\x11RewardDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x11\n\tmax_batch\x18\x04 \x01(\x05\x12%\n\x05probe\x18\x05 \x01(\x0b\x32\x16.specrej.v1.ModelProbe\x12\x12\n\ntakes_data\x18\x06 \x01(\x08\x12\x10\n\x08is_cheap\x18\x07 \x01(\x08\x32\x9f\x03\n\rRewardService\x12L\n\x05Score\x12 .specrej.backend.v1.ScoreRequest\x1a!.specrej.backend.v1.ScoreResponse\x12\x65\n\x0cScoreSession\x12\'.specrej.backend.v1.ScoreSessionRequest\x1a(.specrej.backend.v1.ScoreSessionResponse(\x01\x30\x01\x12o\n\x08\x44\x65scribe\x12\x30.specrej.backend.v1.RewardServiceDescribeRequest\x1a\x31.specrej.backend.v1.RewardServiceDescribeResponse\x12h\n\x05Watch\x12-.specrej.backend.v1.RewardServiceWatchRequest\x1a..specrej.backend.v1.RewardServiceWatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,23 +45,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREBATCH']._serialized_start=699
   _globals['_SCOREBATCH']._serialized_end=767
   _globals['_SCORECANDIDATE']._serialized_start=769
-  _globals['_SCORECANDIDATE']._serialized_end=839
-  _globals['_SCORINGOPENED']._serialized_start=841
-  _globals['_SCORINGOPENED']._serialized_end=877
-  _globals['_BATCHSCORES']._serialized_start=879
-  _globals['_BATCHSCORES']._serialized_end=950
-  _globals['_STALESCORING']._serialized_start=952
-  _globals['_STALESCORING']._serialized_end=966
-  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_start=968
-  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_end=998
-  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_start=1000
-  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_end=1087
-  _globals['_REWARDSERVICEWATCHREQUEST']._serialized_start=1089
-  _globals['_REWARDSERVICEWATCHREQUEST']._serialized_end=1136
-  _globals['_REWARDSERVICEWATCHRESPONSE']._serialized_start=1138
-  _globals['_REWARDSERVICEWATCHRESPONSE']._serialized_end=1238
-  _globals['_REWARDDESCRIPTION']._serialized_start=1241
-  _globals['_REWARDDESCRIPTION']._serialized_end=1412
-  _globals['_REWARDSERVICE']._serialized_start=1415
-  _globals['_REWARDSERVICE']._serialized_end=1830
+  _globals['_SCORECANDIDATE']._serialized_end=858
+  _globals['_SCORINGOPENED']._serialized_start=860
+  _globals['_SCORINGOPENED']._serialized_end=896
+  _globals['_BATCHSCORES']._serialized_start=898
+  _globals['_BATCHSCORES']._serialized_end=969
+  _globals['_STALESCORING']._serialized_start=971
+  _globals['_STALESCORING']._serialized_end=985
+  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_start=987
+  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_end=1017
+  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_start=1019
+  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_end=1106
+  _globals['_REWARDSERVICEWATCHREQUEST']._serialized_start=1108
+  _globals['_REWARDSERVICEWATCHREQUEST']._serialized_end=1155
+  _globals['_REWARDSERVICEWATCHRESPONSE']._serialized_start=1157
+  _globals['_REWARDSERVICEWATCHRESPONSE']._serialized_end=1257
+  _globals['_REWARDDESCRIPTION']._serialized_start=1260
+  _globals['_REWARDDESCRIPTION']._serialized_end=1431
+  _globals['_REWARDSERVICE']._serialized_start=1434
+  _globals['_REWARDSERVICE']._serialized_end=1849
 # @@protoc_insertion_point(module_scope)

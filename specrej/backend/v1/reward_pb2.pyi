@@ -236,22 +236,26 @@ class ScoreCandidate(_message.Message):
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """The candidate's id; 0 or more."""
     text: _builtins.str
     """Its whole text so far."""
     finished: _builtins.bool
     """Whether it ended by itself, rather than at a limit."""
+    truncated: _builtins.bool
+    """Whether it ended at a limit: no complete answer, but its text is final."""
     def __init__(
         self,
         *,
         candidate_id: _builtins.int = ...,
         text: _builtins.str = ...,
         finished: _builtins.bool = ...,
+        truncated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finished", b"finished", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finished", b"finished", "text", b"text", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
