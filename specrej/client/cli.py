@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +37,7 @@ from specrej.contracts import (
     ModelProbe,
     Prompt,
     ServiceDescription,
+    WeightedReward,
     errors,
     wire,
 )
@@ -209,7 +211,15 @@ def _parser() -> argparse.ArgumentParser:
     command.usage = "specrej generate [OPTIONS] PROMPT"
     command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     command.add_argument("--system", default="", help="a system turn before the prompt")
-    add_options(command.add_argument_group("request"))
+    group = command.add_argument_group("request")
+    add_options(group)
+    group.add_argument(
+        "--reward-data",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="JSON that the reward NAME compares answers with; repeatable; one needs no NAME",
+    )
     _add_call(command, 300.0)
 
     command = add("score", _score, "Score RESPONSEs to a prompt; higher is better.")
@@ -218,6 +228,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--reward", default="", help="the reward's name; empty: the default")
     command.add_argument(
         "--unfinished", action="store_true", help="the responses are beginnings of answers"
+    )
+    command.add_argument(
+        "--reward-data", type=Path, metavar="FILE", help="JSON that the reward compares them with"
+    )
+    command.add_argument(
+        "--orchestrator",
+        type=partial(_address, "127.0.0.1:50050"),
+        metavar="HOST[:PORT]",
+        help="ask this public port in place of a reward service",
     )
     _add_call(command, 60.0, "SPECREJ_REWARD_ADDRESS", "127.0.0.1:50052")
 
@@ -331,14 +350,45 @@ def _client(given: argparse.Namespace) -> Client:
 
 
 async def _generate(given: argparse.Namespace) -> None:
+    options = options_of(given)
+    if given.reward_data:
+        options["rewards"] = _with_data(options.get("rewards", []), given.reward_data)
     async with _client(given) as client:
-        events = client.stream(_prompt(given.system, given.prompt), **options_of(given))
+        events = client.stream(_prompt(given.system, given.prompt), **options)
         generation = await _watched(events)
     note(f"request {generation.request_id}")
     if given.json:
         _print_json(wire.to_plain(generation))
     else:
         _print_answers(generation)
+
+
+def _with_data(rewards: Sequence[WeightedReward], given: Sequence[str]) -> list[WeightedReward]:
+    """The rewards with their data, each `[NAME=]FILE`.
+
+    Raises:
+        OSError: a file cannot be read.
+        InvalidRequest: a reward is not named, or a file is no text.
+    """
+    data: dict[str, str] = {}
+    names = [reward.name for reward in rewards]
+    for text in given:
+        name, is_named, file = text.partition("=")
+        if not is_named or name not in names:
+            name, file = (names[0], text) if len(names) == 1 else ("", text)
+        if not name or name in data:
+            problem = f"{text}: use NAME=FILE, once for each --reward: {', '.join(names) or 'none'}"
+            raise errors.InvalidRequest([errors.Violation("--reward-data", problem)])
+        data[name] = _text_of(Path(file))
+    return [replace(reward, data=data.get(reward.name, "")) for reward in rewards]
+
+
+def _text_of(path: Path | None) -> str:
+    try:
+        return path.read_text() if path else ""
+    except UnicodeDecodeError:
+        violation = errors.Violation("--reward-data", f"{path} is no text")
+        raise errors.InvalidRequest([violation]) from None
 
 
 async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
@@ -378,13 +428,15 @@ async def _trace(given: argparse.Namespace) -> None:
 
 
 async def _score(given: argparse.Namespace) -> None:
-    credentials = credentials_of(given)
-    async with RewardClient(given.address, timeout_s=given.timeout, **credentials) as client:
+    kind: type[Client | RewardClient] = Client if given.orchestrator else RewardClient
+    address = given.orchestrator or given.address
+    async with kind(address, timeout_s=given.timeout, **credentials_of(given)) as client:
         scores = await client.score(
             _prompt("", given.prompt),
             given.responses,
             reward=given.reward,
             unfinished=given.unfinished,
+            data=_text_of(given.reward_data),
         )
     if given.json:
         _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
@@ -454,8 +506,9 @@ def _print_answers(generation: Generation) -> None:
         print(generation.best.text)
         return
     for ranked in generation.candidates:
+        vote = "" if ranked.vote is None else f", votes {ranked.vote}"
         vetoed = ", vetoed" if ranked.vetoed else ""
-        print(f"[{ranked.score:.4f}, candidate {ranked.id}{vetoed}] {ranked.text}")
+        print(f"[{ranked.score:.4f}, candidate {ranked.id}{vote}{vetoed}] {ranked.text}")
 
 
 def _facts(description: ServiceDescription) -> dict[str, str]:

@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.client.channel import check_address, open_channel
-from specrej.client.options import accepted, value_of
+from specrej.client.options import accepted, json_text, shown, value_of
 from specrej.contracts import (
     Event,
     Finished,
@@ -133,7 +133,7 @@ def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.Genera
     Options also take the texts of their flags, such as `algorithm="best-of-n"`,
     `rewards="relevance"` and `schedule="geometric:64,2"`, and mappings of their fields. `rewards`
     may map names to weights, `logit_bias` token ids to biases; a mapping for `structured_output` is
-    a JSON Schema.
+    a JSON Schema. A reward's `data` may be any JSON value; a text is one of JSON.
 
     Raises:
         TypeError: an unknown option.
@@ -189,7 +189,7 @@ def _part(contract: Any, given: Mapping[str, Any], message: type[M], path: str =
                 try:
                     wire.part_to_message(contract, {name: value}, message)
                 except (AttributeError, TypeError):
-                    raise ValueError(f"must be {accepted(name)}, is {value!r:.100}") from None
+                    raise ValueError(f"must be {accepted(name)}, is {shown(name, value)}") from None
         raise
 
 
@@ -404,6 +404,30 @@ class Client(_Connection):
                     raise
                 await attempts.after(error)
 
+    async def score(
+        self,
+        prompt: PromptLike,
+        responses: Sequence[str],
+        *,
+        reward: str = "",
+        unfinished: bool = False,
+        data: Any = "",
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+    ) -> Scores:
+        """As `RewardClient.score`; `Scores.reward` is the reward's name. "": the default reward.
+
+        Raises:
+            SpecrejError: one of its kinds.
+        """
+        request = _score_request(
+            orchestrator_pb2.OrchestratorServiceScoreRequest,
+            *(prompt, responses, reward, unfinished, data),
+        )
+        answer = await self._call("Score", request, timeout_s, token, metadata)
+        return Scores(tuple(answer.scores), answer.computed_tokens, reward=answer.reward)
+
     async def describe(
         self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
     ) -> ServiceDescription:
@@ -473,27 +497,20 @@ class RewardClient(_Connection):
         *,
         reward: str = "",
         unfinished: bool = False,
-        data: str = "",
+        data: Any = "",
         timeout_s: float | None = None,
     ) -> Scores:
         """One score per response, in order; higher is better. `reward` "": the service's first.
 
         `unfinished`: the responses are beginnings of answers. `data`: JSON for rewards that take
-        it.
+        it; a text is one of JSON.
 
         Raises:
             SpecrejError: one of its kinds.
         """
-        if isinstance(responses, str):
-            responses = [responses]
-        with _valid("request"):
-            request = reward_pb2.ScoreRequest(
-                reward=reward,
-                prompt=_prompt(prompt),
-                responses=responses,
-                unfinished=unfinished,
-                data=data,
-            )
+        request = _score_request(
+            reward_pb2.ScoreRequest, prompt, responses, reward, unfinished, data
+        )
         answer = await self._call("Score", request, timeout_s)
         return Scores(tuple(answer.scores), answer.computed_tokens)
 
@@ -502,6 +519,29 @@ class RewardClient(_Connection):
         request = reward_pb2.RewardServiceDescribeRequest()
         answer = await self._call("Describe", request, timeout_s)
         return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
+
+
+def _score_request(
+    message: type[M],
+    prompt: PromptLike,
+    responses: Sequence[str],
+    reward: str,
+    unfinished: bool,
+    data: Any,
+) -> M:
+    """Raises InvalidRequest: a value that the message cannot hold."""
+    if isinstance(responses, str):
+        responses = [responses]
+    with _valid("data"):
+        text = json_text(data)
+    with _valid("request"):
+        return message(
+            reward=reward,
+            prompt=_prompt(prompt),
+            responses=responses,
+            unfinished=unfinished,
+            data=text,
+        )
 
 
 def _prompt(prompt: PromptLike) -> common_pb2.Prompt:

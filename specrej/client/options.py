@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -169,14 +170,42 @@ def value_of(name: str, given: Any) -> Any:
             return _from_mapping((*get_args(kind), kind)[0], given)
         return convert(given) if isinstance(given, str) else given
     except (TypeError, ValueError):
-        raise ValueError(f"{given!r:.100}: use {syntax or accepted(name)}") from None
+        raise ValueError(f"{shown(name, given)}: use {syntax or accepted(name)}") from None
+
+
+def shown(name: str, given: Any) -> str:
+    """A value in an error, without the data of rewards."""
+    if name == "rewards" and not isinstance(given, str):
+        return type(given).__name__
+    return f"{given!r:.100}"
+
+
+def json_text(value: Any) -> str:
+    """A text as it is, anything else as JSON.
+
+    Raises:
+        ValueError: JSON cannot have it.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (RecursionError, TypeError, ValueError):
+        raise ValueError("must be JSON") from None
 
 
 def _from_mapping(kind: Any, fields: Any) -> Any:
     if not isinstance(fields, Mapping):
         return fields
     kinds = get_type_hints(kind)
-    return kind(**{name: _from_mapping(kinds.get(name), value) for name, value in fields.items()})
+    return kind(
+        **{
+            name: json_text(value)
+            if (kind, name) == (WeightedReward, "data")
+            else _from_mapping(kinds.get(name), value)
+            for name, value in fields.items()
+        }
+    )
 
 
 def accepted(name: str) -> str:

@@ -94,6 +94,7 @@ class SyncClient:
     generate = _blocking(Client.generate)
     reply = _blocking(Client.reply)
     stream = _iterating(Client.stream)
+    score = _blocking(Client.score)
     describe = _blocking(Client.describe)
     is_serving = _blocking(Client.is_serving)
     record = _blocking(Client.record)

@@ -23,6 +23,7 @@ from specrej.contracts import (
     RequestRecord,
     RoundCompleted,
     RoundTrace,
+    StopReason,
     Usage,
 )
 
@@ -34,6 +35,12 @@ BAR_CELLS = 16
 STRIP_CELLS = 32
 MINUS = "\N{MINUS SIGN}"
 _PREVIEW_CHARACTERS = 160
+_MAX_VOTES, _VOTE_CHARACTERS = 8, 40
+_STOPS = {
+    StopReason.SCORE: "ended early: an answer reached stop_at",
+    StopReason.FIRST: "ended early: enough answers were complete",
+    StopReason.VOTE: "ended early: the leading answer of the vote was safe",
+}
 _SOURCES = {
     AnswerSource.RUN: "generated for this request",
     AnswerSource.CACHE: "from the cache",
@@ -49,9 +56,11 @@ def cells(trace: RoundTrace, n: int) -> dict[str, str]:
     forks = f" ({len(trace.forks)} forks)" if trace.forks else ""
     vetoed = f" ({trace.num_vetoed} vetoed)" if trace.num_vetoed else ""
     freed = f" ({MINUS}{trace.freed_slots:,})" if trace.freed_slots else ""
+    wave = f" (wave {trace.wave})" if trace.wave > 1 else ""
+    check = " (check)" if trace.is_check else ""
     speed = 1000 * trace.generated_tokens / trace.extend_ms if trace.extend_ms else 0.0
     return {
-        "round": str(trace.number),
+        "round": f"{trace.number}{wave}{check}",
         "candidates": survivors_bar(trace, n),
         "token": str(trace.decision_token),
         "live": f"{trace.num_started}→{trace.num_live}{forks}{vetoed}",
@@ -95,6 +104,28 @@ def summary_line(generation: Generation) -> str:
     return f"{_cost(generation.best.score, generation.usage, generation.n, flags)}, {seconds:.1f} s"
 
 
+def result_lines(generation: Generation) -> Iterator[str]:
+    """`summary_line`, why it ended early, and the votes as bars."""
+    yield summary_line(generation)
+    begun = generation.num_begun
+    if generation.stopped_by:
+        of = f"; {begun} of {generation.n} candidates began" if begun < generation.n else ""
+        yield f"{_STOPS[generation.stopped_by]}{of}"
+    shown = generation.votes[:_MAX_VOTES]
+    width = max((len(_vote(vote.answer)) for vote in shown), default=0)
+    for vote in shown:
+        bar = "█" * max(1, round(BAR_CELLS * vote.share))
+        yield f"{_vote(vote.answer):<{width}}  {bar:<{BAR_CELLS}} {vote.share:4.0%}  {vote.count}"
+    if (more := generation.num_distinct - len(shown)) > 0 and shown:
+        yield f"and {more} other answers"
+
+
+def _vote(answer: str) -> str:
+    """An answer of a vote in one line."""
+    text = "".join(char if char.isprintable() else " " for char in answer)
+    return text if len(text) <= _VOTE_CHARACTERS else f"{text[: _VOTE_CHARACTERS - 1]}…"
+
+
 def _cost(score: float, usage: Usage, n: int, flags: Sequence[str]) -> str:
     compared = f"best-of-{n} about {usage.best_of_n_tokens_estimate:,}{saved_text(usage)}"
     noted = f" [{', '.join(flags)}]" if flags else ""
@@ -110,7 +141,7 @@ def saved_text(usage: Usage) -> str:
 
 
 async def follow(events: AsyncGenerator[Event, None], write: Callable[[str], object]) -> Generation:
-    """Write a line per round and one for the answer; returns the answer.
+    """Write a line per round and some for the answer; returns the answer.
 
     Leaving early closes the stream, which cancels the request.
     """
@@ -124,7 +155,8 @@ async def follow(events: AsyncGenerator[Event, None], write: Callable[[str], obj
                     write(plain_line(event.trace, n))
                 case Finished():
                     answer = event.generation
-                    write(summary_line(answer))
+                    for line in result_lines(answer):
+                        write(line)
     if answer is None:
         raise RuntimeError("the stream ended without an answer")
     return answer
@@ -157,7 +189,8 @@ async def watch(events: AsyncGenerator[Event, None], console: Console) -> Genera
                         answer = event.generation
                         # A cached answer had no events: show the rounds of the run that made it.
                         table = rounds_table(answer.rounds, answer.n, answer.best.id)
-                        live.update(Group(table, Text(summary_line(answer), "dim")))
+                        lines = "\n".join(result_lines(answer))
+                        live.update(Group(table, Text(lines, "dim")))
     if answer is None:
         raise RuntimeError("the stream ended without an answer")
     return answer
@@ -273,3 +306,5 @@ def _foot(record: RequestRecord) -> Iterator[str]:
         flags += ["hurried"] if record.hurried else []
         cost = _cost(record.score, usage, record.n, flags)
         yield f"{cost}, {usage.reward_tokens:,} read by rewards"
+    if record.stopped_by:
+        yield _STOPS[record.stopped_by]

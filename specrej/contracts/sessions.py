@@ -186,13 +186,14 @@ class Scores:
     """One score per candidate, in the order of the batch, and the tokens the reward model computed.
 
     `fingerprint`: the reward's, or empty. `compare`: whether the values compare the candidates of
-    the batch with each other, and with no others.
+    the batch with each other, and with no others. `reward`: its name, from the public port.
     """
 
     values: tuple[float, ...]
     computed_tokens: int = 0
     fingerprint: str = ""
     compare: bool = False
+    reward: str = ""
 
 
 @dataclass(frozen=True, slots=True)

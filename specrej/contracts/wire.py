@@ -399,8 +399,8 @@ def to_plain(
 ) -> dict[str, object]:
     """JSON types under proto field names; absent fields are left out.
 
-    Unlike protobuf's own JSON, 64-bit integers stay numbers, bytes are text, and times are numbers
-    under the contracts' names, which have the unit. An event is one field of its name.
+    Unlike protobuf's own JSON, 64-bit integers stay numbers, bytes are text, NaN is None, and times
+    are numbers under the contracts' names, which have the unit. An event is one field of its name.
     """
     match value:
         case c.Generation():
@@ -434,6 +434,8 @@ def _plain_value(field: Any, value: Any) -> object:
         return _plain(value)
     if field.enum_type:
         return field.enum_type.values_by_number[value].name
+    if value != value:  # NaN, which JSON cannot have
+        return None
     return text_of(value) if isinstance(value, bytes) else value
 
 

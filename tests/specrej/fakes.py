@@ -155,6 +155,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
         self.streams: list[orchestrator_pb2.GenerateStreamRequest] = []
+        self.scored: list[orchestrator_pb2.OrchestratorServiceScoreRequest] = []
         self.tenants: list[str] = []  # of the requests
         self.times_left: list[float] = []
         self.failures: list[Exception] = []
@@ -172,8 +173,16 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         register = partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, self)
         return Service("specrej.v1.OrchestratorService", register)
 
-    async def Score(self, request: Any, context: Context) -> Any:  # noqa: N802
-        raise NotImplementedError
+    async def Score(  # noqa: N802 - the name of the rpc
+        self, request: orchestrator_pb2.OrchestratorServiceScoreRequest, context: Context
+    ) -> orchestrator_pb2.OrchestratorServiceScoreResponse:
+        self.scored.append(request)
+        if self.failures:
+            raise self.failures.pop(0)
+        scores = [float(len(response)) for response in request.responses]
+        return orchestrator_pb2.OrchestratorServiceScoreResponse(
+            scores=scores, computed_tokens=7, reward=request.reward or "length"
+        )
 
     async def Generate(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateRequest, context: Context

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ FLAGS: Options = {
     "stop": ["END", "FIN"],
     "logit_bias": [c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)],
     "structured_output": c.JsonSchema('{"a": 1}'),
+    "vote": c.Vote("regex", "a(b)"),
 }
 
 
@@ -94,6 +96,7 @@ async def test_every_flag_reaches_the_server(
         " --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5"
         " --logit-bias 7=-100 --logit-bias 8=1.5 --bad-words in --bad-words fact"
         " --stop-token-ids 3 --stop-token-ids 4 --top-logprobs 2 --allow-degraded"
+        " --stop-at 0.5 --waves 2 --first 3 --vote regex:a(b) --confidence-cut 0.25,16"
     )
     system = ("--system", "Be brief.", "--structured-output", 'json_schema:{"a": 1}')
     out, _ = await command("generate", "why?", "--address", address, *system, *flags.split())
@@ -200,6 +203,54 @@ async def test_score(
     plain, _ = await command(*arguments, "--json")
     assert json.loads(plain) == {"scores": [1.0, 4.0], "computed_tokens": 7}
     assert {request.reward for request in reward.requests} == {"length"}
+
+
+async def test_score_by_the_orchestrator(
+    address: str, orchestrator: FakeOrchestrator, command: Command, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.json"
+    data.write_text('{"answer": 4}')
+    flags = ("--orchestrator", address, "--reward-data", str(data), "--prompt", "why?")
+    assert (await command("score", *flags, "ab"))[0] == "  2.0000  ab\n"
+    assert [request.data for request in orchestrator.scored] == ['{"answer": 4}']
+
+
+async def test_data_of_rewards_and_stops(
+    address: str, orchestrator: FakeOrchestrator, command: Command, tmp_path: Path
+) -> None:
+    """Guards against data that goes to another reward or nowhere, and stops that are not shown."""
+    made = replace(
+        GENERATION,
+        candidates=(replace(GENERATION.best, vote="4", rewards=(0.5, math.nan)),) * 2,
+        stopped_by=c.StopReason.VOTE,
+        votes=(c.VoteShare("4", 0.75, 6), c.VoteShare("a\x1b[1m\n" + "5" * 50, 0.25, 2)),
+        num_distinct=3,
+        num_begun=6,
+    )
+    orchestrator.events = (*EVENTS[:-1], c.Finished(made))
+    first, second = tmp_path / "a=b.json", tmp_path / "second"
+    first.write_text("[1]")
+    second.write_text('"x"')
+    call = ("generate", "why?", "--address", address)
+    out, shown = await command(
+        *(*call, "--reward", "checks", "--reward", "judge,stage=end"),
+        *("--reward-data", f"judge={second}", "--reward-data", f"checks={first}"),
+    )
+    assert out.splitlines()[0] == "[0.5000, candidate 3, votes 4] the best"
+    assert shown.splitlines()[-5:-1] == [
+        "ended early: the leading answer of the vote was safe; 6 of 8 candidates began",
+        f"{'4':<40}  {'█' * 12}      75%  6",
+        f"a [1m {'5' * 33}…  {'█' * 4}{' ' * 12}  25%  2",
+        "and 1 other answers",
+    ]
+    plain, _ = await command(*call, "--reward", "answer", "--reward-data", str(first), "--json")
+    assert json.loads(plain)["candidates"][0]["rewards"] == [0.5, None]
+    given, alone = (request.selection for request in orchestrator.requests)
+    assert [reward.data for reward in given.rewards] == ["[1]", '"x"']
+    assert [(reward.name, reward.data) for reward in alone.rewards] == [("answer", "[1]")]
+    for wrong in ((), ("--reward", "a", "--reward", "b")):
+        with pytest.raises(errors.InvalidRequest, match="use NAME=FILE"):
+            await command(*call, *wrong, "--reward-data", str(first))
 
 
 @pytest.mark.parametrize(

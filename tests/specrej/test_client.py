@@ -300,16 +300,45 @@ async def test_leaving_a_stream_cancels_the_call(
         await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
 
 
-async def test_scores_keep_their_order(reward_address: str, reward: FakeReward) -> None:
-    """Guards against scores that belong to other responses."""
-    async with RewardClient(reward_address) as client:
-        scores = await client.score("why?", ["a", "abc", "ab"], reward="length")
-        await client.score("why?", ["a"], unfinished=True)
-        assert await client.describe() == (c.RewardDescription("length", "f", "len", max_batch=8),)
-    assert scores == c.Scores((1.0, 3.0, 2.0), 7)
-    assert [request.unfinished for request in reward.requests] == [False, True]
-    assert reward.requests[0].reward == "length"
-    assert wire.from_message(reward.requests[0].prompt, c.Prompt) == c.Prompt.from_user("why?")
+@pytest.mark.parametrize("is_public", [False, True])
+async def test_scores_keep_their_order(
+    reward_address: str,
+    reward: FakeReward,
+    address: str,
+    orchestrator: FakeOrchestrator,
+    is_public: bool,
+) -> None:
+    """Guards against scores that belong to other responses, and fields that are dropped."""
+    requests: list[Any] = orchestrator.scored if is_public else reward.requests
+    async with Client(address) as public, RewardClient(reward_address) as own:
+        client = public if is_public else own
+        scores = await client.score("why?", ["a", "abc", "ab"], reward="length", data={"a": "é"})
+        await client.score("why?", "a", unfinished=True, data="[1]")
+        with pytest.raises(errors.InvalidRequest, match="data: must be JSON"):
+            await client.score("why?", "a", data=math.nan)
+        assert await own.describe() == (c.RewardDescription("length", "f", "len", max_batch=8),)
+    assert scores == c.Scores((1.0, 3.0, 2.0), 7, reward="length" if is_public else "")
+    assert [request.unfinished for request in requests] == [False, True]
+    assert [request.data for request in requests] == ['{"a":"é"}', "[1]"]
+    assert requests[0].reward == "length"
+    assert wire.from_message(requests[0].prompt, c.Prompt) == c.Prompt.from_user("why?")
+
+
+def test_data_is_any_json_and_in_no_error() -> None:
+    """Guards against data that is sent as Python's text of it, and secrets in errors."""
+    rewards = [{"name": "a", "data": {"answer": ["4", None]}}, {"name": "b", "data": "[1]"}]
+    sent = build_request("why?", rewards=rewards).selection.rewards
+    assert [reward.data for reward in sent] == ['{"answer":["4",null]}', "[1]"]
+    wrong: tuple[Any, ...] = (
+        [{"name": "a", "data": {"quokka": {1}}}],
+        [{"name": "a", "dada": "quokka"}],
+        {"name": "a", "data": {"answer": "quokka"}},
+        [{"name": 3, "data": "quokka"}],
+    )
+    for value in wrong:
+        with pytest.raises(errors.InvalidRequest) as refused:
+            build_request("why?", rewards=value)
+        assert "quokka" not in str(refused.value)
 
 
 async def test_an_answer_counts_whose_status_is_lost(

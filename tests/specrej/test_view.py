@@ -41,6 +41,7 @@ def printed(renderable: RenderableType, width: int = 120) -> str:
         ({"num_finished": 3, "num_rejected": 1}, "live 8→4  finished 3  best"),
         ({"num_finished": 2, "num_rejected": 2}, "candidates ██◆▒░░░░░░░░░░░░"),
         ({"freed_slots": 0, "extend_ms": 0.0}, "slots 1,544  tok/s 0"),
+        ({"wave": 2, "is_check": True}, "round 2 (wave 2) (check)  candidates"),
         ({"forks": (c.Fork(8, 1),), "num_vetoed": 2}, "live 8→4 (1 forks) (2 vetoed)"),
     ],
 )
@@ -96,6 +97,7 @@ async def test_a_terminal_gets_a_live_table(is_cached: bool) -> None:
         ({"outcome": ""}, ["running, for 2.100 s so far"]),
         ({"running_at_ms": None, "opened_at_ms": None}, ["look up 10.0 ms; queue 2,090.0 ms\n"]),
         ({"source": c.AnswerSource.CACHE}, ["from the cache", "of the request that generated it"]),
+        ({"stopped_by": c.StopReason.SCORE}, ["ended early: an answer reached stop_at"]),
         ({"degradations": (c.Degradation.REWARD,), "hurried": True}, ["[reward, hurried]"]),
     ],
 )
