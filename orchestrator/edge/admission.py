@@ -62,6 +62,13 @@ class _Pace:
 
 
 @dataclass(eq=False, slots=True)
+class Permit:
+    """A request that runs; `unused`: how many of its candidate-tokens it turned out not to need."""
+
+    unused: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class _Tenant:
     """One tenant: candidate-tokens `held` by its requests here, and its line of waiting ones.
 
@@ -118,8 +125,9 @@ class Admission:
         tokens: int = 1,
         time_left_s: float = math.inf,
         share: Share | None = None,
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[Permit]:
         """Wait for a permit and hold it while the context lasts; `time_left_s`: to the deadline.
+        What is `unused` at its end is given back to the tenant.
 
         Raises:
             Overloaded: the tenant's part of the line is full, or its limit is reached; carries a
@@ -132,12 +140,13 @@ class Admission:
         self._tenants[tenant] = own
         own.held += tokens
         try:
-            await self._acquire(own, tokens)
-            began = self._clock()
+            is_charged = await self._acquire(own, tokens)
+            began, permit = self._clock(), Permit()
             self._running_tokens += tokens
             try:
-                yield
+                yield permit
             finally:
+                own.start -= min(permit.unused, tokens) / own.weight * is_charged
                 self._running_tokens -= tokens
                 self._note(tenant, self._clock() - began, tokens)
                 self._release(own)
@@ -208,12 +217,13 @@ class Admission:
         is_bounded = any(other.passed >= MOST_PASSED for other in self._with_lines())
         return self.running < most + most // 4 and not is_bounded
 
-    async def _acquire(self, own: _Tenant, tokens: int) -> None:
+    async def _acquire(self, own: _Tenant, tokens: int) -> bool:
+        """Wait for a permit; whether it was charged."""
         if not own.line:
             own.start = max(own.start, self._virtual)
             if self._may_run(own):
-                self._grant(own, tokens, self._with_lines())
-                return
+                self._grant(own, tokens, lines := self._with_lines())
+                return bool(lines)
             own.waits_since, own.passed = next(self._arrivals), 0
         if self.queued >= self._limits.max_queued:
             self._evict()
@@ -227,6 +237,7 @@ class Admission:
             raise
         finally:
             own.line.pop(permit, None)
+        return True
 
     def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> None:
         """Count a permit, and charge it if there are tenants with `lines`."""

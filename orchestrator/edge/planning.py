@@ -133,6 +133,7 @@ class Plan:
     reward_order: tuple[int, ...]
     scorers: tuple[Scorer, ...]  # one per reward of the request
     candidate_tokens: int  # upper bound, for admission
+    grown_tokens: int  # most of these that candidates may grow to
     tenant: str
     share: Share
     key_of: Callable[[str, str], str]  # of the answer, by the fingerprints that make it
@@ -241,6 +242,7 @@ class Planner:
             reward_order=tuple(ordered.index(reward) for reward in rewards),
             scorers=tuple(self._scorer(reward, places[reward]) for reward in ordered),
             candidate_tokens=_candidate_tokens(request, most, generator),
+            grown_tokens=_grown_tokens(request, most, generator),
             tenant=tenant,
             share=share,
             key_of=partial(answer_key, planned, tenant=tenant, secret=self._secret),
@@ -387,11 +389,15 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     slots), plus the prompt's tokens (estimated), plus one per prefix that may be scored and one per
     value that may be returned."""
     selection, sampling = request.selection, request.sampling
-    grown = min(n * sampling.max_tokens, _capacity(generator))
+    grown = _grown_tokens(request, n, generator)
     scored = n * most_rounds(schedule_of(selection), sampling.max_tokens)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
     read = characters_to_tokens(_characters(request))
     return grown + scored + read + min(selection.return_candidates, n) * values
+
+
+def _grown_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
+    return min(n * request.sampling.max_tokens, _capacity(generator))
 
 
 def characters_to_tokens(characters: int) -> int:

@@ -203,13 +203,14 @@ class Orchestrator:
                 if plan.must_check:  # before it holds a permit
                     await self._generator.check(spec_of(plan.request, salt))
                 tokens, left_s = plan.candidate_tokens, plan.left_s
-                permit = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
-                queue_ms = await observed.admitted(stack, permit)
+                entering = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
+                permit, queue_ms = await observed.admitted(stack, entering)
             except Overloaded:
                 self._totals["num_refused"] += 1
                 raise
             except InvalidRequest as error:
                 raise _with_public_paths(error) from error
+            permit.unused = plan.grown_tokens
             before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
             backends = self._generator, plan.scorers
             given = (salt, plan.left_s)
@@ -231,6 +232,7 @@ class Orchestrator:
                             continue
                         if isinstance(event, RoundCompleted):
                             self._totals["generated_tokens"] += event.trace.generated_tokens
+                            permit.unused = max(0, permit.unused - event.trace.generated_tokens)
                         deliver(event)
             except InvalidRequest as error:
                 raise _with_public_paths(error) from error

@@ -361,21 +361,26 @@ class _Run:
 
     async def _open(self, stack: AsyncExitStack, ids: range) -> Session:
         spec = spec_of(self.request, self.cache_salt)
-        spec = replace(spec, n=len(ids), first_id=ids.start, like=self.like, weight=self.weight)
+        like = self.state.generator_fingerprint if ids.start else self.like
+        spec = replace(spec, n=len(ids), first_id=ids.start, like=like, weight=self.weight)
         with telemetry.span(names.SPAN_OPEN):
             opening = stack.enter_async_context(self.generator.open(spec))
             self.session = await _in_time(opening, self.deadline.patience_s)
         return self.session
 
     async def _continues(self, stack: AsyncExitStack, ids: range, wave_s: float) -> bool:
-        """Open another wave in `stack`, or leave it at the answers that are complete: no session is
-        to be had, or the time would not be enough for a wave as long as the one before."""
+        """Open another wave in `stack`, or leave it at the answers that are complete: the generators
+        of this version are away or full, or the time would not be enough for a wave as long as the
+        one before."""
         state, began = self.state, self.clock()
         if state.ended and wave_s > self.deadline.left_s:
             self.deadline.hurried = True
             return False
         try:
-            await self._open(stack, ids)
+            session = await self._open(stack, ids)
+            if session.fingerprint != state.generator_fingerprint:
+                await stack.aclose()
+                raise Unavailable("a generator of this version is needed")
         except (OutOfTime, Overloaded, Unavailable) as error:
             if not state.ended:
                 raise
@@ -417,7 +422,10 @@ class _Run:
                 ended = await self._extend()
             state.take(ended)
             times.append(self.clock())
-            await self._score(ended)
+            try:
+                await self._score(ended)
+            except OutOfTime as error:
+                self._failure = error  # of the next round, if there is one: this one is traced
             times.append(self.clock())
             with telemetry.span(names.SPAN_PRUNE):
                 alpha, forks, freed = await self._reject(ended)
@@ -450,7 +458,8 @@ class _Run:
         growing = _GrowingRound(self.progress, is_certain)
         while True:
             num_tokens = self.deadline.stride_tokens(position, until, rows)
-            num_tokens = min(num_tokens, max(1, _STRIDE_TOKENS // rows), self._most_unwatched)
+            unwatched = self._grid - position % self._grid
+            num_tokens = min(num_tokens, max(1, _STRIDE_TOKENS // rows), unwatched)
             try:
                 part = await self._stride(position, position + num_tokens, rows, growing)
             except (OutOfTime, SpecrejError) as error:
@@ -465,13 +474,14 @@ class _Run:
             if self.deadline.is_over or self.deadline.must_cut(position, until, rows):
                 self.deadline.hurried = True
                 return whole
-            if await self._is_notable(whole):
+            if position % self._grid == 0 and await self._is_notable(whole):
                 self._is_check = True
                 return whole
 
     @property
-    def _most_unwatched(self) -> int:
-        """Tokens to grow before what has ended, and vetoes, are looked at."""
+    def _grid(self) -> int:
+        """Positions, by their distance, at which what has ended, and vetoes, are looked at. Strides
+        depend on the time left, these do not: equal requests stop at equal positions."""
         is_watched = self.request.selection.may_stop or self._vetoing
         tokens = _COSTLY_TOKENS if self.session.costly_rounds else _WATCHED_TOKENS
         return tokens if is_watched else _STRIDE_TOKENS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.cache import tenant_digest
 from specrej import telemetry
@@ -45,6 +45,8 @@ OK = "OK"
 
 # Sizes are counted in candidates of a round, about 100 bytes each; a round itself counts as this
 # many. The loop bounds the candidates of one request.
+T = TypeVar("T")
+
 _ROUND_SIZE = 8
 MAX_SIZE = 131_072  # of all records
 # Operation names of OpenTelemetry's conventions for generative AI.
@@ -106,14 +108,14 @@ class ObservedRequest:
         self._with_texts = with_texts
 
     async def admitted(
-        self, stack: AsyncExitStack, permit: AbstractAsyncContextManager[None]
-    ) -> float:
-        """Wait for a permit, which the stack holds; returns the milliseconds waited."""
+        self, stack: AsyncExitStack, permit: AbstractAsyncContextManager[T]
+    ) -> tuple[T, float]:
+        """Wait for a permit, which the stack holds; returns it and the milliseconds waited."""
         began, result = self._clock(), "left"
         self._facts["queued_at_ms"] = self._now_ms()
         try:
             with telemetry.span(names.SPAN_QUEUE):
-                await stack.enter_async_context(permit)
+                entered = await stack.enter_async_context(permit)
             result = "admitted"
         except Overloaded:
             result = "refused"
@@ -123,7 +125,7 @@ class ObservedRequest:
             metrics.add(names.ADMISSIONS, result=result)
             metrics.record(names.QUEUE_DURATION, waited_s)
         self._facts["running_at_ms"] = self._now_ms()
-        return waited_s * 1e3
+        return entered, waited_s * 1e3
 
     def add(self, event: Event) -> None:
         """Observe an event as it happens."""

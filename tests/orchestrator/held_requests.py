@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Requests:
         self.running = 0
         self.most_running = 0
         self._ends: list[asyncio.Event] = []
+        self.unused: Counter[str] = Counter()  # of each request, by tenant
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -52,7 +54,7 @@ class Requests:
         await turns()
 
     async def _hold(self, number: int, end: asyncio.Event, *request: Any) -> None:
-        async with self.admission.enter(*request):
+        async with self.admission.enter(*request) as permit:
             self.entered.append(number)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
@@ -60,6 +62,7 @@ class Requests:
                 await end.wait()
             finally:
                 self.running -= 1
+                permit.unused = self.unused[request[0]]
 
     async def refused(self, **request: Any) -> Overloaded:
         """The error of one more request."""

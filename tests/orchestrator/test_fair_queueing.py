@@ -30,6 +30,20 @@ async def test_tenants_share_by_candidate_tokens_in_the_order_of_arrival() -> No
     assert requests.entered == [0, 1, 5, 7, 8, 2, 6, 3, 4]
 
 
+async def test_tokens_that_were_not_used_are_given_back() -> None:
+    """Guards a tenant whose requests end early: it waited as if each had used all of its tokens."""
+    requests = Requests(1, 20)
+    requests.unused["a"] = 90
+    await requests.arrive(tenant="a", tokens=100)
+    for tenant in "aaaabbbb":
+        await requests.arrive(tenant=tenant, tokens=100 if tenant == "a" else 50)
+    for _ in range(8):
+        await requests.next()
+    order = "".join("a" if number < 5 else "b" for number in requests.entered)
+    await requests.finish_all()
+    assert order == "aabaaabbb", "10 tokens of a are less than 50 of b"
+
+
 async def test_a_tenant_of_consecutive_large_requests_is_not_served_first() -> None:
     """Guards waiting small requests against large ones, each sent as soon as the one before has
     ended: they took every second turn, and nearly all the tokens. The first is not charged."""

@@ -121,7 +121,7 @@ class RewardNode(Node):
         return self._num_open
 
     @asynccontextmanager
-    async def _open(self, prompt: Prompt) -> AsyncIterator[Any]:
+    async def _open(self, prompt: Prompt, data: str) -> AsyncIterator[Any]:
         self._num_open += 1
         try:
             yield SimpleNamespace(score=self._score)

@@ -30,7 +30,7 @@ from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisClient, tenant_digest
 from orchestrator.cache import redis_client as redis_py
 from orchestrator.edge import service
-from orchestrator.edge.admission import MOST_PASSED, Admission, Limits
+from orchestrator.edge.admission import MOST_PASSED, Admission, Limits, Permit
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.loop.deadline import DeadlineController
@@ -108,7 +108,7 @@ class WatchedAdmission(Admission):
         self.__leaving: list[asyncio.Task[None]] = []  # clients
 
     @asynccontextmanager
-    async def enter(self, tenant: str = "", tokens: int = 1, *others: Any) -> AsyncIterator[None]:
+    async def enter(self, tenant: str = "", tokens: int = 1, *others: Any) -> AsyncIterator[Permit]:
         waiting, debt = self.__waiting, self.__debt
         debt[tenant] *= waiting[tenant] > 0
         self.__came.setdefault(tenant, next(self.__numbers))
@@ -121,7 +121,7 @@ class WatchedAdmission(Admission):
         is_held = False
         note_change(self)
         try:
-            async with super().enter(tenant, tokens, *others):
+            async with super().enter(tenant, tokens, *others) as permit:
                 is_held = True
                 waiting[tenant] -= 1
                 debt[tenant] = 0
@@ -129,7 +129,13 @@ class WatchedAdmission(Admission):
                 if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
                     fail(f"turns are not fair: {debt}")
                 self.__compare(tenant, tokens)
-                yield
+                lead = self.__lead
+                yield permit
+                # What it did not use is not had before them.
+                passed = {t for t, num in waiting.items() if num and t != tenant}
+                unused = min(permit.unused, tokens)
+                debt.update({t: -min(unused, debt[t]) for t in passed})
+                lead[tenant] -= unused
         finally:
             waiting[tenant] -= not is_held
             note_change(self)
@@ -145,7 +151,7 @@ class WatchedAdmission(Admission):
             if self.__passed[other] > MOST_PASSED + 5 + self.__most:
                 fail(f"{self.__passed[other]} requests that came later pass {other}")
         if len(others) != 1 or not self.__waiting[tenant]:
-            self.__lead.clear()  # also those of tenants whose lines have ended meanwhile
+            self.__lead = Counter()  # also those of tenants whose lines have ended meanwhile
             return
         self.__lead[tenant] += tokens
         if self.__lead[tenant] - self.__lead[others[0]] > self.__largest * (3 + self.__most):
@@ -362,7 +368,8 @@ class Simulation:
                 elif beside == "small":
                     tenant, shape = (tenant, (5, 12)) if index % 2 else ("small", (1, 4))
                     options = {**options, "seed": next(self._new_seeds), "min_answers": 1}
-                    options.pop("branching", None)
+                    for name in ("branching", "waves", "first"):
+                        options.pop(name, None)
                     options |= dict(zip(("n", "max_tokens"), shape, strict=True))
                 options = {**options, "allow_degraded": rng.random() < 0.3}
                 options["return_candidates"] = rng.randint(1, 3)
@@ -391,6 +398,9 @@ class Simulation:
             options["branching"] = contracts.Branching(width=4, keep=2)
             options["n"] = 4
         options["min_answers"] = 1 + (options["n"] != 1 and draw() < 0.2)
+        if draw() < 0.2 and options["n"] and "branching" not in options:
+            options |= {"waves": 2 * (draw() < 0.7), "first": int(draw() * 3) % options["n"]}
+            options["stop_at"] = (0.3, 0.6)[int(draw() * 2)]
         return ("one", "one two", "one two three", "four")[int(draw() * 4)], options
 
     async def _client(self, request: Any, tenant: str, process: Process) -> None:
@@ -459,7 +469,8 @@ class Simulation:
         self, prompt: str, options: Any, tenant: str, generation: Generation, left_s: float
     ) -> None:
         """The answer may be given to this request, `left_s` before its deadline, with its texts."""
-        is_weak = generation.degraded or generation.hurried
+        is_reduced = generation.reduced and options["n"] > 0  # a wave found no room
+        is_weak = generation.degraded or generation.hurried or is_reduced
         if generation.cached:
             # Requests of a flight have the same `allow_degraded`, and weak answers are not stored.
             is_late = left_s <= generation.timings.total_ms / 1e3 + _LATE_S
@@ -521,9 +532,9 @@ def _check_rounds(options: Any, generation: Generation, *, is_weak: bool) -> Non
     rounds, num_tokens = generation.rounds, generation.usage.generated_tokens
     if num_tokens != (traced := sum(trace.generated_tokens for trace in rounds)):
         raise Violation(f"{num_tokens} tokens are reported, {traced} in rounds")
-    if rounds[-1].num_live and not is_weak:
+    if rounds[-1].num_live and not (is_weak or generation.stopped_by):
         raise Violation(f"the run ended with {rounds[-1].num_live} live candidates")
-    if is_weak or "branching" in options:
+    if is_weak or "branching" in options or "waves" in options:
         return
     alpha, planned = options["alpha"], [options["schedule"].first * 2**at for at in range(4)]
     if options["algorithm"] is contracts.Algorithm.BEST_OF_N:
@@ -566,7 +577,8 @@ def _checked(events: Sequence[contracts.Event]) -> Generation:
     if tuple(rounds) != generation.rounds:
         raise Violation("the streamed rounds are not those of the answer")
     for one, other in pairwise(rounds):
-        if (one.number + 1, one.num_live) != (other.number, other.num_started):
+        num_live = one.num_live if one.wave == other.wave else other.num_started
+        if (one.number + 1, num_live) != (other.number, other.num_started):
             raise Violation(f"round {other.number} does not follow round {one.number}")
     text = "".join(event.text for event in earlier if isinstance(event, contracts.TextDelta))
     if text and text != generation.best.text:
