@@ -174,6 +174,8 @@ async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> Non
         else:  # candidates of earlier rounds are complete and scored
             scored = await strict
             assert scored.hurried and scored.candidates == generation.candidates
+            traced = sum(trace.generated_tokens for trace in scored.rounds)
+            assert traced == scored.usage.generated_tokens, "the round without scores, too"
     assert generation.degradations == ((Degradation.REWARD,) if batch < 3 else ())
     assert generation.hurried, "equal requests with more time must not get this answer"
     assert generation.best.finish is FinishReason.STOP
