@@ -369,9 +369,11 @@ class _Run:
         return self.session
 
     async def _continues(self, stack: AsyncExitStack, ids: range, wave_s: float) -> bool:
-        """Open another wave in `stack`, or leave it at the answers that are complete: the generators
-        of this version are away or full, or the time would not be enough for a wave as long as the
-        one before."""
+        """Open another wave in `stack`, or leave it at the answers that are complete.
+
+        So it does if the generators of this version are away or full, or if the time would not be
+        enough for a wave as long as the one before.
+        """
         state, began = self.state, self.clock()
         if state.ended and wave_s > self.deadline.left_s:
             self.deadline.hurried = True
