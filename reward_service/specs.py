@@ -318,6 +318,23 @@ class FunctionSpec(Spec):
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
+class UnitTestsSpec(Spec):
+    """Tests of a request, run in a sandbox.
+
+    workers: programs at once, by default one per CPU; wall_s, cpu_s, memory_mb: bounds of each, of
+    time in all, of the processor's time and of memory; allow_unsandboxed: where neither bubblewrap
+    nor namespaces work, run programs with limits only.
+    """
+
+    loader = "unit_tests:UnitTestsReward"
+    kind: Literal["tests"] = "tests"
+    workers: int = Field(0, ge=0, le=1024)
+    wall_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    cpu_s: int = Field(3, ge=1, le=600)
+    memory_mb: int = Field(512, ge=64, le=65536)
+    allow_unsandboxed: bool = False
+
+
 class HTTPSpec(Spec):
     """A reward behind HTTP, which has `timeout_s` seconds for each answer.
 
@@ -391,7 +408,8 @@ RewardSpec = Annotated[
     | HTTPSpec
     | AnswerSpec
     | ChecksSpec
-    | SchemaSpec,
+    | SchemaSpec
+    | UnitTestsSpec,
     Field(discriminator="kind"),
     BeforeValidator(_is_not_former),
 ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,6 +31,9 @@ class Data(BaseModel):
     """What a request gives a verifier."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+D = TypeVar("D", bound=Data)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,12 +64,7 @@ class Verifier(Reward):
         """The judge of a request with this data. Raises InvalidRequest."""
 
     def open_with(self, prompt: Prompt, data: str) -> VerifierSession:
-        if not data:
-            raise InvalidRequest([Violation("data", f"is required, such as {self.sample_data}")])
-        try:
-            return VerifierSession(self.prepare(self.data_type.model_validate_json(data)))
-        except ValidationError as error:
-            raise InvalidRequest(violations_of(error, "data")) from None
+        return VerifierSession(self.prepare(read_data(self.data_type, data, self.sample_data)))
 
     def begin(self, session: VerifierSession, candidates: Sequence[Candidate]) -> Task:
         """A piece for each text that is new since the last batch."""
@@ -88,6 +86,16 @@ class Verifier(Reward):
 
     def free(self, session: VerifierSession) -> None:
         session.values = {}
+
+
+def read_data(data_type: type[D], data: str, sample: str) -> D:
+    """The data of a request. Raises InvalidRequest."""
+    if not data:
+        raise InvalidRequest([Violation("data", f"is required, such as {sample}")])
+    try:
+        return data_type.model_validate_json(data)
+    except ValidationError as error:
+        raise InvalidRequest(violations_of(error, "data")) from None
 
 
 def violations_of(error: ValidationError, path: str) -> list[Violation]:

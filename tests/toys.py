@@ -28,8 +28,10 @@ async def toys() -> AsyncIterator[Stack]:
 
 def _settings() -> dict[str, str]:
     """With the rewards of the examples and the composites of docs/rewards.md."""
-    rewards = [{"name": name, "kind": "toy"} for name in _NAMES]
-    rewards += json.loads((ROOT / "examples/coding/rewards.json").read_text("utf-8"))
+    rewards: list[dict[str, object]] = [{"name": name, "kind": "toy"} for name in _NAMES]
+    coding = json.loads((ROOT / "examples/coding/rewards.json").read_text("utf-8"))
+    # Also where there is no sandbox.
+    rewards += [{**spec, "allow_unsandboxed": True} for spec in coding]
     page = (ROOT / "docs/rewards.md").read_text("utf-8")
     composites = re.search("^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", page, re.MULTILINE)
     assert composites

@@ -1,4 +1,4 @@
-"""Write a function that passes unit tests: candidates are ranked by the tests that they pass.
+"""Write a function that passes hidden tests: candidates are ranked by the tests that they pass.
 
 The server must have the reward `unit-tests` of rewards.json.
 """
@@ -11,11 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-from examples.coding.unit_tests import code_of
 from specrej import Client, SpecrejError, WeightedReward
 
 HERE = Path(__file__).parent
-# Only code that passes no test is vetoed; text without code has a score.
+# Only code that passes no test is vetoed; text that may still become code has the score 1.
 VETO_BELOW = 1e-6
 
 
@@ -31,20 +30,22 @@ async def run(options: argparse.Namespace) -> int:
             n=options.n,
             max_tokens=256,
             temperature=0.8,
-            rewards=[WeightedReward("unit-tests", veto_below=VETO_BELOW)],
+            rewards=[
+                WeightedReward(
+                    "unit-tests", veto_below=VETO_BELOW, data=options.tests.read_text("utf-8")
+                )
+            ],
         )
     best = generation.best
     print(best.text)
-    if code_of(best.text) is None:
-        print("\nno complete block of code: nothing was tested", file=sys.stderr)
-        return 1
-    print(f"\n{best.score:.0%} of the unit tests pass", file=sys.stderr)
+    print(f"\n{best.score:.0%} of the hidden tests pass", file=sys.stderr)
     return 0 if best.score == 1 else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("task", type=Path, nargs="?", default=HERE / "task.md")
+    parser.add_argument("--tests", type=Path, default=HERE / "tests.json")
     parser.add_argument("--n", type=int, default=32)
     parser.add_argument("--address", default=os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050"))
     try:

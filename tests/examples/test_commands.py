@@ -24,7 +24,7 @@ ARGUMENTS = {
 }
 OUTPUT = {
     "batch": "12/12",
-    "coding": "no complete block of code",  # a toy writes none
+    "coding": "0% of the hidden tests pass",  # a toy writes no code
     "preferences": "of 8 prompts in build/examples/pairs.jsonl",
     "rag": "passages:",
 }

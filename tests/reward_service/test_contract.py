@@ -37,7 +37,7 @@ WORDS = {"good": "+", "bad": "-"}
 VALUE_HEAD = {"head": "v_head.summary", "append_token": tiny.BOS, "unfinished": "open"}
 
 # How a tiny model of the kind is saved, and options beside it. Not here: a classifier on
-# vLLM, which needs another environment, and http, whose server is part of its own tests.
+# vLLM, which needs another environment, and those of REMOTE; judge has tests of its own.
 CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
     "value head": ("classifier", CARDS["GRM-llama3-8B-sftreg"].save, VALUE_HEAD),
@@ -165,17 +165,22 @@ def test_prompt_over_the_models_limit_is_an_invalid_request(make: Make, name: st
     assert [violation.field for violation in failure.value.violations] == ["prompt"]
 
 
-@pytest.mark.parametrize("name", [*KINDS, "http"])
+# Of kinds that this process awaits: data with which the texts below have different scores.
+REMOTE = {"http": "", "tests": '{"compiles": true, "whole": true}'}
+
+
+@pytest.mark.parametrize("name", [*KINDS, *REMOTE])
 async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
     """Guards batches without new tokens, and a lone text, which `pairwise` compares with none."""
+    data = (DATA | REMOTE).get(name, "")
     async with served() as endpoint:
-        reward = load("http", url=endpoint.url) if name == "http" else make(name)
+        options = {"url": endpoint.url} if name == "http" else {"allow_unsandboxed": True}
+        reward = load(name, **options) if name in REMOTE else make(name)
         worker = await Worker.start(lambda: reward)
         try:
             assert worker.description.name == "r"
             assert worker.description.fingerprint and worker.description.description
-            data = DATA.get(name, "")
-            assert worker.description.takes_data == (name in DATA or name == "http")
+            assert worker.description.takes_data == (name in DATA or name in REMOTE)
             async with worker.open(PROMPT, data) as session:
                 candidates = batch({0: "one.\n\nTw{}", 1: ""}, FinishReason.LENGTH)
                 first = await session.score(candidates)
