@@ -8,8 +8,9 @@ next. Virtual time, in candidate-tokens per weight, is the start of the request 
 New tenants start at the current virtual time and could delay a waiting tenant for ever: at most
 `MOST_PASSED` requests of tenants that came later run before it.
 
-A tenant that has no running request, and not had more than its share, need not wait for one of
-another tenant to end: a quarter more permits than the limit, rounded down, are for such tenants.
+A tenant that has no running request need not wait for one of another tenant to end: a quarter more
+permits than the limit, rounded down, are for such tenants. They are charged, too, and one that was
+served an average running request more than the others waits.
 """
 
 from __future__ import annotations
@@ -142,14 +143,12 @@ class Admission:
         try:
             is_charged = await self._acquire(own, tokens)
             began, permit = self._clock(), Permit()
-            self._running_tokens += tokens
             try:
                 yield permit
             finally:
                 own.start -= min(permit.unused, tokens) / own.weight * is_charged
-                self._running_tokens -= tokens
                 self._note(tenant, self._clock() - began, tokens)
-                self._release(own)
+                self._release(own, tokens)
         finally:
             own.held -= tokens
             for name, one in [*self._tenants.items()]:
@@ -212,9 +211,11 @@ class Admission:
     def _may_run(self, tenant: _Tenant) -> bool:
         """Whether there is a permit for a request of this tenant."""
         most = self._limits.max_running
-        if self.running < most or tenant.running or tenant.start > self._virtual:
+        if self.running < most or tenant.running:
             return self.running < most
+        excess = (tenant.start - self._virtual) * tenant.weight * self.running
         is_bounded = any(other.passed >= MOST_PASSED for other in self._with_lines())
+        is_bounded = is_bounded or excess > self._running_tokens
         return self.running < most + most // 4 and not is_bounded
 
     async def _acquire(self, own: _Tenant, tokens: int) -> bool:
@@ -233,7 +234,7 @@ class Admission:
             await permit
         except asyncio.CancelledError:
             if permit.done() and not (permit.cancelled() or permit.exception()):
-                self._release(own)  # cancelled before it resumed
+                self._release(own, tokens)  # cancelled before it resumed
             raise
         finally:
             own.line.pop(permit, None)
@@ -243,21 +244,25 @@ class Admission:
         """Count a permit, and charge it if there are tenants with `lines`."""
         for other in lines:
             other.passed += other.waits_since < tenant.came
-        if lines:
+        if lines and self.running < self._limits.max_running:
             self._virtual = max(self._virtual, tenant.start)
+        if lines:
             tenant.start += tokens / tenant.weight
         tenant.waits_since, tenant.passed = next(self._arrivals), 0
         tenant.running += 1
         self.running += 1
+        self._running_tokens += tokens
 
-    def _release(self, own: _Tenant) -> None:
+    def _release(self, own: _Tenant, tokens: int) -> None:
         """Return a permit, and give those that are free to the next in line."""
         own.running -= 1
         self.running -= 1
+        self._running_tokens -= tokens
         if not self._with_lines():  # all tenants are equal again
             self._virtual = max([self._virtual, *(one.start for one in self._tenants.values())])
         while ready := [tenant for tenant in self._with_lines() if self._may_run(tenant)]:
-            tenant, lines = min(ready, key=_turn), self._with_lines()
+            lines = self._with_lines()
+            tenant = min(ready, key=lambda one: (one.passed < MOST_PASSED, one.start))
             permit, tokens = tenant.line.popitem(last=False)
             if not permit.done():  # else cancelled, and has not resumed yet
                 self._grant(tenant, tokens, lines)
@@ -271,11 +276,6 @@ class Admission:
             text = f"{self.running} requests run and a tenant with fewer waiting took the place"
             wait_s = _bounded(self._fair_wait_s(tenant))
             permit.set_exception(Overloaded(text, retry_after_s=wait_s))
-
-
-def _turn(tenant: _Tenant) -> tuple[bool, float]:
-    """Orders tenants: the least is next."""
-    return tenant.passed < MOST_PASSED, tenant.start
 
 
 def _bounded(wait_s: float) -> float:

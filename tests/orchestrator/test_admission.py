@@ -105,16 +105,18 @@ async def test_a_tenant_with_nothing_running_need_not_wait() -> None:
         requests.clock.now_s += 10.0
     await requests.arrive(30, tenant="many", tokens=10)
     await requests.arrive(tenant="one", tokens=10, time_left_s=1.0)  # 30
-    await requests.arrive(tenant="one", tokens=10)
+    await requests.arrive(2, tenant="one", tokens=10)
     assert requests.entered == [*range(8), 30]
-    await requests.end(30, 0)  # it has had its share: its next one waits
-    assert requests.entered[9:] == [8] and requests.counts == (8, 22)
+    await requests.end(30)
+    assert requests.entered[9:] == [31]
+    await requests.end(31, 0)  # it had two more than the others: its next one waits
+    assert requests.entered[10:] == [8] and requests.counts == (8, 22)
     await requests.end(1)
-    assert requests.entered[10:] == [9, 31] and requests.counts == (9, 20)
-    for number in range(32, 32 + MOST_PASSED + 3):
+    assert requests.entered[11:] == [9, 32] and requests.counts == (9, 20)
+    for number in range(33, 33 + MOST_PASSED + 3):
         await requests.arrive(tenant=f"new {number}", tokens=10)
         await requests.end(number)
-    assert requests.entered[12:] == [*range(32, 32 + MOST_PASSED)]
+    assert requests.entered[13:] == [*range(33, 33 + MOST_PASSED)]
     await requests.finish_all()
 
 
