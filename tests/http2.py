@@ -21,8 +21,9 @@ def window(num_bytes: int) -> bytes:
     return frame(SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, num_bytes))
 
 
-def headers(method: str, authority: str) -> bytes:
-    """The headers of a call, in HPACK as uncompressed literals without indexing."""
+def headers(method: str, authority: str, **more: str) -> bytes:
+    """The headers of a call, in HPACK as uncompressed literals without indexing; `more` with _ for
+    -."""
     pairs = {
         ":method": "POST",
         ":scheme": "http",
@@ -30,6 +31,7 @@ def headers(method: str, authority: str) -> bytes:
         ":authority": authority,
         "te": "trailers",
         "content-type": "application/grpc",
+        **{name.replace("_", "-"): value for name, value in more.items()},
     }
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in pairs.items())
 
@@ -39,9 +41,9 @@ def message(data: bytes) -> bytes:
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
-def unary(stream: int, method: str, data: bytes = b"") -> bytes:
-    """A whole call: headers, one message and the half-close."""
-    head = frame(HEADERS, END_HEADERS, stream, headers(method, "localhost"))
+def unary(stream: int, method: str, data: bytes = b"", **more: str) -> bytes:
+    """A whole call: headers, one message of at most 16 KiB and the half-close."""
+    head = frame(HEADERS, END_HEADERS, stream, headers(method, "localhost", **more))
     return head + frame(DATA, END_STREAM, stream, message(data))
 
 

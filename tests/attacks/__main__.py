@@ -1,10 +1,11 @@
 """Attacks on real processes behind the real Envoy: `make attacks`, or with ARGS="--only h2 hold".
 
 Another tenant sends small requests over gRPC and HTTP, alone and during each attack. The table has
-its p95 and failed requests, and how much each process grew. An attack is withstood if no request
-fails, the p95 is within three times and 0.15 s of alone, and no process grows beyond its bound.
-With --without each runs a second time, on the services' own ports: the last column says what is
-found there.
+its p95 and failed requests, and how much each process, all logs and the metrics grew. An attack is
+withstood if no request fails, the p95 is within three times and 0.15 s of alone, and nothing grows
+beyond its bound. With --without each runs first without its defence, and the last column says what
+is found: on the services' own ports, without Envoy, or on a copy of the code without the line of
+`DEFENCES`.
 The last line on stdout is one JSON object; the exit code is 1 if an attack is not withstood.
 """
 
@@ -15,7 +16,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
@@ -26,16 +28,61 @@ from deploy.local.stack import Stack
 from specrej import Client
 from specrej.contracts import CacheControl, Options
 from specrej.contracts.errors import SpecrejError
-from tests.attacks.wire import ATTACKS
+from tests.attacks.wire import ATTACKS, FAILING
 from tests.deploy.test_edge import inner_ports
+from tests.endpoints import scrape
 from tests.gateway.gateways import MODELS, response_to
-from tests.toys import TOYS
+from tests.simulation.defects import changed
 
 Ports = tuple[int, int]  # gRPC and HTTP
 _MIB = 2**20
-# How much a process may grow, and stays bounded at.
-_BOUNDS_MIB = {"orchestrator": 40, "gateway": 40, "generator": 40, "reward": 40, "edge": 200}
+# How much a process may grow, and stays bounded at; and all logs, and thousands of series.
+_BOUNDS_MIB = {"edge": 200, "logs": 5, "series": 0.5}
+_BOUND_MIB = 40
+_BEYOND = (
+    "orchestrator/edge/admission.py",
+    "return self.running < most + most // 4 and",
+    "return self.running < most and",
+)
+# Defences in the services: a file, its text and the text without.
+DEFENCES: Mapping[str, tuple[str, str, str]] = {
+    "fairness/one-queue": _BEYOND,
+    "fairness/new-tenants": (
+        "orchestrator/edge/admission.py",
+        "min(ready, key=lambda one: (one.passed < MOST_PASSED, one.start))",
+        "ready[-1]",
+    ),
+    "fairness/long": _BEYOND,
+    "amplify/many-turns": (
+        "specrej/server/interceptor.py",
+        "lambda m: raise_if_any(check_lengths(m))",
+        "lambda m: None",
+    ),
+    "order/deadlines": (
+        "orchestrator/edge/admission.py",
+        "if self._pace.tokens and wait_s > time_left_s:",
+        "if False:",
+    ),
+    "observation/methods": (
+        "specrej/server/interceptor.py",
+        'details.method if handler else "unknown"',
+        "details.method",
+    ),
+}
+_SETTINGS = {
+    "SPECREJ_GENERATOR_MODEL": f"toy:step_ms=10,failing_seed={FAILING}",
+    "SPECREJ_REWARD_REWARDS": json.dumps(
+        [
+            {"name": "toy", "kind": "toy"},
+            *(
+                {"name": name, "kind": "function", "function": f"tests.faults.rewards:{name}"}
+                for name in ("nan", "slow")
+            ),
+        ]
+    ),
+}
 _CALL_S = 10.0
+_SHOWN = ("edge", "orchestrator", "gateway", "generator", "reward")
 _OTHER = (("specrej-tenant", "other"),)
 _SMALL = Options(n=4, max_tokens=8, cache=CacheControl.BYPASS)
 
@@ -55,17 +102,15 @@ class Seen:
             return f"{len(self.failed)} of {self.requests} failed: {self.failed[0]}"
         if self.p95_s > max(3 * alone.p95_s, alone.p95_s + 0.15):
             return f"p95 {self.p95_s:.2f} s"
-        grown = [
-            f"{k} +{v:.0f} MiB" for k, v in self.grown_mib.items() if v > _BOUNDS_MIB.get(k, 40)
-        ]
-        return ", ".join(grown)
+        bounds = {key: _BOUNDS_MIB.get(key, _BOUND_MIB) for key in self.grown_mib}
+        return ", ".join(f"{k} +{v:.1f}" for k, v in self.grown_mib.items() if v > bounds[k])
 
 
 async def attacked(stack: Stack, ports: Ports, name: str, seconds: float) -> Seen:
     """Run an attack (empty: none) on these ports; measure until it is over."""
     processes = {key: psutil.Process(pid) for key, pid in stack.processes.items()}
     before = {key: process.memory_info().rss for key, process in processes.items()}
-    most = dict(before)
+    most, observed = dict(before), await _observed(stack)
     arguments = (name, *map(str, ports), str(seconds))
     attack = None
     if name:
@@ -93,7 +138,16 @@ async def attacked(stack: Stack, ports: Ports, name: str, seconds: float) -> See
         if attack:
             await attack.wait()
     grown = {key: (most[key] - before[key]) / _MIB for key in most}
+    for key, count in (await _observed(stack)).items():
+        grown[key] = count - observed[key]
     return Seen(quantiles(took, n=20)[-1], tuple(failed), len(took), grown)
+
+
+async def _observed(stack: Stack) -> dict[str, float]:
+    """MiB of logs, and thousands of series of all services."""
+    series = (await scrape(stack.metrics_urls)).values
+    logs = sum(path.stat().st_size for path in stack.log_dir.iterdir()) / _MIB
+    return {"logs": logs, "series": sum(map(len, series.values())) / 1e3}
 
 
 async def _generate(client: Client, port: int) -> None:
@@ -107,17 +161,17 @@ async def _models(client: Client, port: int) -> None:
 
 async def run(names: Sequence[str], seconds: float, without: bool) -> dict[str, str]:
     """Print the table; return the problem of each attack that is not withstood."""
-    print(
-        _row("attack", "p95 s", "failed", "edge", "orch.", "gateway", "verdict", "without the edge")
-    )
+    print(_row("attack", "p95 s", "failed", *_SHOWN, "verdict", "without its defence"))
     problems: dict[str, str] = {}
     opened: dict[str, str] = {}
     if without:
         for name in names:  # each on a new stack, which the last one may have broken
-            async with _stack() as stack:
-                alone = await attacked(stack, inner_ports(stack), "", seconds)
-                seen = await attacked(stack, inner_ports(stack), name, seconds)
+            async with _without(name) as (stack, ports):
+                await attacked(stack, ports, "", 2)  # warm
+                alone = await attacked(stack, ports, "", seconds)
+                seen = await attacked(stack, ports, name, seconds)
             opened[name] = seen.problem(alone) or "ok"
+            print(f"without its defence: {name:24} {opened[name]}", flush=True)
     async with _stack() as stack:
         ports = (stack.ports.orchestrator, stack.ports.gateway)
         await attacked(stack, ports, "", 2)  # warm
@@ -128,17 +182,32 @@ async def run(names: Sequence[str], seconds: float, without: bool) -> dict[str, 
             if verdict:
                 problems[name] = verdict
             cells = [f"{seen.p95_s:.3f}", f"{len(seen.failed)}/{seen.requests}"]
-            cells += [f"+{seen.grown_mib[key]:.0f}" for key in ("edge", "orchestrator", "gateway")]
+            cells += [f"+{seen.grown_mib[key]:.0f}" for key in _SHOWN]
             print(_row(name or "(none)", *cells, verdict or "ok", opened.get(name, "")), flush=True)
     return problems
 
 
-def _stack() -> Stack:
-    return Stack(environment=TOYS, gateway=True, edge=True)
+def _stack(**environment: str) -> Stack:
+    return Stack(environment={**_SETTINGS, **environment}, gateway=True, edge=True)
+
+
+@asynccontextmanager
+async def _without(name: str) -> AsyncIterator[tuple[Stack, Ports]]:
+    """A stack without an attack's defence, and the ports to attack.
+
+    Raises ValueError: the entry of `DEFENCES` is stale.
+    """
+    if name not in DEFENCES:
+        async with _stack() as stack:
+            yield stack, inner_ports(stack)
+        return
+    with changed(*DEFENCES[name]) as path:
+        async with _stack(PYTHONPATH=path, PYTHONSAFEPATH="1") as stack:
+            yield stack, (stack.ports.orchestrator, stack.ports.gateway)
 
 
 def _row(name: str, *cells: str) -> str:
-    widths = (6, 9, 6, 6, 8, 28, 28)
+    widths = (6, 9, 6, 12, 8, 9, 6, 28, 28)
     return f"{name:24}" + " ".join(
         f"{cell:{width}}" for cell, width in zip(cells, widths, strict=False)
     )
@@ -149,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=Path(__file__).parent.name, description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each attack")
-    parser.add_argument("--without", action="store_true", help="also without the edge")
+    parser.add_argument("--without", action="store_true", help="also without each one's defence")
     given = parser.parse_args()
     names = [name for name in ATTACKS if name.startswith(tuple(given.only))]
     problems = asyncio.run(run(names, given.seconds, given.without))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from deploy.local import edge
-from tests.attacks.__main__ import run
+from tests.attacks.__main__ import DEFENCES, run
+from tests.attacks.wire import ATTACKS
+from tests.programs import ROOT
 from tests.serving import need
 
 
@@ -13,3 +15,10 @@ async def test_fast_attacks_are_withstood() -> None:
     need(edge.FETCHED, "Envoy: make envoy fetches it")
     problems = await run(["h2/continuation", "hold/slow-headers"], 1, without=False)
     assert not [problem for problem in problems.values() if not problem.startswith("p95")]
+
+
+def test_defences_are_those_of_the_code() -> None:
+    """Guards against a run without a defence that is there."""
+    assert DEFENCES.keys() <= ATTACKS.keys()
+    for file, old, _ in DEFENCES.values():
+        assert (ROOT / file).read_text("utf-8").count(old) == 1, old

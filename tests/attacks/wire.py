@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count as counted
+from typing import Any
 
 from specrej.client.client import build_request
+from specrej.contracts import CacheControl
 from specrej.v1 import orchestrator_pb2
 from tests.gateway.gateways import BODY, CHAT, MODELS, STREAM, request
 from tests.http2 import (
@@ -54,6 +58,8 @@ class Target:
 
 
 Attack = Callable[[Target], None]
+_LONG_S = 30.0
+FAILING = 666  # the seed at which the toy's step fails
 
 
 def _connected(port: int) -> socket.socket:
@@ -140,6 +146,86 @@ def _reset(number: int) -> bytes:
     return unary(stream, f"{_SERVICE}/Describe") + frame(RST_STREAM, 0, stream, bytes(4))
 
 
+def _late(number: int) -> bytes:
+    """A call, and more frames of it after its end."""
+    stream = 2 * number + 1
+    more = frame(DATA, END_STREAM, stream, b"") + frame(RST_STREAM, 0, stream, bytes(4))
+    again = frame(HEADERS, END_HEADERS | END_STREAM, stream, _CALL)
+    return unary(stream, f"{_SERVICE}/Describe") + more * 2 + again
+
+
+def _calls(count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S) -> Attack:
+    """So many clients, each of which sends one call after the other: `call` returns the frames of
+    one as stream 1, whose number it is given. After `leaves_s` a client resets the stream, and
+    begins again on a new connection."""
+    numbers = counted(time.time_ns() % 10**9)
+
+    def play(target: Target) -> None:
+        with suppress(OSError), _connected(target.grpc) as peer:
+            peer.sendall(_BEGIN + window(2**31 - 1))
+            peer.sendall(frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30)))
+            for stream in range(1, 2**30, 2):
+                peer.sendall(_as_stream(call(next(numbers)), stream))
+                peer.settimeout(leaves_s)
+                try:
+                    while not _is_end(peer, stream):
+                        pass
+                except TimeoutError:
+                    peer.sendall(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
+                    return
+
+    return lambda target: _each(count, target, lambda: play(target))
+
+
+def _as_stream(frames: bytes, stream: int) -> bytes:
+    """Frames of stream 1 as those of another one."""
+    made, at = bytearray(frames), 0
+    while at < len(made):
+        made[at + 5 : at + 9] = struct.pack(">I", stream)
+        at += 9 + int.from_bytes(made[at : at + 3])
+    return bytes(made)
+
+
+def _is_end(peer: socket.socket, stream: int) -> bool:
+    """Read a frame; whether it is the last one of the stream. Raises ConnectionError."""
+    head = _exactly(peer, 9)
+    _exactly(peer, int.from_bytes(head[:3]))
+    is_last = head[3] == RST_STREAM or bool(head[3] in (DATA, HEADERS) and head[4] & END_STREAM)
+    return is_last and int.from_bytes(head[5:]) == stream
+
+
+def _exactly(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (part := peer.recv(size - len(data))):
+            raise ConnectionError
+        data += part
+    return data
+
+
+def _generate(number: int, sent: dict[str, str] | None = None, **options: Any) -> bytes:
+    """A request, unlike all others."""
+    options = {"seed": number, "ignore_eos": True, "cache": CacheControl.BYPASS, **options}
+    message = build_request(options.pop("prompt", "Why?"), **options)
+    return unary(1, f"{_SERVICE}/Generate", message.SerializeToString(), **(sent or {}))
+
+
+def _nested(number: int) -> bytes:
+    """A message of groups in groups, of a field that the schema does not have."""
+    data = b"\xa3\x06" * 4_000 + os.urandom(number % 8)
+    return unary(2 * number + 1, f"{_SERVICE}/Generate", data)
+
+
+def _many_turns(number: int) -> bytes:
+    """A conversation of a million empty turns, which are two bytes each."""
+    request = build_request("Why?", seed=number).SerializeToString() + _TURNS
+    head = frame(HEADERS, END_HEADERS, 1, _CALL)
+    body = struct.pack(">BI", 0, len(request)) + request
+    parts = [body[at : at + 2**14] for at in range(0, len(body), 2**14)]
+    flags = [0] * (len(parts) - 1) + [END_STREAM]
+    return head + b"".join(map(frame, [DATA] * len(parts), flags, [1] * len(parts), parts))
+
+
 def _unread(number: int) -> bytes:
     """A stream of many events whose window is closed."""
     if number > 64:
@@ -151,11 +237,14 @@ def _unread(number: int) -> bytes:
 
 
 _CALL = headers(f"{_SERVICE}/Generate", "localhost")
+_TURNS = b"\x12\x80\x89\x7a" + b"\x0a\x00" * 1_000_000
 _BLOCK = b"\0\x01x\x7f\x80\x7d" + b"y" * 16_000
 _OPEN = _BEGIN + frame(HEADERS, END_HEADERS, 1, _CALL)
 _ENDLESS = _BEGIN + frame(HEADERS, 0, 1, _CALL)
 _LONG = request(CHAT, {**BODY, "user": "x" * 9_000})
 _SMUGGLED = request(CHAT, b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n", **{"transfer-encoding": "chunked"})
+_TWICE = b"authorization: Bearer %d\r\nauthorization: Bearer %d\r\n\r\n"
+_BEHIND = b"x-forwarded-for: 10.%d.%d.1\r\n\r\n"
 _CHUNKS = request(CHAT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
 _LARGE = request(CHAT, {**BODY, "user": "x" * (2**23 + 2**17)})
 
@@ -193,6 +282,37 @@ ATTACKS: dict[str, Attack] = {
     ),
     "flood/small-chunks": _http(_CHUNKS, lambda n: b"1\r\n \r\n" * 500),
     "flood/pipelined": _http(b"", lambda n: (MODELS + b"\r\n") * 100),
+    # Of the callers' own tenant, or of many
+    "fairness/one-queue": _calls(90, lambda n: _generate(n, n=2, max_tokens=60)),
+    "fairness/new-tenants": _calls(
+        60, lambda n: _generate(n, {"specrej_tenant": f"new-{n}"}, n=2, max_tokens=60)
+    ),
+    "fairness/long": _calls(12, lambda n: _generate(n, n=2, max_tokens=1900)),
+    "amplify/many-turns": _calls(4, _many_turns),
+    # Order and time
+    "order/late-frames": _grpc(_BEGIN, _late, True),
+    "order/leaving": _calls(24, lambda n: _generate(n, n=64, max_tokens=400), leaves_s=0.05),
+    "order/deadlines": _calls(
+        24, lambda n: _generate(n, {"grpc_timeout": f"{10 + n % 90}m"}, n=8, max_tokens=400)
+    ),
+    # What several requests share
+    "shared/failing-step": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, seed=FAILING)),
+    "shared/slow-reward": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, rewards="slow")),
+    "shared/bad-reward": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, rewards="nan")),
+    # Trust
+    "trust/nested": _grpc(_BEGIN, _nested, True),
+    "trust/two-identities": _http(b"", lambda n: MODELS + _TWICE % (n, n + 1), True),
+    "trust/forwarded-for": _http(b"", lambda n: MODELS + _BEHIND % (n >> 8 & 255, n & 255), True),
+    # What an operator sees
+    "observation/methods": _calls(
+        6, lambda n: unary(1, f"{_SERVICE}/{n}", authorization=f"Bearer {n}")
+    ),
+    "observation/names": _calls(
+        6, lambda n: _generate(n, model=f"{n}\n" * 20, rewards=f"\x1b[2J{n}")
+    ),
+    "observation/traces": _calls(
+        6, lambda n: _generate(n, {"traceparent": f"00-{n + 1:032x}-{n + 1:016x}-01"}, n=1)
+    ),
     # Framing
     "framing/cl-te": lambda target: _each(
         6, target, lambda: _once(target.http, _SMUGGLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 from specrej.contracts import Prompt
@@ -28,6 +29,12 @@ def _shares(texts: Sequence[str]) -> list[float]:
 def leaky(_: Prompt, texts: Sequence[str]) -> list[float]:
     """Keep every text many times: the soak's positive control."""
     _kept.extend(text * 20 for text in texts)
+    return _shares(texts)
+
+
+def slow(_: Prompt, texts: Sequence[str]) -> list[float]:
+    """Take a second."""
+    time.sleep(1)
     return _shares(texts)
 
 

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tests.simulation.loop import Violation
 from tests.simulation.run import Simulation
@@ -36,25 +37,32 @@ def first_found(file: str, old: str, new: str) -> tuple[int, str]:
 
     Raises ValueError: the defect is stale.
     """
-    with TemporaryDirectory(prefix="specrej-defect-") as folder:
-        # It precedes the tree, from which the other packages are imported.
-        shutil.copytree(_ROOT / "orchestrator", Path(folder, "orchestrator"))
-        path = Path(folder, file)
-        if (text := path.read_text("utf-8")).count(old) != 1:
-            raise ValueError(f"not exactly once in {file}: {old}")
-        path.write_text(text.replace(old, new), "utf-8")
+    with changed(file, old, new) as path:
         command = (sys.executable, "-m", __name__)
-        named: Any = {
-            "cwd": folder,
-            "env": {"PYTHONPATH": f"{folder}:{_ROOT}"},
-            "timeout": _LIMIT_S,
-        }
+        environment = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
-            printed = subprocess.check_output(command, **named)
+            printed = subprocess.check_output(command, env=environment, timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
             return NOT_FOUND, f"no end within {_LIMIT_S:g} s"
     seed, violation = json.loads(printed)
     return seed, violation
+
+
+@contextmanager
+def changed(file: str, old: str, new: str) -> Iterator[str]:
+    """The path for imports of a tree in which a file has other text.
+
+    Raises ValueError: it does not have the old text exactly once.
+    """
+    with TemporaryDirectory(prefix="specrej-changed-") as folder:
+        # A copy of its package precedes the tree, from which the others are imported.
+        package = Path(file).parts[0]
+        shutil.copytree(_ROOT / package, Path(folder, package))
+        path = Path(folder, file)
+        if (text := path.read_text("utf-8")).count(old) != 1:
+            raise ValueError(f"not exactly once in {file}: {old}")
+        path.write_text(text.replace(old, new), "utf-8")
+        yield f"{folder}:{_ROOT}"
 
 
 def print_table(part: str) -> int:
