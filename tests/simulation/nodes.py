@@ -36,7 +36,8 @@ _REWARD = ToyReward()
 class Node:
     """A process that serves, and the network to it."""
 
-    fault = ""  # "down", "upgrade" (down, then of another version), "stall", "slow"
+    # "down", "upgrade" (down, then of another version), "refuse" (new calls), "stall", "slow"
+    fault = ""
 
     def __init__(self, rng: random.Random, address: str, *services: Any) -> None:
         self.target = Target(address, "node")
@@ -62,26 +63,28 @@ class Node:
             self.server.crash()
         else:
             self.server.is_down = False
+        self.server.refuses = fault == "refuse"
 
 
-def seeded(spec: SessionSpec) -> SessionSpec:
-    """With another seed, the only thing the toy's texts depend on: so prompt and tenant count."""
+def seeded(spec: SessionSpec, version: int) -> SessionSpec:
+    """With another seed, the only thing the toy's texts depend on: so prompt, tenant and version
+    count."""
     text = spec.prompt.turns[-1].content
-    key = f"{spec.cache_salt}/{text}/{spec.sampling.seed}".encode()
+    key = f"{spec.cache_salt}/{text}/{spec.sampling.seed}/{version}".encode()
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
     return replace(spec, sampling=replace(spec.sampling, seed=seed))
 
 
 class _Toy(ToyGenerator):
     def open(self, spec: SessionSpec) -> Any:
-        return super().open(seeded(spec))
+        return super().open(seeded(spec, self.end_every))
 
 
 class GeneratorNode(Node):
     """The generator's servicer on a toy."""
 
-    def __init__(self, rng: random.Random, address: str, capacity_slots: int) -> None:
-        self.toy = _Toy(capacity_slots, on_step=lambda _: note_change(self))
+    def __init__(self, rng: random.Random, address: str, slots: int, step_s: float = 0.0) -> None:
+        self.toy = _Toy(slots, step_s=step_s, on_step=lambda _: note_change(self))
         servicer = GeneratorServicer(lease_s=LEASE_S)
         servicer.load(self.toy)
         super().__init__(rng, address, servicer.service())

@@ -27,8 +27,9 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Fleet, FleetSettings
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.rewards import FleetRewards
-from orchestrator.cache import Cache, RedisClient, tenant_digest
+from orchestrator.cache import Cache, RedisClient, single_flight, tenant_digest
 from orchestrator.cache import redis_client as redis_py
+from orchestrator.cache.single_flight import Flight, SingleFlight
 from orchestrator.edge import service
 from orchestrator.edge.admission import MOST_PASSED, Admission, Limits, Permit
 from orchestrator.edge.service import Orchestrator
@@ -91,10 +92,32 @@ class WatchedCache(Cache):
         return is_stored
 
 
+class WatchedFlights(SingleFlight[Generation]):
+    """A caller with less than half of the leader's time waits for it during half of its own."""
+
+    @asynccontextmanager
+    async def join(self, key: str, *left: Any) -> AsyncIterator[Flight[Generation]]:
+        flight, is_over = self.flying.get(key), False
+
+        def check() -> None:
+            waits = not is_over and self.flying.get(key) is flight
+            if waits and f"{key}:beside" not in self.flying:
+                fail("a caller with little time waits for one with much")
+
+        if flight and left[0]() < flight.left_s() / 2:
+            asyncio.get_running_loop().call_later(left[0]() / 2 + 0.05, check)
+        try:
+            async with super().join(key, *left) as joined:
+                is_over = True
+                yield joined
+        finally:
+            is_over = True
+
+
 class WatchedAdmission(Admission):
     """The product's admission; every permit is checked for the limit and for fair turns."""
 
-    def __init__(self, limits: Limits, clock: Any) -> None:
+    def __init__(self, limits: Limits, clock: Any, rng: random.Random) -> None:
         super().__init__(limits, clock)
         self.__most, self.__most_queued = limits.max_running, limits.max_queued
         self.__largest = 0
@@ -105,7 +128,8 @@ class WatchedAdmission(Admission):
         self.__came: dict[str, int] = {}
         self.__since: dict[str, int] = {}  # the begin of its wait, or its last turn
         self.__passed: Counter[str] = Counter()  # permits of tenants that came later, since then
-        self.__leaving: list[asyncio.Task[None]] = []  # clients
+        self.__leaving: list[asyncio.Task[None]] = []  # clients that wait, until another leaves
+        self.__random = rng
 
     @asynccontextmanager
     async def enter(self, tenant: str = "", tokens: int = 1, *others: Any) -> AsyncIterator[Permit]:
@@ -123,24 +147,37 @@ class WatchedAdmission(Admission):
         try:
             async with super().enter(tenant, tokens, *others) as permit:
                 is_held = True
+                self.__stay(client)
                 waiting[tenant] -= 1
                 debt[tenant] = 0
                 debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
                 if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
                     fail(f"turns are not fair: {debt}")
                 self.__compare(tenant, tokens)
-                lead = self.__lead
-                yield permit
+                try:
+                    yield permit
+                finally:
+                    await self.__cancel_another()
                 # What it did not use is not had before them.
                 passed = {t for t, num in waiting.items() if num and t != tenant}
                 unused = min(permit.unused, tokens)
                 debt.update({t: -min(unused, debt[t]) for t in passed})
-                lead[tenant] -= unused
+                self.__lead[tenant] -= unused
         finally:
+            self.__stay(client)
             waiting[tenant] -= not is_held
             note_change(self)
-            if is_held and self.__leaving:  # perhaps the one that has just got the permit
-                self.__leaving.pop(0).cancel()
+
+    def __stay(self, client: asyncio.Task[None] | None) -> None:
+        if client in self.__leaving:
+            self.__leaving.remove(client)
+
+    async def __cancel_another(self) -> None:
+        """So many turns before a permit is returned that a request is cancelled as it gets it."""
+        if self.__leaving:
+            self.__leaving.pop(0).cancel()
+            for _ in range(self.__random.randrange(6)):
+                await asyncio.sleep(0)
 
     def __compare(self, tenant: str, tokens: int) -> None:
         """A tenant that waits is not passed without a bound, and of two each gets its share."""
@@ -178,14 +215,15 @@ class Process:
             redis = RedisClient("redis://simulated")
         cached = WatchedCache(redis, **cache_options)
         cached.run = run
-        self.admission = WatchedAdmission(limits, loop.time)
-        self.orchestrator = Orchestrator(
-            FleetGenerator(self.generators, draw),
-            FleetRewards(self.rewards, draw),
-            cached,
-            self.admission,
-            records=RequestRecords(4, clock=loop.time),
-        )
+        self.admission = WatchedAdmission(limits, loop.time, run.rng)
+        with mock.patch.object(single_flight, "SingleFlight", WatchedFlights):
+            self.orchestrator = Orchestrator(
+                FleetGenerator(self.generators, draw),
+                FleetRewards(self.rewards, draw),
+                cached,
+                self.admission,
+                records=RequestRecords(4, clock=loop.time),
+            )
         servicer = OrchestratorServicer(self.orchestrator)
         self._server = Server(
             servicer.service(), deadline_s=2 * DEADLINE_S, max_deadline_s=2 * DEADLINE_S
@@ -234,9 +272,12 @@ class Simulation:
         likelihood = rng.choice((0.0, 0.2, 0.5, 0.8))  # a defect cannot hide behind few faults
         self.loop = VirtualLoop(rng, shuffles=rng.random() < 0.5)
         self._slots, self._per_s = rng.choice((60, 150, 2000)), rng.choice((20, 60, 400))
+        # With rapid ones a request may have two faults.
+        step_s, self._is_rapid = rng.choice((0.0, 0.005, 0.02)), rng.random() < 0.4
         self._tenants = "abcde"[: rng.randint(1, 5)]
         self.generators = [
-            nodes.GeneratorNode(rng, f"g{n}", self._slots) for n in range(rng.randint(1, 3))
+            nodes.GeneratorNode(rng, f"g{n}", self._slots * rng.choice((1, 1, 3)), step_s)
+            for n in range(rng.randint(1, 3))
         ]
         self.rewards = [nodes.RewardNode(rng, f"r{n}") for n in range(rng.randint(1, 2))]
         self.redis = nodes.SimulatedRedis(rng)
@@ -250,6 +291,7 @@ class Simulation:
         self._places: dict[str, tuple[Any, list[str]]] = {  # by kind: where, and the faults
             "crash": (served, ["down"]),
             "upgrade": (self.generators, ["upgrade"]),
+            "refuse": (self.generators, ["refuse"]),
             "stall": (served, ["stall", "slow"]),
             "reward": (self.rewards, ["error", "nan", "short"]),
             "redis": ([self.redis], ["down", "hangs", "slow", "full"]),
@@ -330,13 +372,14 @@ class Simulation:
 
     async def _break(self, targets: Sequence[Any], names: Sequence[str]) -> None:
         while True:
-            await asyncio.sleep(self.rng.expovariate(4.0))
+            await asyncio.sleep(self.rng.expovariate(16.0 if self._is_rapid else 4.0))
             target = self.rng.choice(targets)
             fault = self.rng.choice(names)
             target.set_fault(fault)
             self._note(fault)
             try:
-                await asyncio.sleep(self.rng.choice((0.01, 0.01, 0.3, 2.0, 6.0)))
+                lasts_s = (0.01, 0.03) if self._is_rapid else (0.01, 0.01, 0.3, 2.0, 6.0)
+                await asyncio.sleep(self.rng.choice(lasts_s))
             finally:
                 target.set_fault("")
 
@@ -371,8 +414,8 @@ class Simulation:
                     for name in ("branching", "waves", "first"):
                         options.pop(name, None)
                     options |= dict(zip(("n", "max_tokens"), shape, strict=True))
-                options = {**options, "allow_degraded": rng.random() < 0.3}
-                options["return_candidates"] = rng.randint(1, 3)
+                options = {**options, "allow_degraded": rng.random() < 0.4}
+                options["return_candidates"] = rng.choice((1, 1, 1, 2, 3))
                 client = self._client((prompt, options), tenant, process)
                 self._clients.add(asyncio.ensure_future(client))
             await asyncio.sleep(2.0 * (beside == "small"))
@@ -408,7 +451,7 @@ class Simulation:
         # In whole milliseconds, so that they coincide with other events.
         is_cancelled = "cancel" in faults and draw() < 0.2
         cancels_s = int(draw() ** 2 * 200) / 1e3 if is_cancelled else None
-        is_short = "deadline" in faults and draw() < 0.3
+        is_short = "deadline" in faults and draw() < 0.4
         deadline_s = int(draw() * 500) / 1e3 if is_short else DEADLINE_S
         is_stream, shows_text = draw() < 0.6, draw() < 0.5
         task = cast(Any, asyncio.current_task())
@@ -445,7 +488,7 @@ class Simulation:
                 "SlotsExceeded": self._slots < 100,
                 "Overloaded": True,
                 "RewardInvalid": "reward" in faults,
-                "Unavailable": bool(faults & {"crash", "upgrade", "stall", "reward"})
+                "Unavailable": bool(faults & {"crash", "upgrade", "refuse", "stall", "reward"})
                 and not self._has_other(error),
             }
             if not may_fail.get(outcome):
@@ -461,7 +504,10 @@ class Simulation:
     def _has_other(self, error: BaseException) -> bool:
         """Whether another generator must have answered: one has crashed, all else has worked."""
         broken = [node for node in self.generators if node.had_faults]
-        is_crash = len(broken) == 1 < len(self.generators) and broken[0].had_faults == {"down"}
+        is_crash = len(broken) == 1 < len(self.generators) and broken[0].had_faults <= {
+            "down",
+            "refuse",
+        }
         is_full = "no other one could answer" in str(error)
         return is_crash and not is_full and not any(node.had_faults for node in self.rewards)
 
@@ -480,6 +526,8 @@ class Simulation:
             )
             if options["cache"] is not CacheControl.USE or (is_weak and not is_lent):
                 raise Violation(f"an answer of another request for {options['cache']}")
+        if generation.hurried and left_s > DEADLINE_S / 2 and "stall" not in self.faults:
+            raise Violation(f"an answer is hurried {left_s:.1f} s before the deadline")
         _check_texts(prompt, options, tenant, generation)
         _check_rounds(options, generation, is_weak=is_weak)
         is_full = any(t.ended_by is contracts.RoundEnd.SLOTS_FULL for t in generation.rounds)
@@ -504,13 +552,16 @@ def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation)
     starts = {fork.id: trace.decision_token for trace in generation.rounds for fork in trace.forks}
     sampling = contracts.Sampling(max_tokens=options["max_tokens"], seed=options["seed"])
     user = contracts.Prompt.from_user(prompt)
-    salt = tenant_digest(tenant)
+    salt, version = (
+        tenant_digest(tenant),
+        int(generation.generator_fingerprint.removeprefix("toy-")),
+    )
 
     def words_of(number: int) -> list[str]:
         """The words that a candidate draws if it does not end."""
         endless = replace(sampling, ignore_eos=True)
         spec = contracts.SessionSpec(user, number + 1, endless, 1, salt)
-        own = _alone(spec, 40).text.split()
+        own = _alone(spec, version).text.split()
         if number not in parents:
             return own
         at = starts[number]
@@ -522,15 +573,15 @@ def _check_texts(prompt: str, options: Any, tenant: str, generation: Generation)
             raise Violation(f"the text of another request: {ranked.text}")
         if ranked.id not in parents and not is_cut:
             spec = contracts.SessionSpec(user, ranked.id + 1, sampling, 1, salt)
-            version = generation.generator_fingerprint.removeprefix("toy-")
-            if _alone(spec, int(version)).num_tokens != len(words):
+            if _alone(spec, version).num_tokens != len(words):
                 raise Violation(f"the end of another version: {ranked.text}")
 
 
 def _check_rounds(options: Any, generation: Generation, *, is_weak: bool) -> None:
     """Tokens add up, all candidates end, and rounds end and cut as Algorithm 1 does."""
     rounds, num_tokens = generation.rounds, generation.usage.generated_tokens
-    if num_tokens != (traced := sum(trace.generated_tokens for trace in rounds)):
+    traced = sum(trace.generated_tokens for trace in rounds)
+    if num_tokens < traced or (num_tokens > traced and not is_weak):  # a round was interrupted
         raise Violation(f"{num_tokens} tokens are reported, {traced} in rounds")
     if rounds[-1].num_live and not (is_weak or generation.stopped_by):
         raise Violation(f"the run ended with {rounds[-1].num_live} live candidates")
@@ -591,7 +642,7 @@ def _alone(spec: contracts.SessionSpec, end_every: int) -> contracts.Candidate:
     """The last candidate, as the toy makes it alone and without cuts."""
 
     async def grown() -> Any:
-        async with ToyGenerator(end_every=end_every).open(nodes.seeded(spec)) as session:
+        async with ToyGenerator(end_every=end_every).open(nodes.seeded(spec, end_every)) as session:
             await session.prune([spec.n - 1])
             return (await session.extend(spec.sampling.max_tokens)).candidates[0]
 

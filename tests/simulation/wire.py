@@ -39,6 +39,7 @@ class Server:
         self._handlers: dict[str, Any] = {}
         self._calls = StatusInterceptor(deadline_s, Access(), max_deadline_s, max_calls=_MAX_CALLS)
         self.is_down = False
+        self.refuses = False  # calls other than reports
         self.running: set[Call] = set()
         health = services[0].health
         health_pb2_grpc.add_HealthServicer_to_server(health, cast(Any, self))
@@ -135,7 +136,7 @@ class Call:
 
     async def _serve(self, server: Server) -> None:
         await self.way.travel()
-        if server.is_down:
+        if server.is_down or (server.refuses and not self.method.endswith("/Watch")):
             self.fail(grpc.StatusCode.UNAVAILABLE, "connection refused")
         else:
             await server.serve(self)
