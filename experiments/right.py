@@ -1,0 +1,344 @@
+"""Right answers for fewer tokens: verifiers, waves and votes on tasks with known answers.
+
+`make right ARGS="checks"`, `"reasoning"` or `"humaneval"`: collects all candidates of each task at
+a service that runs on this machine, once; replays every policy on them by the loop that serves
+requests (`experiments.recorded`); and writes a table with 95 % intervals over tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from benchmarks.harness import provenance, report
+from deploy.local.stack import Stack
+from experiments import right_tasks
+from experiments.recorded import Answer, RecordedGenerator
+from experiments.right_tasks import Task
+from experiments.statistics import Estimate, bootstrap, mean
+from orchestrator.edge.extractors import extractor
+from orchestrator.loop.composition import LIKELIHOOD
+from orchestrator.loop.run import run
+from orchestrator.loop.scoring import LikelihoodScorer
+from reward_service.reward import Reward, score_batch
+from reward_service.specs import Resources, RewardSpec
+from specrej import Client
+from specrej.contracts import (
+    Algorithm,
+    CacheControl,
+    Candidate,
+    ConfidenceCut,
+    Finished,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    Sampling,
+    Scorer,
+    Scores,
+    ScoringSession,
+    Selection,
+    Vote,
+    WeightedReward,
+)
+
+_BEST_OF_N = Algorithm.BEST_OF_N
+_CHECKED = 16  # tokens between the prefixes whose vetoes are verified
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How one request is answered: its selection without n and data; `verifier` is its reward."""
+
+    name: str
+    selection: Selection
+    with_verifier: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Tasks, how their candidates are drawn, and the policies to compare with the first one."""
+
+    name: str
+    tasks: Callable[[int], Sequence[Task]]
+    num_tasks: int
+    n: int
+    max_tokens: int
+    temperature: float
+    policies: tuple[Policy, ...]
+    verifier: Mapping[str, Any] = field(default_factory=dict)  # spec of the reward `verifier`
+
+
+def _verified(**selection: Any) -> Selection:
+    """Answers chosen by the verifier at their ends; nothing is rejected for its rank."""
+    return Selection(**{"algorithm": _BEST_OF_N} | selection)
+
+
+_END = WeightedReward("verifier", stage="end")
+_VETO = WeightedReward("verifier", veto_below=1.0)
+_LIKELY = WeightedReward(LIKELIHOOD, stage="cuts")
+_MAJORITY = Selection(algorithm=_BEST_OF_N, rewards=(WeightedReward(LIKELIHOOD),))
+
+
+def _voting(vote: Vote, **more: Any) -> Selection:
+    return replace(_MAJORITY, vote=vote, **more)
+
+
+STUDIES = {
+    "checks": Study(
+        "checks",
+        right_tasks.checks,
+        num_tasks=100,
+        n=16,
+        max_tokens=160,
+        temperature=0.8,
+        verifier={"kind": "checks"},
+        policies=(
+            Policy("Best-of-N", _verified(rewards=(_END,))),
+            Policy("vetoes", _verified(rewards=(_VETO,))),
+            Policy("waves of 4", _verified(rewards=(_END,), waves=4, stop_at=1.0)),
+            Policy("waves of 4, vetoes", _verified(rewards=(_VETO,), waves=4, stop_at=1.0)),
+            Policy("waves of 1, vetoes", _verified(rewards=(_VETO,), waves=1, stop_at=1.0)),
+            Policy("rejection by likelihood", Selection(rewards=(_LIKELY, _END))),
+        ),
+    ),
+    "reasoning": Study(
+        "reasoning",
+        right_tasks.reasoning,
+        num_tasks=200,
+        n=32,
+        max_tokens=128,
+        temperature=0.8,
+        policies=(
+            Policy("majority", _voting(Vote(), min_answers=32)),  # so it never ends early
+            Policy("one sample", replace(_MAJORITY, first=1)),
+            Policy("exact stop", _voting(Vote())),
+            Policy("exact stop, waves of 4", _voting(Vote(), waves=4)),
+            Policy("stop at 0.95, waves of 4", _voting(Vote(stop_probability=0.95), waves=4)),
+            Policy("stop at 0.9, waves of 4", _voting(Vote(stop_probability=0.9), waves=4)),
+            Policy(
+                "confidence 0.9, waves of 8",
+                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.9, 16)),
+            ),
+            Policy(
+                "confidence 0.5, waves of 8",
+                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.5, 16)),
+            ),
+        ),
+    ),
+    "humaneval": Study(
+        "humaneval",
+        right_tasks.humaneval,
+        num_tasks=60,
+        n=16,
+        max_tokens=320,
+        temperature=0.8,
+        verifier={"kind": "tests"},
+        policies=(
+            Policy("Best-of-N", _verified(rewards=(_END,))),
+            Policy("waves of 1", _verified(rewards=(_END,), waves=1, stop_at=1.0)),
+            Policy("waves of 2", _verified(rewards=(_END,), waves=2, stop_at=1.0)),
+            Policy("waves of 4", _verified(rewards=(_END,), waves=4, stop_at=1.0)),
+            Policy("waves of 4, vetoes", _verified(rewards=(_VETO,), waves=4, stop_at=1.0)),
+            Policy("rejection by likelihood", Selection(rewards=(_LIKELY, _END))),
+        ),
+    ),
+}
+
+
+def _sampling(study: Study, task: Task) -> Sampling:
+    return Sampling(study.max_tokens, temperature=study.temperature, seed=task.number)
+
+
+async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -> None:
+    """Generate the missing tasks' candidates to their ends, and add them to the file."""
+    known = {line["task"] for line in _lines(path)}
+    environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(study.n * study.max_tokens + 4096)}
+    if model:
+        environment["SPECREJ_GENERATOR_MODEL"] = model
+    missing = [task for task in tasks if task.id not in known]
+    if not missing:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    async with (
+        Stack(environment=environment) as stack,
+        Client(stack.orchestrator_address, timeout_s=3600) as client,
+    ):
+        for number, task in enumerate(missing, 1):
+            sampling = asdict(_sampling(study, task))
+            generation = await client.generate(
+                task.prompt,
+                n=study.n,
+                return_candidates=study.n,
+                algorithm=_BEST_OF_N,
+                rewards={LIKELIHOOD: 1.0},
+                logprobs=True,
+                top_logprobs=5,
+                cache=CacheControl.BYPASS,
+                **{name: sampling[name] for name in ("max_tokens", "temperature", "seed")},
+            )
+            ranked = sorted(generation.candidates, key=lambda one: one.id)
+            answers = [Answer.of(one).to_json() for one in ranked]
+            with gzip.open(path, "at") as file:
+                file.write(json.dumps({"task": task.id, "answers": answers}) + "\n")
+            print(f"[{number}/{len(missing)}] {task.id}", file=sys.stderr, flush=True)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with gzip.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def scorer_of(reward: Any, data: str) -> Scorer:
+    """A reward of this process, for one request."""
+
+    @asynccontextmanager
+    async def scoring(prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        session = reward.open_with(prompt, data) if isinstance(reward, Reward) else prompt
+
+        class Session:
+            async def score(self, candidates: Sequence[Candidate]) -> Scores:
+                if isinstance(reward, Reward):
+                    return score_batch(session, reward, candidates)
+                scores: Scores = await reward.answer(prompt, candidates, data)
+                return scores
+
+        yield Session()
+
+    return scoring
+
+
+async def replay(
+    study: Study, policy: Policy, task: Task, answers: Sequence[Answer], verifier: Any
+) -> Generation:
+    """The answer of a policy, from recorded candidates."""
+    least = min(policy.selection.min_answers, len(answers))
+    selection = replace(
+        policy.selection, n=len(answers), return_candidates=len(answers), min_answers=least
+    )
+    request = GenerationRequest(task.prompt, _sampling(study, task), selection)
+    scorers = [
+        LikelihoodScorer() if reward.name == LIKELIHOOD else scorer_of(verifier, task.data)
+        for reward in selection.rewards
+    ]
+    votes = extractor(task.vote, {}) if selection.vote else (lambda _: None)
+    generator, cheap = RecordedGenerator(answers), {"verifier"}
+    running = run(request, generator, scorers, cheap=cheap, extract=votes)
+    async with aclosing(running) as events:
+        *_, last = [event async for event in events]
+    assert isinstance(last, Finished)
+    return last.generation
+
+
+async def count_wrong_vetoes(task: Task, answers: Sequence[Answer], verifier: Any) -> int:
+    """Candidates that would have passed, and that a prefix of theirs vetoes: 0 is right."""
+    wrong = 0
+    async with scorer_of(verifier, task.data)(task.prompt) as session:
+        for number, answer in enumerate(answers):
+            ends = range(_CHECKED, len(answer.tokens), _CHECKED)
+            prefixes = [answer.at(number, end, 0, with_top=False) for end in ends]
+            final = answer.at(number, len(answer.tokens), 0, with_top=False)
+            values = (await session.score([*prefixes, final])).values
+            wrong += values[-1] >= 1 and min(values) < 1
+    return wrong
+
+
+async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str, Any]:
+    """Every policy on every task."""
+    recorded = {line["task"]: line["answers"] for line in _lines(path)}
+    tasks = [task for task in tasks if task.id in recorded]
+    spec: Any = TypeAdapter(RewardSpec)
+    verifier: Any = None
+    if study.verifier:
+        parsed = spec.validate_python({"name": "verifier", **study.verifier})
+        verifier = parsed.load(Resources())
+    right: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
+    tokens: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
+    wrong_vetoes, passing = 0, []
+    for task in tasks:
+        answers = [Answer.from_json(line) for line in recorded[task.id]]
+        passing.append(np.mean([task.is_right(one.text, None) for one in answers]))
+        for policy in study.policies:
+            generation = await replay(study, policy, task, answers, verifier)
+            is_right = task.is_right(generation.best.text, generation.best.vote)
+            right[policy.name].append(float(is_right))
+            tokens[policy.name].append(generation.usage.generated_tokens)
+        if study.name == "checks":
+            wrong_vetoes += await count_wrong_vetoes(task, answers, verifier)
+    rows = [_row(policy.name, right, tokens, study.policies[0].name) for policy in study.policies]
+    about = {"tasks": len(tasks), "n": study.n, "one_sample": float(np.mean(passing))}
+    if study.name == "checks":
+        about["passing_candidates_vetoed"] = wrong_vetoes
+    return about | {"policies": rows}
+
+
+def _row(
+    name: str,
+    right: Mapping[str, Sequence[float]],
+    tokens: Mapping[str, Sequence[float]],
+    base: str,
+) -> dict[str, Any]:
+    own, others = np.array(tokens[name]), np.array(tokens[base])
+
+    def ratio(tasks: Any) -> Any:
+        return own[tasks].sum(axis=-1) / others[tasks].sum(axis=-1)
+
+    return {
+        "policy": name,
+        "right": _cells(mean(right[name])),
+        "less the base's": _cells(mean(np.subtract(right[name], right[base]))),
+        "tokens": round(float(own.mean()), 1),
+        "of the base's tokens": _cells(bootstrap(len(own), ratio)),
+    }
+
+
+def _cells(estimate: Estimate) -> list[float]:
+    return [round(value, 4) for value in (estimate.value, estimate.low, estimate.high)]
+
+
+def main() -> None:
+    """Collect, replay, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", choices=[*STUDIES])
+    parser.add_argument("--tasks", type=int, default=0, help="the first so many; 0: all")
+    parser.add_argument("--n", type=int, default=0, help="candidates; 0: those of the study")
+    parser.add_argument("--model", default="", help="directory or GGUF file; default: embedded")
+    parser.add_argument("--out", type=Path, default=Path("build/right"), help="folder")
+    options = parser.parse_args()
+    study = STUDIES[options.study]
+    study = replace(study, n=options.n or study.n)
+    tasks = study.tasks(options.tasks or study.num_tasks)
+    name = f"{study.name}-{Path(options.model).stem or 'embedded'}-{study.n}"
+    path = options.out / f"{name}.jsonl.gz"
+    asyncio.run(collect(study, tasks, path, options.model))
+    result = asyncio.run(evaluate(study, tasks, path))
+    result |= {"study": study.name, "model": options.model or "embedded", **provenance()}
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    head = [*result["policies"][0]]
+    rows = [[_shown(row[key]) for key in head] for row in result["policies"]]
+    notes = [f"one sample is right in {result['one_sample']:.3f}"]
+    if "passing_candidates_vetoed" in result:
+        notes.append(
+            f"passing candidates that a prefix vetoes: {result['passing_candidates_vetoed']}"
+        )
+    report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
+
+
+def _shown(value: Any) -> Any:
+    return str(Estimate(*value)) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    main()
