@@ -154,6 +154,7 @@ def _main(kind: str, cpu_s: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     check = {"math": _mathematics, "schema": _schemas}[kind]()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing of a text may reach the log
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, float(cpu_s))  # the signal ends the process
         try:

@@ -130,11 +130,9 @@ def _nth_paragraph_first_word(num_paragraphs: int, nth_paragraph: int, first_wor
 
 
 def _postscript(postscript_marker: str) -> Check:
-    def squeezed(text: str) -> str:
-        return "".join(text[:1024].casefold().split())
-
-    marker = squeezed(postscript_marker)
-    return Check(lambda text: any(squeezed(line).startswith(marker) for line in text.split("\n")))
+    letters = map(escape_pattern, "".join(postscript_marker.split()))
+    marked = compile_pattern(r"(?im)^[ \t]*" + r"[ \t]*".join(letters))
+    return Check(lambda text: bool(marked.search(text)))
 
 
 def _multiple_sections(section_spliter: str, num_sections: int) -> Check:
