@@ -21,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.bodies import Bodies, Disconnected, until_disconnected
 from gateway.completions import (
     JSON,
+    STOPPED_BY,
+    VERIFIED,
     Answer,
     Call,
     ChatRequest,
@@ -32,12 +34,13 @@ from gateway.completions import (
 )
 from gateway.errors import HTTPError, for_caller, response_of
 from gateway.page import Page
+from gateway.scores import RerankRequest, ScoreRequest, Scoring
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, PackedResponse, openai_stream, raw_stream
 from specrej import telemetry
 from specrej.client import Client
 from specrej.client.client import answer_of
-from specrej.contracts import RequestRecord, wire
+from specrej.contracts import Prompt, RequestRecord, Scores, wire
 from specrej.contracts.errors import (
     InvalidRequest,
     NotFound,
@@ -56,7 +59,10 @@ _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
 _CLIENT_LEFT = 499  # nginx's number
 # Headers of replies that pages of other origins may read.
 _IGNORED = "x-specrej-ignored"  # names of the request's fields without effect
-_SHOWN_HEADERS = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms", _IGNORED)
+_SHOWN_HEADERS = (
+    *("x-request-id", "x-should-retry", "retry-after", "retry-after-ms", _IGNORED),
+    *(STOPPED_BY, VERIFIED),
+)
 _NAME, _MAX_NAMES = re.compile(r"[\w.-]{1,64}", re.ASCII), 32
 
 
@@ -77,6 +83,8 @@ class Gateway:
         handlers: dict[str, Handler] = {
             "POST /v1/chat/completions": self.chat,
             "POST /v1/completions": self.complete,
+            "POST /v1/score": self.score,
+            "POST /v1/rerank": self.rerank,
             "GET /v1/models": self.models,
             "GET /v1/models/{id:path}": self.model,
             "POST /v1/specrej/stream": self.stream,
@@ -123,6 +131,40 @@ class Gateway:
         """Answer a conversation with every event of the orchestrator."""
         return await self._complete(request, ChatRequest, is_raw=True)
 
+    async def score(self, http: HTTPRequest) -> Response:
+        """Score answers to prompts by a reward."""
+        return await self._score(http, ScoreRequest)
+
+    async def rerank(self, http: HTTPRequest) -> Response:
+        """Order answers to a prompt by a reward."""
+        return await self._score(http, RerankRequest)
+
+    async def _score(self, http: HTTPRequest, kind: type[ScoreRequest | RerankRequest]) -> Response:
+        token = await self._token(http)
+        ignored: dict[str, bool] = {}
+        body = await self._bodies.read(http)
+        request = parsed(kind, body, ignored, strict=self._settings.strict_fields)
+        calls = request.calls()
+        works = [self._score_one(request, prompt, texts, token) for prompt, texts in calls]
+        try:
+            results = await until_disconnected(http.receive, _all(works))
+        except SpecrejError as error:
+            return response_of(for_caller(error, "a request"), request.name_of)
+        return _noted(JSONResponse(request.reply(results)), ignored)
+
+    async def _score_one(
+        self, request: Scoring, prompt: Prompt, texts: Sequence[str], token: str
+    ) -> Scores:
+        return await self._client.score(
+            prompt,
+            texts,
+            reward=request.model or "",
+            unfinished=bool(request.unfinished),
+            data=request.data,
+            timeout_s=request.timeout_s,
+            token=token,
+        )
+
     async def _complete(
         self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False
     ) -> Response:
@@ -143,6 +185,7 @@ class Gateway:
             is_chat=kind is ChatRequest,
             logprobs=call.wants_logprobs,
             num_prompts=len(calls),
+            stop_at=call.options.get("stop_at"),
         )
         try:
             if is_raw or request.stream:
@@ -300,7 +343,7 @@ def _response(answer: Answer, replies: list[bytes]) -> tuple[Response, int]:
     """The answer to a request that does not stream, and its number of candidates."""
     generations = [answer_of(replies.pop(0)) for _ in range(len(replies))]
     first = generations[0]
-    return PackedResponse(answer.body(generations), {"x-request-id": first.request_id}), first.n
+    return PackedResponse(answer.body(generations), answer.headers(generations)), first.n
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -37,11 +37,14 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from specrej.client.options import value_of
+from specrej.client.options import json_text, value_of
 from specrej.contracts import (
     MAX_SEED,
     Branching,
     CacheControl,
+    ConfidenceCut,
+    Degradation,
+    FinishReason,
     Generation,
     Grammar,
     JsonObject,
@@ -56,6 +59,7 @@ from specrej.contracts import (
     Schedule,
     StructuredOutput,
     TopLogprobs,
+    Vote,
     WeightedReward,
     declared_options,
     wire,
@@ -124,7 +128,7 @@ def _note(info: ValidationInfo, names: Iterable[str], *, is_unknown: bool) -> No
         info.context.update(dict.fromkeys(names, is_unknown))
 
 
-class _Checked(BaseModel):
+class Checked(BaseModel):
     """Fields with rules, and options with the ranges of the contract.
 
     All are checked while a request is parsed, so that its errors are reported together.
@@ -154,7 +158,7 @@ class _Checked(BaseModel):
         return value
 
 
-class StreamOptions(_Checked):
+class StreamOptions(Checked):
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, Ignored("chunks are not padded")] = None
 
@@ -176,14 +180,24 @@ def _by_form(name: str, forms: Mapping[str, Any]) -> Any:
     return Annotated[union, Discriminator(form_of)]
 
 
+def _with_data(reward: object) -> object:
+    """A reward's fields, its data as the text of JSON."""
+    if isinstance(reward, dict) and reward.get("data") is not None:
+        return {**reward, "data": json_text(reward["data"])}
+    return reward
+
+
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
     output = Annotated[StructuredOutput, Field(discriminator="kind")]
-    listed = tuple[WeightedReward, ...]
+    reward = Annotated[WeightedReward, BeforeValidator(_with_data)]
+    listed = tuple[reward, ...]
     types: dict[str, Any] = {
         "n": _by_form("n", {_OTHER: int}),
         "schedule": _by_form("schedule", {_OTHER: Schedule}),
         "branching": _by_form("branching", {_OTHER: Branching}),
+        "vote": _by_form("vote", {_OTHER: Vote}),
+        "confidence_cut": _by_form("confidence_cut", {_OTHER: ConfidenceCut}),
         "structured_output": _by_form("structured_output", {_OTHER: output}),
         "rewards": _by_form("rewards", {_FORMS[dict]: dict[str, float], _OTHER: listed}),
     }
@@ -194,7 +208,7 @@ def _options_of(part: str = "") -> dict[str, Any]:
     }
 
 
-class _Extension(_Checked):
+class _Extension(Checked):
     """What OpenAI's API has no field for."""
 
     model_config = ConfigDict(extra="forbid")
@@ -218,7 +232,8 @@ class _Preset(BaseModel):
 Preset: type[_Preset] = create_model("Preset", __base__=_Preset, **_options_of("selection."))
 
 
-def _texts(value: object) -> object:
+def as_texts(value: object) -> object:
+    """A list of one text, if it is a text."""
     return [value] if isinstance(value, str) else value
 
 
@@ -261,7 +276,7 @@ def _schema(schema: dict[str, Any]) -> JsonSchema:
     return JsonSchema(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
 
-class Request(_Checked):
+class Request(Checked):
     """The fields that both endpoints have."""
 
     model: Annotated[str, Maps("model"), Field(min_length=1)]
@@ -270,7 +285,7 @@ class Request(_Checked):
     max_tokens: _MaxTokens = None
     temperature: Annotated[float | None, Maps("sampling.temperature")] = None
     top_p: Annotated[float | None, Maps("sampling.top_p")] = None
-    stop: Annotated[list[str] | None, Maps("sampling.stop"), BeforeValidator(_texts)] = None
+    stop: Annotated[list[str] | None, Maps("sampling.stop"), BeforeValidator(as_texts)] = None
     presence_penalty: Annotated[float | None, Maps("sampling.presence_penalty")] = None
     frequency_penalty: Annotated[float | None, Maps("sampling.frequency_penalty")] = None
     logit_bias: Annotated[dict[int, float] | None, Maps("sampling.logit_bias")] = None
@@ -348,7 +363,7 @@ def _role(value: object) -> object:
     return "system" if value == "developer" else value
 
 
-class ChatMessage(_Checked):
+class ChatMessage(Checked):
     role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_joined)] = ""
 
@@ -364,7 +379,7 @@ class ChatMessage(_Checked):
     reasoning_content: Annotated[Any, Ignored(_OF_ANSWERS)] = None
 
 
-class SchemaFormat(_Checked):
+class SchemaFormat(Checked):
     """A JSON schema with its name; answers always conform, also where `strict` is false."""
 
     name: str
@@ -373,7 +388,7 @@ class SchemaFormat(_Checked):
     strict: bool | None = None
 
 
-class ResponseFormat(_Checked):
+class ResponseFormat(Checked):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
@@ -408,7 +423,7 @@ _PROMPTS = Field(min_length=1, max_length=16)
 
 
 def _prompts(value: object) -> object:
-    texts = _texts(value)
+    texts = as_texts(value)
     if isinstance(texts, list) and not all(isinstance(text, str) and text for text in texts):
         raise ValueError("must be a text or a list of texts, not empty: no token ids")
     return texts
@@ -421,7 +436,7 @@ class CompletionRequest(Request):
     logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=Checked)
 
 _MAX_ERRORS = 1000  # of a request: more are not listed, and no objects are made for them
 
@@ -449,7 +464,7 @@ def parsed(
         raise
     unknown = sorted(name for name, is_unknown in ignored.items() if strict and is_unknown)
     raise_if_any(Violation(name, "is unknown") for name in unknown)
-    if request.stream_options and not request.stream:
+    if isinstance(request, Request) and request.stream_options and not request.stream:
         raise InvalidRequest([Violation("stream_options", "needs stream: true")])
     return request
 
@@ -503,8 +518,8 @@ def call_of(
     """The call for prompt `index` of a request; `names` are other names of models.
 
     Raises:
-        InvalidRequest: fewer candidates than choices, several choices at temperature 0, or more
-            than MAX_LOGPROBS values.
+        InvalidRequest: fewer candidates than choices, several choices at temperature 0, more than
+            MAX_LOGPROBS values, or no rewards for a preset that stops at a score.
     """
     paths = {name: option.path for name, option in declared_options().items()}
     by_path = {path: name for name, path in paths.items()}
@@ -531,6 +546,12 @@ def call_of(
     of_preset = {name for name in options if sources.get(paths[name], "").startswith("model: ")}
     for name in of_preset & _unfit(options):
         del options[name]
+    if "stop_at" in of_preset and "rewards" not in options:
+        text = (
+            f"{preset} ends at a verified answer: name a verifier here, with what it compares with,"
+            ' as {"name": "answer", "data": {"answer": "4"}}'
+        )
+        raise InvalidRequest([Violation("specrej.rewards", text)])
     sources.setdefault("prompt", "messages" if isinstance(request, ChatRequest) else "prompt")
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
@@ -566,10 +587,14 @@ def _too_large(call: Call, num_prompts: int) -> Iterator[Violation]:
 
 def _unfit(options: Mapping[str, Any]) -> set[str]:
     """Options of a preset that are left out, because the request's own contradict them."""
+    of_waves = {"waves", "confidence_cut"}
     if options.get("temperature") == 0:  # greedy candidates would all be equal
-        return {"n", "min_answers", "branching"}
+        return {"n", "min_answers", "branching", "first"} | of_waves
     num_choices = options.get("return_candidates", 1)
-    return {name for name in ("n", "min_answers") if 0 < options.get(name, 0) < num_choices}
+    unfit = {name for name in ("n", "min_answers") if 0 < options.get(name, 0) < num_choices}
+    has_no_waves = options.get("branching") or options.get("n") == 0
+    is_small = options.get("waves", 0) < max(num_choices, options.get("min_answers", 0))
+    return unfit | of_waves if has_no_waves or is_small else unfit
 
 
 def _fill_in(options: dict[str, Any]) -> None:
@@ -598,6 +623,7 @@ def _prompt(request: Request, index: int) -> Prompt:
 
 # Answers
 
+STOPPED_BY, VERIFIED = "x-specrej-stopped-by", "x-specrej-verified"
 _NONE = '"choices":[]'  # texts have their quotes escaped
 _AT_ONCE = 16  # tokens of which an answer's values are made into JSON
 _LARGE = ThreadPoolExecutor(1, "large-answers")
@@ -656,12 +682,21 @@ def _num_equal(first: str, second: str) -> int:
 class Answer:
     """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions.
 
-    It has `num_choices` of each prompt, those of the first one first.
+    It has `num_choices` of each prompt, those of the first one first. An answer that reaches
+    `stop_at` is verified.
     """
 
     def __init__(
-        self, model: str, num_choices: int, *, is_chat: bool, logprobs: bool, num_prompts: int = 1
+        self,
+        model: str,
+        num_choices: int,
+        *,
+        is_chat: bool,
+        logprobs: bool,
+        num_prompts: int = 1,
+        stop_at: float | None = None,
     ) -> None:
+        self._stop_at = stop_at
         self._model = model
         self._num_choices = num_choices
         self._is_chat = is_chat
@@ -805,4 +840,27 @@ class Answer:
         omitted = ("text", "score", "finish_reason", "candidates", "rounds")
         rest = {name: value for name, value in plain.items() if name not in omitted}
         scores = [candidate.score for candidate in self._chosen(generation)]
-        return {**rest, "scores": scores}
+        reason, vote = generation.stopped_by, generation.best.vote
+        rest |= {"stopped_by": reason and reason.value, **({"vote": vote} if vote else {})}
+        return {**rest, "scores": scores, **self._verified(generation)}
+
+    def _verified(self, generation: Generation) -> JSON:
+        """Whether the answer is one that ends a request with `stop_at`: complete, not vetoed, and
+        by its rewards, not by the likelihood of a degraded one."""
+        if self._stop_at is None:
+            return {}
+        best = generation.best
+        counts = best.finish is FinishReason.STOP and not best.vetoed
+        counts = counts and Degradation.REWARD not in generation.degradations
+        return {"verified": counts and best.score >= self._stop_at}
+
+    def headers(self, generations: Sequence[Generation]) -> dict[str, str]:
+        """Headers of a reply that does not stream."""
+        headers = {"x-request-id": generations[0].request_id}
+        reasons = dict.fromkeys(g.stopped_by.value for g in generations if g.stopped_by)
+        if reasons:
+            headers[STOPPED_BY] = ", ".join(reasons)
+        if self._stop_at is not None:
+            is_verified = all(self._verified(generation)["verified"] for generation in generations)
+            headers[VERIFIED] = str(is_verified).lower()
+        return headers

@@ -64,7 +64,7 @@ def body_of(
         message, path = "; ".join(named), error.violations[0].field
         if error.reason == "CONTEXT_EXCEEDED":
             code = "context_length_exceeded"
-    elif path == "model":
+    elif path and name_of(path) == "model":
         code = "model_not_found"
     param = name_of(path) if path else None
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

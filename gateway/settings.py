@@ -32,7 +32,7 @@ class GatewaySettings(ProcessSettings):
        "careful": {"n": 64, "alpha": 0.3, "schedule": {"kind": "geometric", "first": 32},
                    "rewards": {"relevance": 1, "harmless": 0.5}}}
     A request selects one by the name of its model: MODEL:bon-32. With events (rounds, reasoning)
-    its streams show rounds.
+    its streams show rounds. One with stop_at needs rewards, its own or the request's.
 
     Tokens are not checked here: the orchestrator's tokens file decides. Without allow_anonymous,
     requests without a token end here, and all requests if the orchestrator has no tokens file.
@@ -71,6 +71,8 @@ class GatewaySettings(ProcessSettings):
         {
             "bon-32": {"n": 32, "algorithm": "best-of-n"},
             "sr-32": {"n": 32, "events": "reasoning"},
+            "verify-16": {"n": 16, "waves": 4, "stop_at": 1.0},
+            "vote-16": {"n": 16, "vote": "number"},
         },
         validate_default=True,
         description="JSON object of selections by their names",

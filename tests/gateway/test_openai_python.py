@@ -183,7 +183,8 @@ async def test_several_prompts_are_answered_in_order(client: AsyncOpenAI) -> Non
 
 async def test_presets_are_models(client: AsyncOpenAI) -> None:
     models = [model.id async for model in client.models.list()]
-    assert models == [MODEL, f"{MODEL}:bon-32", f"{MODEL}:sr-32"]
+    presets = ("bon-32", "sr-32", "verify-16", "vote-16")
+    assert models == [MODEL, *(f"{MODEL}:{preset}" for preset in presets)]
     assert (await client.models.retrieve(f"{MODEL}:bon-32")).id == f"{MODEL}:bon-32"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-4o")
