@@ -58,6 +58,9 @@ class Run {
   async start(body) {
     this.reset();
     this.prompt = body.messages[0].content;
+    const { stop_at, waves, rewards } = body.specrej;
+    const hasChecks = Array.isArray(rewards); // with data
+    this.asked = { stop_at, waves, hasChecks };
     const { abort } = this;
     const take = (name, data) => abort === this.abort && this.take(name, data); // unless replaced
     this.isBusy = true;
@@ -79,7 +82,8 @@ class Run {
   }
 
   take(name, data) {
-    const event = { at: performance.now() - this.began, name, data };
+    const own = name === 'admitted' || name === 'finished' ? { ...this.asked, ...data } : data;
+    const event = { at: performance.now() - this.began, name, data: own };
     if (/^(finished|error|stopped|ended)$/.test(name)) this.ended ??= performance.now();
     this.events.push(event);
     this.state = reduce(this.state, event);

@@ -62,12 +62,25 @@ export function offer(form, { generator, rewards, ...defaults }) {
   offered.forEach((item) => item.remove());
   for (const [index, name] of rewards.entries()) {
     const [item] = document.getElementById('reward').content.cloneNode(true).children;
-    const [isChosen, weight] = item.querySelectorAll('input');
+    const [isChosen, weight, data] = item.querySelectorAll('input');
     set(item, { 'data-reward': name });
     setText(item.querySelector('span'), name);
     isChosen.checked = index === 0;
     set(weight, { 'aria-label': `Weight of ${name}` });
+    set(data, { 'aria-label': `Data of ${name}, as JSON` });
+    data.addEventListener('input', () =>
+      data.setCustomValidity(dataOf(data) === undefined ? 'must be JSON' : ''),
+    );
     form.querySelector('#rewards').append(item);
+  }
+}
+
+// The JSON in a field, null if it is empty, undefined if it is no JSON.
+function dataOf({ value }) {
+  try {
+    return value.trim() ? JSON.parse(value) : null;
+  } catch {
+    return undefined;
   }
 }
 
@@ -84,12 +97,19 @@ export function bodyOf(form) {
   else specrej.algorithm = algorithm;
   if (algorithm === 'speculative-rejection') specrej.alpha = number('alpha');
   if (algorithm !== 'best-of-n') specrej.schedule = scheduleOf(value('schedule'), value, number);
-  const rewards = {};
+  specrej.stop_at = number('stop_at');
+  if (algorithm !== 'branching') specrej.waves = number('waves');
+  specrej.vote = value('vote') || undefined;
+  const rewards = [];
   for (const item of form.querySelectorAll('[data-reward]')) {
-    const [isChosen, weight] = item.querySelectorAll('input');
-    if (isChosen.checked) rewards[item.dataset.reward] = Number(weight.value);
+    const [isChosen, weight, data] = item.querySelectorAll('input');
+    const own = { name: item.dataset.reward, weight: Number(weight.value) };
+    const given = dataOf(data) ?? null;
+    if (isChosen.checked) rewards.push(given === null ? own : { ...own, data: given });
   }
-  if (Object.keys(rewards).length) specrej.rewards = rewards;
+  const hasData = rewards.some((reward) => 'data' in reward);
+  const weights = Object.fromEntries(rewards.map(({ name, weight }) => [name, weight]));
+  if (rewards.length) specrej.rewards = hasData ? rewards : weights;
   return {
     model: value('model'),
     messages: [{ role: 'user', content: value('prompt') }],
@@ -112,9 +132,9 @@ function scheduleOf(kind, value, number) {
   };
 }
 
-// The same request by Best-of-N, of as many candidates as it has got.
+// The same request by Best-of-N, of as many candidates as it has got, without stops.
 export function byBestOfN(body, n) {
-  const { branching, schedule, alpha, ...rest } = body.specrej;
+  const { branching, schedule, alpha, stop_at, waves, ...rest } = body.specrej;
   return { ...body, specrej: { ...rest, n, algorithm: 'best-of-n' } };
 }
 
@@ -142,10 +162,19 @@ with urllib.request.urlopen(call) as events:
 
 // The request that the gateway makes of the body.
 function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }, url) {
-  const { events, cache, schedule, rewards = {}, ...selection } = specrej;
+  const { events, cache, schedule, vote, rewards = {}, ...selection } = specrej;
   const constant = (type, name) => `${type}_${name.toUpperCase().replaceAll('-', '_')}`;
   if (selection.algorithm) selection.algorithm = constant('ALGORITHM', selection.algorithm);
-  selection.rewards = Object.entries(rewards).map(([name, weight]) => ({ name, weight }));
+  const listed = Array.isArray(rewards)
+    ? rewards
+    : Object.entries(rewards).map(([name, weight]) => ({ name, weight }));
+  selection.rewards = listed.map(({ data, ...rest }) =>
+    data === undefined ? rest : { ...rest, data: JSON.stringify(data) },
+  );
+  if (vote) {
+    const [kind, ...rest] = vote.split(':');
+    selection.vote = { extractor: constant('VOTE_EXTRACTOR', kind), argument: rest.join(':') };
+  }
   if (schedule) {
     selection.schedule = { ...schedule, kind: constant('SCHEDULE_KIND', schedule.kind) };
   }

@@ -7,9 +7,12 @@ import { colorOf } from './words.js';
 // bands}. `ids` are best first; a round of very many candidates is without them.
 export function columnsOf(state) {
   const scores = new Map(); // of the last round; forks and newcomers have none
-  let from = 0;
+  let from = 0,
+    wave = 1;
   const columns = state.rounds.map(
-    ({ candidates, decision_token: to, num_started, num_rejected }) => {
+    ({ candidates, decision_token: to, num_started, num_rejected, wave: own = 1 }) => {
+      if (own > wave) from = 0;
+      wave = own;
       const ids = candidates.map((traced) => traced.candidate_id);
       const size = ids.length || num_started;
       const fills = candidates.map(({ score }) => colorOf(state, score));

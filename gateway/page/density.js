@@ -50,7 +50,7 @@ export class Density extends HTMLElement {
     const ids = this.#order,
       rank = Math.max(0, ids.indexOf(picked)),
       lane = state.lanes.find(({ id }) => id === ids[rank]),
-      text = lane ? `Candidate ${lane.id}, ${described(lane)}` : 'none';
+      text = lane ? `Candidate ${lane.id}, ${described(state, lane)}` : 'none';
     const range = { 'aria-valuemin': 1, 'aria-valuemax': ids.length, 'aria-valuenow': rank + 1 };
     set(this.slider, { ...range, 'aria-valuetext': text });
   }

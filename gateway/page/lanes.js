@@ -3,7 +3,7 @@
 
 import { moved, s, set, setText } from './dom.js';
 import { isLive, level, scoreOf, tokensOf } from './reduce.js';
-import { colorOf, described, fixed, markOf } from './words.js';
+import { checkOf, colorOf, described, fixed, markOf } from './words.js';
 
 const LEFT = 34; // for numbers
 const RIGHT = 58; // for rewards
@@ -106,7 +106,7 @@ export class Lanes extends HTMLElement {
       y = this.y(lane.row),
       mark = markOf(lane),
       isLabelled = this.row >= LABELLED;
-    const named = `Candidate ${lane.id}, ${described(lane)}`;
+    const named = `Candidate ${lane.id}, ${described(state, lane)}`;
     set(view.group, { 'aria-label': named, 'data-fate': lane.fate || null });
     set(view.hit, { y: y - this.row / 2, height: this.row, width: this.width });
     view.from = lane.from;
@@ -128,7 +128,7 @@ export class Lanes extends HTMLElement {
     set(view.score, { y });
     setText(view.number, isLabelled && lane.parent === null ? String(lane.id) : '');
     const isScored = isLabelled && lane.scores.length && !['rejected', 'vetoed'].includes(mark);
-    setText(view.score, isScored ? fixed(scoreOf(lane)) : '');
+    setText(view.score, isScored ? `${checkOf(state, lane)} ${fixed(scoreOf(lane))}`.trim() : '');
   }
 
   #bar(state, score, y) {

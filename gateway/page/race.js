@@ -5,9 +5,10 @@ import './density.js';
 import './lanes.js';
 import { count, h, isStill, seconds, set, setText } from './dom.js';
 import { cost, DENSE, initial, scoreOf, tokensOf } from './reduce.js';
-import { described, fateOf, fixed, lossOf, markOf, sentence } from './words.js';
+import { checkOf, described, fateOf, fixed, lossOf, markOf, sentence, stopOf } from './words.js';
 
 const EASE_MS = 110;
+const SHOWN_VOTES = 8;
 
 export class Race extends HTMLElement {
   state = initial();
@@ -76,8 +77,8 @@ export class Race extends HTMLElement {
       elapsed = Math.min(100, now - this.#last);
     const share = isStill.matches ? 1 : 1 - Math.exp(-elapsed / EASE_MS);
     // The next power of two while it grows, so that lanes do not shrink all the time.
-    const power = 2 ** Math.ceil(Math.log2(1 + state.position * 1.02));
-    const wanted = Math.max(24, state.numLive ? power : state.position * 1.06);
+    const power = 2 ** Math.ceil(Math.log2(1 + state.reach * 1.02));
+    const wanted = Math.max(24, state.numLive ? power : state.reach * 1.06);
     this.#last = now;
     this.#frame = 0;
     this.#position = eased(this.#position, state.position, share, 0.1);
@@ -113,7 +114,7 @@ export class Race extends HTMLElement {
     const soFar = state.isCertain ? '' : state.bestText.trim();
     this.#write({
       chip: this.getAttribute('idle') ?? state.phase,
-      facts: [prompt, ...state.flags].filter(Boolean).join(' · '),
+      facts: [prompt, stopOf(state), ...state.flags].filter(Boolean).join(' · '),
       said: sentence(state),
       problem: state.error,
       'text-head': state.isCertain ? 'Answer' : 'Best text so far',
@@ -124,7 +125,21 @@ export class Race extends HTMLElement {
     this.find('problem').hidden = !state.error;
     if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
     if (state.slots !== this.#seen.state?.slots) this.#slots(state);
+    if (state.votes !== this.#seen.state?.votes) this.#votes(state);
     this.#tabulate(state);
+  }
+
+  #votes({ votes, numDistinct }) {
+    const rows = votes.slice(0, SHOWN_VOTES).map(({ answer, share, count: number }) => {
+      const meter = h('meter', { value: share, 'aria-label': `share of ${answer}` });
+      const cells = [h('td', {}, meter), h('td', { text: `${Math.round(100 * share)} %` })];
+      const name = h('th', { scope: 'row', class: 'texts', text: answer });
+      return h('tr', {}, name, ...cells, h('td', { text: number }));
+    });
+    const num = numDistinct - rows.length;
+    this.find('votes').hidden = !rows.length;
+    this.find('votes').querySelector('tbody').replaceChildren(...rows);
+    this.#write({ 'more-votes': num > 0 ? `and ${num} other answers` : '' });
   }
 
   #slots({ slots, capacity }) {
@@ -166,7 +181,7 @@ export class Race extends HTMLElement {
     const hint = state.phase === 'running' ? 'Texts come with the end of a round.' : '';
     this.#write({
       'card-head': `Candidate ${lane.id}`,
-      'fate-text': [described(lane), lossOf(state, lane)].filter(Boolean).join('; '),
+      'fate-text': [described(state, lane), lossOf(state, lane)].filter(Boolean).join('; '),
       'text-so-far': lane.text.trim() || hint,
     });
     const use = this.find('card').querySelector('use');
@@ -180,7 +195,8 @@ export class Race extends HTMLElement {
     if (!twin.open) return;
     const { rows } = twin.querySelector('tbody');
     const texts = state.lanes.map((lane) => {
-      const numbers = [count(tokensOf(state, lane)), fixed(scoreOf(lane)), lane.parent ?? '–'];
+      const reward = `${checkOf(state, lane)} ${fixed(scoreOf(lane))}`.trim();
+      const numbers = [count(tokensOf(state, lane)), reward, lane.parent ?? '–', lane.wave];
       return [lane.id, fateOf(lane), ...numbers];
     });
     // Rows stay where a reader is; only cells change.

@@ -9,10 +9,12 @@ export const initial = () => ({
   id: '',
   n: 0,
   promptTokens: 0,
-  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text}
+  lanes: [], // {id, row, wave, parent, from, tokens, fate, scores: [{round, token, score}], text}
   numRows: 0,
   rounds: [], // traces, as the service sends them
+  wave: 1,
   position: 0, // tokens of every live lane
+  reach: 0, // tokens of the longest lane
   numLive: 0,
   grown: 0, // tokens of the round that runs, at least
   slots: [], // {at, session}; `at` in ms
@@ -23,6 +25,11 @@ export const initial = () => ({
   answer: '',
   isCertain: false,
   winner: null,
+  hasChecks: false, // whether a reward is a verifier
+  stopAt: null,
+  stoppedBy: '',
+  votes: [], // {answer, share, count}
+  numDistinct: 0,
   usage: null,
   totalMs: null,
   flags: [],
@@ -38,15 +45,18 @@ export function reduce(state, { at, name, data }) {
   switch (name) {
     case 'admitted':
       return admitted(state, data);
-    case 'progress':
+    case 'progress': {
+      const now = state.rounds.length && !state.numLive ? nextWave(state) : state;
       return {
-        ...state,
-        position: Math.max(state.position, data.num_tokens),
+        ...now,
+        position: Math.max(now.position, data.num_tokens),
+        reach: Math.max(now.reach, data.num_tokens),
         numLive: data.num_live,
-        grown: state.grown + Math.max(0, data.num_tokens - state.position) * data.num_live,
-        slots: [...state.slots, { at, session: data.session_slots }],
-        capacity: data.capacity_slots || state.capacity,
+        grown: now.grown + Math.max(0, data.num_tokens - now.position) * data.num_live,
+        slots: [...now.slots, { at, session: data.session_slots }],
+        capacity: data.capacity_slots || now.capacity,
       };
+    }
     case 'round_completed':
       return round(state, at, data);
     case 'text_delta':
@@ -76,19 +86,36 @@ function halted(state, phase, error) {
   return { ...state, phase, error, numLive: 0, lanes: state.lanes.map(end) };
 }
 
+// `data` of a record has its selection, and that of a request of this page what `Run.take` adds.
 function admitted(state, data) {
-  const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
-  const { n, prompt_tokens: promptTokens } = data;
+  const { n, prompt_tokens: promptTokens, selection = {} } = data;
+  const numFirst = Math.min(n, data.waves || selection.waves || n);
+  const lanes = Array.from({ length: numFirst }, (_, id) => lane(id, id));
+  const stopAt = data.stop_at ?? selection.stop_at ?? null;
+  const hasChecks = Boolean(data.hasChecks) || stopAt !== null;
   const begun = { phase: 'running', id: data.request_id || state.id, n, promptTokens };
   // A request that has lost its generator is admitted again, and its rounds begin again.
-  return { ...state, ...begun, lanes, numRows: n, numLive: n, rounds: [] };
+  const counts = { numRows: numFirst, numLive: numFirst, rounds: [], wave: 1 };
+  return { ...state, ...begun, ...counts, stopAt, hasChecks, lanes };
+}
+
+// As many candidates as there are, up to n, begin at token 0.
+function nextWave(state) {
+  const { n, lanes } = state,
+    wave = state.wave + 1,
+    numLive = Math.min(lanes.length, n - lanes.length),
+    ids = Array.from({ length: numLive }, (_, index) => lanes.length + index),
+    added = ids.map((id) => ({ ...lane(id, id), wave }));
+  const all = [...lanes, ...added];
+  return { ...state, wave, numLive, lanes: all, numRows: all.length, position: 0 };
 }
 
 const lane = (id, row, from = 0) => {
-  return { id, row, parent: null, from, tokens: from, fate: '', scores: [], text: '' };
+  return { id, row, wave: 1, parent: null, from, tokens: from, fate: '', scores: [], text: '' };
 };
 
-function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
+function round(before, at, { round: trace, survivors, best_text: bestText, texts }) {
+  const state = (trace.wave || 1) > before.wave ? nextWave(before) : before;
   const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
   const written = new Map((texts ?? []).map((item) => [item.candidate_id, item.text]));
   const hasLive = survivors?.length || !trace.num_live;
@@ -117,6 +144,7 @@ function round(state, at, { round: trace, survivors, best_text: bestText, texts 
     numRows,
     rounds: [...state.rounds, trace],
     position: Math.max(state.position, trace.decision_token),
+    reach: Math.max(state.reach, trace.decision_token),
     numLive: trace.num_live,
     grown: 0,
     slots: [...state.slots, { at, session: trace.session_slots }, { at, session: after }],
@@ -151,13 +179,20 @@ function finished(state, at, data) {
   let reached = state;
   if (!state.lanes.length && data.rounds.length) {
     // From the cache, or of an equal request: the rounds of the run that made the answer.
-    reached = admitted(state, { ...data, prompt_tokens: data.usage.prompt_tokens });
+    const more = { prompt_tokens: data.usage.prompt_tokens, waves: data.rounds[0].num_started };
+    reached = admitted(state, { ...data, ...more });
     for (const trace of data.rounds) reached = round(reached, at, { round: trace });
   }
   const best = data.candidates[0];
   const lanes = reached.lanes.map((old) =>
     old.id === best.candidate_id
-      ? { ...old, fate: 'winner', tokens: best.num_tokens, text: best.text ?? old.text }
+      ? {
+          ...old,
+          fate: 'winner',
+          tokens: best.num_tokens,
+          text: best.text ?? old.text,
+          isCut: best.finish_reason === 'FINISH_REASON_LENGTH',
+        }
       : old,
   );
   return {
@@ -167,6 +202,9 @@ function finished(state, at, data) {
     best: best.score,
     isCertain: true,
     answer: best.text ?? state.answer,
+    stoppedBy: (data.stopped_by ?? '').replace(/^STOP_REASON_(UNSPECIFIED)?/, ''),
+    votes: data.votes ?? [],
+    numDistinct: data.num_distinct ?? 0,
     usage: data.usage,
     totalMs: data.timings.total_ms,
     flags: ['cached', 'degraded', 'hurried', 'reduced'].filter((flag) => data[flag]),
@@ -182,7 +220,7 @@ export function cost(state) {
   }
   const made = state.rounds.reduce((sum, trace) => sum + trace.generated_tokens, state.grown);
   const own = state.lanes.filter(({ parent }) => parent === null);
-  const ends = own.map(({ fate, tokens }) => (fate === 'finished' ? tokens : state.position));
+  const ends = own.map(({ fate, tokens }) => (fate === 'finished' ? tokens : state.reach));
   return { made, others: ends.reduce((sum, end) => sum + end, 0), isFinal: false };
 }
 

@@ -11,7 +11,10 @@ export function eventsOf(record) {
   let slots = record.prompt_tokens;
   let at = record.opened_at_ms ?? rounds[0]?.start_ms ?? 0;
   const events = record.n ? [{ at, name: 'admitted', data: record }] : [];
+  let wave = 1;
   for (const { start_ms: start, trace } of rounds) {
+    if (trace.wave > wave) token = 0;
+    wave = trace.wave ?? 1;
     const grown = trace.decision_token - token;
     const stride = Math.max(1, Math.ceil(grown / STRIDES));
     for (let step = stride; step < grown; step += stride) {

@@ -14,8 +14,9 @@ export function sentence(state) {
     const reward = `with reward ${fixed(state.best)}`;
     const answer = `Candidate ${state.winner} of ${state.n} is the answer, ${reward}, of ${made} tokens.`;
     const losses = state.lanes.map((lane) => ({ lane, loss: lossOf(state, lane) }));
+    const stop = stopOf(state) && ` It ${stopOf(state)}.`;
     const [top] = losses.filter(({ loss }) => loss).sort((x, y) => topOf(y.lane).score - topOf(x.lane).score);
-    return top ? `${answer} Candidate ${top.lane.id} is not: ${top.loss}.` : answer;
+    return top ? `${answer}${stop} Candidate ${top.lane.id} is not: ${top.loss}.` : answer + stop;
   }
   if (!trace)
     return state.n ? `${state.n} candidates have started.` : 'Each candidate gets a lane here.';
@@ -25,14 +26,31 @@ export function sentence(state) {
   return `${begun} ${trace.num_rejected} rejected, ${rest}`;
 }
 
+const STOPS = {
+  SCORE: 'ended early: an answer has the score to stop at',
+  FIRST: 'ended early: enough answers are complete',
+  VOTE: 'ended early: the leading answer of the vote is safe',
+};
+export const stopOf = ({ stoppedBy }) => STOPS[stoppedBy] ?? '';
+
+// Whether a verifier has passed a complete answer: a tick, a cross, or empty where it is open.
+export function checkOf({ hasChecks, stopAt }, { fate, isCut, scores }) {
+  if (!hasChecks || isCut || !['finished', 'winner', 'vetoed'].includes(fate)) return '';
+  const score = fate === 'vetoed' ? 0 : scores.at(-1)?.score;
+  if (score >= (stopAt ?? 1)) return '✓';
+  return stopAt !== null || score === 0 ? '✗' : '';
+}
+
 export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.isHalted ? 'stopped' : lane.fate);
 export const fateOf = (lane) => (lane.fate === 'winner' ? 'the answer' : markOf(lane));
 
 // A candidate's state in words.
-export function described(lane) {
+export function described(state, lane) {
+  const wave = lane.wave > 1 ? `, of wave ${lane.wave}` : '';
+  const check = { '✓': ', passed', '✗': ', not passed' }[checkOf(state, lane)] ?? '';
   const end = isLive(lane) ? '' : ` at token ${lane.tokens}`;
   const parent = lane.parent === null ? '' : `, a fork of ${lane.parent} from token ${lane.from}`;
-  return `${fateOf(lane)}${end}, reward ${fixed(scoreOf(lane))}${parent}`;
+  return `${fateOf(lane)}${end}, reward ${fixed(scoreOf(lane))}${check}${parent}${wave}`;
 }
 
 const topOf = ({ scores }) => scores.reduce((top, each) => (each.score > top.score ? each : top));

@@ -14,7 +14,9 @@ __all__ = ["address", "orchestrator"]  # fixtures
 
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+    "SPECREJ_REWARD_REWARDS": (
+        '[{"name": "toy", "kind": "toy"}, {"name": "answer", "kind": "answer"}]'
+    ),
     # The default of a quarter of a second is short on a busy machine.
     "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
     "SPECREJ_GATEWAY_KEEP_ALIVE_S": "0.2",

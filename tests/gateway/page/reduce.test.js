@@ -7,7 +7,7 @@ import test from 'node:test';
 const page = new URL('../../../gateway/page/', import.meta.url);
 const { cost, initial, isLive, level, reduce, scoreOf } = await import(new URL('reduce.js', page));
 const { columnsOf } = await import(new URL('columns.js', page));
-const { described, lossOf, sentence } = await import(new URL('words.js', page));
+const { checkOf, described, lossOf, sentence, stopOf } = await import(new URL('words.js', page));
 const { eventsOf, Player } = await import(new URL('replay.js', page));
 
 const folder = new URL('streams/', import.meta.url);
@@ -191,7 +191,7 @@ test('what ends early has no lane that grows', () => {
     assert.deepEqual([state.lanes.filter(isLive).length, state.numLive], [0, 0]);
     for (const lane of state.lanes.filter(({ id }) => cut.includes(id))) {
       assert.equal(lane.tokens, running.position);
-      assert.match(described(lane), /^stopped at token/);
+      assert.match(described(state, lane), /^stopped at token/);
     }
     assert.deepEqual(cost(state), cost(running));
   }
@@ -205,7 +205,7 @@ test('an answer that the deadline hurried has no lane that grows', () => {
   const state = fold([...part, events.at(-1)]);
   assert.deepEqual([state.phase, state.error, state.lanes.filter(isLive).length, state.numLive], ['finished', '', 0, 0]);
   const cut = state.lanes.filter(({ id }) => id !== state.winner && kept.some((lane) => lane.id === id));
-  for (const lane of cut) assert.match(described(lane), /^stopped at token/);
+  for (const lane of cut) assert.match(described(state, lane), /^stopped at token/);
 });
 
 test('forks take the rows that cuts have freed, and only then new ones', () => {
@@ -256,4 +256,28 @@ test('a round without its candidates leaves the survivors', () => {
     if (trace) assert.deepEqual([size, numKept], [trace.num_started, trace.num_started - trace.num_rejected]);
     assert.deepEqual(bands, [{ rank: 0, fill: 'var(--muted)', count: size }]);
   }
+});
+
+test('candidates of later waves begin at their own beginning, with ticks where a verifier passed', () => {
+  const round = (number, wave, ids, score, fate = 'CANDIDATE_FATE_FINISHED') => ({ at: number, name: 'round_completed', data: { survivors: [], best_text: 'x', round: {
+    number, wave, decision_token: 16 * (3 - wave), num_started: ids.length, num_finished: ids.length, num_rejected: 0, num_live: 0, best_score: score, session_slots: 9, freed_slots: 9, capacity_slots: 99, generated_tokens: 16 * ids.length, forks: [],
+    candidates: ids.map((id) => ({ candidate_id: id, score, fate, num_tokens: 16 * (3 - wave) })) } } });
+  const grown = (num_tokens, num_live) => ({ at: 1, name: 'progress', data: { num_tokens, num_live, session_slots: 5, capacity_slots: 99 } });
+  const best = { candidate_id: 3, score: 1, num_tokens: 16, text: '4', finish_reason: 'FINISH_REASON_STOP' };
+  const events = [
+    { at: 0, name: 'admitted', data: { n: 16, waves: 2, stop_at: 1, request_id: 'r' } }, grown(4, 2), round(1, 1, [0, 1], 0), grown(4, 2), round(2, 2, [2, 3], 1),
+    { at: 9, name: 'finished', data: { request_id: 'r', n: 16, candidates: [best], rounds: [], usage: { generated_tokens: 96, best_of_n_tokens_estimate: 512 }, timings: { total_ms: 9 }, stopped_by: 'STOP_REASON_SCORE', votes: [{ answer: '4', share: 1, count: 2 }], num_distinct: 1 } },
+  ];
+  const begun = fold(events.slice(0, 4));
+  assert.deepEqual([begun.lanes.map(({ wave }) => wave), begun.numLive, begun.position, begun.reach], [[1, 1, 2, 2], 2, 4, 32]);
+  assert.deepEqual(begun.lanes.filter(isLive).map(({ id }) => id), [2, 3]);
+  const state = fold(events);
+  assert.deepEqual(state.lanes.map((lane) => checkOf(state, lane)), ['✗', '✗', '✓', '✓']);
+  assert.equal(described(state, state.lanes[3]), 'the answer at token 16, reward 1.000, passed, of wave 2');
+  assert.match(sentence(state), /ended early: an answer has the score/);
+  assert.deepEqual([state.votes.length, stopOf({ stoppedBy: '' })], [1, '']);
+  const cut = fold([...events.slice(0, 5), { ...events[5], data: { ...events[5].data, candidates: [{ ...best, finish_reason: 'FINISH_REASON_LENGTH' }] } }]);
+  assert.equal(checkOf(cut, cut.lanes[3]), '', 'a truncated text is no complete answer');
+  const stored = fold([{ ...events[5], data: { ...events[5].data, stop_at: 1, rounds: [events[2].data.round, events[4].data.round] } }]);
+  assert.deepEqual(rowsOf(stored).map(({ id, fate }) => [id, fate]), rowsOf(state).map(({ id, fate }) => [id, fate]));
 });

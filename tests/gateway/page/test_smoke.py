@@ -155,6 +155,33 @@ async def test_own_prompts_are_listed_and_empty_charts_hidden(fresh: Window) -> 
     await fresh.until("document.getElementById('share').textContent !== 'Copy link'")
 
 
+async def test_waves_checks_and_votes_are_shown(fresh: Window) -> None:
+    """Guards against lanes of candidates that have not begun, and data that is not sent."""
+    await fresh.until("document.querySelector('[data-reward=answer]')")
+    await fresh.js(
+        """
+        document.querySelector('[data-reward=toy] input').checked = false;
+        const [isChosen, , data] = document.querySelectorAll('[data-reward=answer] input');
+        isChosen.checked = true;
+        data.value = arguments[0];
+        data.dispatchEvent(new Event('input', { bubbles: true }));""",
+        '{"answer": "clouds elm grove", "kind": "exact", "extract": "all"}',
+    )
+    await fresh.run(n=8, max_tokens=24, seed=5, waves=2, stop_at=1)
+    assert await fresh.ended() == "finished", await fresh.text("#live .problem")
+    assert await fresh.text("#answer") == "clouds elm grove"
+    assert len((await fresh.state())["lanes"]) == 4
+    names = "[...document.querySelectorAll('#live [data-candidate]')].map((lane) => lane.ariaLabel)"
+    lanes = await fresh.js(f"return {names}")
+    assert lanes[2] == "Candidate 2, the answer at token 3, reward 1.000, passed, of wave 2"
+    assert lanes[0].endswith("not passed")
+    assert "an answer has the score" in await fresh.text("#live .facts")
+    await fresh.run(seed=5, waves="", stop_at="", vote=r"regex:^(\w+)", alpha=0)
+    assert await fresh.ended() == "finished", await fresh.text("#live .problem")
+    votes = await fresh.js("return document.querySelector('#live .votes').innerText")
+    assert "elm\t" in votes and "33 %" in votes and "clouds" in votes
+
+
 async def test_errors_are_shown_with_their_field(fresh: Window) -> None:
     """Guards against a request that seems to wait for ever."""
     await fresh.run(n=4, max_tokens=16, schedule="tokens", tokens="9, 8")
