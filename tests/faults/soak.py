@@ -16,8 +16,9 @@ growth is at most 128 KiB, malloc's increment; and if the interval lies below 4 
 is 20 bytes for each of 200,000 requests.
 
 One leak is known, and does not count: grpc.aio 1.85.1 never frees the array of a failed or
-abandoned batch, 80 bytes and malloc's header (github.com/grpc/grpc/issues/43360), at most two per
-call that its client ended early.
+abandoned batch, 80 bytes for each of its operations and malloc's header
+(github.com/grpc/grpc/issues/43360). By mallinfo2, in an orchestrator of toys, that is 0 bytes per
+call that its client reads to the end and 150 to 240 per call that its client cancels.
 
 `--leak` is the positive control: a reward keeps every text, and the soak must fail. The last line
 on stdout is one JSON object.
@@ -58,7 +59,7 @@ _STABLE_S = 60.0  # without a new maximum of files, threads and series
 _STABLE_WITHIN_S = 240.0
 _PLAIN_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
 # Maximum of grpc's leak per call that its client ended early.
-KNOWN_LEAK_BYTES = 2 * 96
+KNOWN_LEAK_BYTES = 3 * 96
 # Growth per hour that the interval must exclude.
 BOUNDS: Mapping[str, float] = {"MiB": 4.0}
 # Total growth that shows no trend: malloc's increment of 128 KiB, one more connection at the end,
