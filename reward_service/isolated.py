@@ -2,7 +2,7 @@
 
 A short text can ask sympy, or a schema a validator, for work without end. The process receives one
 check per line. One that exceeds the bounds ends the process, and the next check starts another.
-This is the only file that imports the libraries of `specrej-server[verify]`.
+Only this file imports the libraries of `specrej-server[verify]`, and RE2 in this service.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 CPU_S = 2.0  # of the processor's time per check
 _MEMORY_BYTES = 1 << 31
+_LIBRARIES = {"math": "math_verify", "schema": "jsonschema_rs"}
 _MOST_ENDED = 4  # checks of one request that may exceed the bounds
 
 Check = Callable[..., bool]
@@ -50,10 +52,15 @@ def escape_pattern(text: str) -> str:
 class Isolated:
     """A process for checks of one kind; used by one thread at a time.
 
-    Raises RuntimeError: `trial`, arguments of a check that must hold, does not.
+    Raises:
+        ValueError: the library of the kind is missing.
+        RuntimeError: `trial`, arguments of a check that must hold, does not.
     """
 
     def __init__(self, kind: str, *trial: str) -> None:
+        if not find_spec(_LIBRARIES[kind]):
+            text = f"requires {_LIBRARIES[kind]}: pip install 'specrej-server[verify]'"
+            raise ValueError(f"a reward with checks of kind {kind} {text}")
         self._kind = kind
         self._process: subprocess.Popen[str] | None = None
         if not self._ask(*trial):

@@ -319,9 +319,11 @@ def test_values_are_kept_by_text_while_it_is_in_the_batch(monkeypatch: pytest.Mo
 
 
 def test_missing_libraries_are_named_by_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier, "find_spec", lambda name: None if name == "math_verify" else name)
-    with pytest.raises(ValueError, match=r"reward r: .*specrej-server\[verify\]"):
-        load("checks")
+    monkeypatch.setattr(isolated, "find_spec", lambda name: None)
+    for kind in ("answer", "schema"):
+        with pytest.raises(ValueError, match=r"requires .*specrej-server\[verify\]"):
+            load(kind)
+    assert load("checks")  # needs none
 
 
 async def test_over_the_wire_truncated_texts_are_final() -> None:
