@@ -335,16 +335,14 @@ class UnitTestsSpec(Spec):
     allow_unsandboxed: bool = False
 
 
-class HTTPSpec(Spec):
-    """A reward behind HTTP, which has `timeout_s` seconds for each answer.
+class ServerSpec(Spec):
+    """What a server computes, which has `timeout_s` seconds for each answer.
 
     headers: sent with every request; header_files: the same for secrets, each in a file that is
     read again when it changes; allow_plaintext_token: send them without TLS, too; version: part of
     the fingerprint, to be changed whenever the server's reward changes.
     """
 
-    loader = "http:HTTPReward"
-    kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://\S+$")
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     allow_plaintext_token: bool = False
@@ -353,7 +351,7 @@ class HTTPSpec(Spec):
     version: str = ""
 
     @model_validator(mode="after")
-    def _secrets_are_protected(self) -> HTTPSpec:
+    def _secrets_are_protected(self) -> Self:
         parts = urlsplit(self.url)
         if parts.username or parts.password:
             raise ValueError("url must not hold credentials: put them in header_files")
@@ -389,6 +387,51 @@ class SchemaSpec(Spec):
     kind: Literal["schema"] = "schema"
 
 
+class HTTPSpec(ServerSpec):
+    """A reward behind HTTP."""
+
+    loader = "http:HTTPReward"
+    kind: Literal["http"] = "http"
+
+
+class Criterion(_Options):
+    """What a judge gives one grade for, and the grade's weight."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+    description: str = ""
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+
+
+class JudgeSpec(ServerSpec):
+    """A language model that grades answers, at a URL for chat completions in OpenAI's form.
+
+    rubric: what is to be judged; criteria: a grade for each, of the integers of `scale`; mode:
+    "each" grades answers alone, "pairs" asks which one of two is better, in both orders, each with
+    `opponents` others; max_parallel: calls at once; max_tokens: of a reply; max_request_tokens:
+    tokens that the calls for one batch of answers may take together before the next call is not
+    made. Requests may bring their own rubric, criteria and reference.
+    """
+
+    loader = "judge:JudgeReward"
+    kind: Literal["judge"] = "judge"
+    model: str = Field(min_length=1)
+    rubric: str = "How good is the response as an answer to the prompt?"
+    criteria: Annotated[tuple[Criterion, ...], Field(min_length=1)] = (Criterion(name="quality"),)
+    scale: tuple[int, int] = (1, 10)
+    mode: Literal["each", "pairs"] = "each"
+    opponents: int = Field(2, ge=1, le=64)
+    temperature: float = Field(0, ge=0, le=2)
+    max_tokens: int = Field(512, ge=1)
+    max_parallel: int = Field(8, ge=1, le=1024)
+    max_request_tokens: int = Field(1_000_000, ge=1)
+
+    @model_validator(mode="after")
+    def _scale_ascends(self) -> Self:
+        if self.scale[0] >= self.scale[1]:
+            raise ValueError("scale must be a lowest grade and a higher one")
+        return self
+
+
 def _is_not_former(spec: Any) -> Any:
     if isinstance(spec, dict) and spec.get("kind") == "vllm-classifier":
         raise ValueError('kind "vllm-classifier" is now "classifier" with "engine": "vllm"')
@@ -409,7 +452,8 @@ RewardSpec = Annotated[
     | AnswerSpec
     | ChecksSpec
     | SchemaSpec
-    | UnitTestsSpec,
+    | UnitTestsSpec
+    | JudgeSpec,
     Field(discriminator="kind"),
     BeforeValidator(_is_not_former),
 ]

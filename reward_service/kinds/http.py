@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import httpx2
 
-from reward_service.specs import HTTPSpec, Resources
+from reward_service.specs import HTTPSpec, Resources, ServerSpec
 from specrej import fingerprint
 from specrej.contracts import NO_PROBE, Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
@@ -29,12 +30,67 @@ _MAX_ANSWER_BYTES = 1 << 20
 _TIMEOUT_HEADER = "Specrej-Timeout-Ms"
 
 
-class HTTPReward:
-    """Scores by the server at the spec's URL.
+class Server:
+    """The server of a spec, which is sent JSON.
 
     Raises:
         OSError, ValueError: a file of a header cannot be used.
     """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self._name, self._url, self._timeout_s = spec.name, spec.url, spec.timeout_s
+        self._secrets = {
+            name: ReloadingFile((path,), partial(read_line, path))
+            for name, path in spec.header_files.items()
+        }
+        # Compressed answers are not read: a few bytes could be gigabytes.
+        headers = {**spec.headers, "Accept-Encoding": "identity"}
+        # `post` has the timeout: httpx2 bounds only the time between two parts.
+        self._client = httpx2.AsyncClient(
+            headers=headers, timeout=None, trust_env=may_use_proxy(spec.url)
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def post(self, body: dict[str, Any], most_bytes: int) -> tuple[int, bytes]:
+        """Status and content, which is empty if it is longer than `most_bytes`.
+
+        Raises:
+            Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
+        """
+        caller_s = time_left_s()
+        left_s = self._timeout_s if caller_s is None else max(0.0, min(self._timeout_s, caller_s))
+        headers = {name: secret.get() for name, secret in self._secrets.items()}
+        headers[_TIMEOUT_HEADER] = str(round(left_s * 1000))
+        content = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("POST", self._url, json=body, headers=headers) as response,
+            ):
+                async for part in response.aiter_raw():
+                    content += part  # bytes would be copied for each part
+                    if len(content) > most_bytes:
+                        content.clear()
+                        break
+        except TimeoutError:
+            text = f"reward {self._name} did not answer within {self._timeout_s:g} s"
+            raise Unavailable(text) from None
+        except httpx2.HTTPError as error:
+            # Without its text, which holds internal addresses.
+            text = f"reward {self._name} cannot be reached: {type(error).__name__}"
+            raise Unavailable(text) from error
+        status, wait = response.status_code, response.headers.get("retry-after", "")
+        if status == 429 or status >= 500:
+            retry_after_s = float(wait) if re.fullmatch(r"\d{1,4}", wait) else 1.0
+            text = f"reward {self._name} answers with status {status}"
+            raise Unavailable(text, retry_after_s=retry_after_s)
+        return status, bytes(content)
+
+
+class HTTPReward:
+    """Scores by the server at the spec's URL. Raises as `Server` does."""
 
     def __init__(self, spec: HTTPSpec, resources: Resources) -> None:
         self.name = spec.name
@@ -45,20 +101,10 @@ class HTTPReward:
         self.description = "The scores of a reward model behind HTTP."
         self.probe = NO_PROBE
         self.takes_data, self.sample_data, self.is_cheap = True, "", False
-        self._url, self._timeout_s = spec.url, spec.timeout_s
-        self._secrets = {
-            name: ReloadingFile((path,), partial(read_line, path))
-            for name, path in spec.header_files.items()
-        }
-        # Compressed answers are not read: a few bytes could be gigabytes.
-        headers = {**spec.headers, "Accept-Encoding": "identity"}
-        # `answer` has the timeout: httpx2 bounds only the time between two parts.
-        self._client = httpx2.AsyncClient(
-            headers=headers, timeout=None, trust_env=may_use_proxy(spec.url)
-        )
+        self._server = Server(spec)
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._server.aclose()
 
     async def answer(
         self, prompt: Prompt, candidates: Sequence[Candidate], data: str = ""
@@ -66,8 +112,8 @@ class HTTPReward:
         """One score per candidate.
 
         Raises:
-            Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
-            RewardInvalid: any other answer without scores.
+            Unavailable: as `Server.post` does.
+            RewardInvalid: an answer without scores.
         """
         request = {
             "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
@@ -75,34 +121,8 @@ class HTTPReward:
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
             **({"data": json.loads(data)} if data else {}),
         }
-        caller_s = time_left_s()
-        left_s = self._timeout_s if caller_s is None else max(0.0, min(self._timeout_s, caller_s))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                status, answer = await self._post(request, left_s)
-        except TimeoutError:
-            text = f"reward {self.name} did not answer within {self._timeout_s:g} s"
-            raise Unavailable(text) from None
-        except httpx2.HTTPError as error:
-            # Without its text, which holds internal addresses.
-            text = f"reward {self.name} cannot be reached: {type(error).__name__}"
-            raise Unavailable(text) from error
-        if status == 429 or status >= 500:
-            raise Unavailable(f"reward {self.name} answers with status {status}")
-        return self._scores(status, answer)
-
-    async def _post(self, request: dict[str, Any], left_s: float) -> tuple[int, bytes]:
-        headers = {name: secret.get() for name, secret in self._secrets.items()}
-        headers[_TIMEOUT_HEADER] = str(round(left_s * 1000))
-        posting = self._client.stream("POST", self._url, json=request, headers=headers)
-        answer = bytearray()
-        async with posting as response:
-            async for part in response.aiter_raw():
-                answer += part  # bytes would be copied for each part
-                if len(answer) > max(_MAX_ANSWER_BYTES, 64 * len(request["responses"])):
-                    answer.clear()  # no scores, then
-                    break
-        return response.status_code, bytes(answer)
+        most_bytes = max(_MAX_ANSWER_BYTES, 64 * len(candidates))
+        return self._scores(*await self._server.post(request, most_bytes))
 
     def _scores(self, status: int, answer: bytes) -> Scores:
         try:

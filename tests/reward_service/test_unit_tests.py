@@ -16,7 +16,7 @@ from reward_service.sandbox import Sandbox
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason
 from specrej.contracts.errors import InvalidRequest, Unavailable
-from tests.reward_service.test_sandbox import children
+from tests.reward_service.test_sandbox import children, marked
 from tests.reward_service.tiny import PROMPT, batch, load
 from tests.serving import until
 
@@ -161,6 +161,8 @@ async def serving(**options: Any) -> AsyncIterator[Worker]:
 async def test_a_worker_answers_others_while_tests_run() -> None:
     """Guards the heartbeat, other callers, and the programs of a caller that is gone."""
     async with serving(workers=2, cpu_s=600) as worker:
+        assert isinstance(worker.reward, UnitTestsReward)
+        marked(worker.reward._sandbox)
         texts = [fenced("while True: pass\n")]
         data = json.dumps({"tests": ["pass"]})
         slow = asyncio.create_task(worker.score(PROMPT, texts, data=data))
