@@ -1,10 +1,9 @@
 """Runs Python programs that nobody has read, each in a process that can reach nothing.
 
-The process has its own user, process, network, mount, IPC and UTS namespaces, by bubblewrap
-(`bwrap`) or by the kernel's own calls; sees the interpreter's files and the system's libraries,
-read-only, and an empty folder in memory; has a filter of system calls and limits of time, memory,
-files and output; starts no other process; and ends when this one does. What runs in it is
-`reward_service.sandboxed`.
+The process has its own user, process, network, mount, IPC and UTS namespaces; sees the
+interpreter's files and the system's libraries, read-only, and an empty folder in memory; has a
+filter of system calls and limits of time, memory, files and output; starts no other process; and
+ends when this one does. What runs in it is `reward_service.sandboxed`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import marshal
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +23,7 @@ from typing import Any, Literal
 from reward_service import sandboxed
 from reward_service.specs import UnitTestsSpec
 
-Way = Literal["bwrap", "namespaces", "none"]
+Way = Literal["namespaces", "none"]
 
 # What a job reports: how far it came, then one for each test that passed.
 STARTED, TESTS_COMPILED, COMPILED = 1, 2, 3
@@ -55,8 +53,6 @@ class Sandbox:
         # Not the environment's interpreter, which would look for the environment.
         python = os.path.realpath(sys.executable)
         self._command = [python, "-I", "-S", "-c", source]
-        if way == "bwrap":
-            self._command = [*self._bubblewrap(python), *self._command]
 
     def trial(self) -> str:
         """Why this way does not work here; empty if it does.
@@ -126,21 +122,6 @@ class Sandbox:
             job["namespaces"] = (self._visible, self._packages, _FILES_BYTES)
         return job["token"], marshal.dumps(job)
 
-    def _bubblewrap(self, python: str) -> list[str]:
-        """The command before that of Python."""
-        library = sysconfig.get_config_var("INSTSONAME") or ""
-        own = [python, f"{sys.base_prefix}/lib/{library}", "/etc/ld.so.cache"]
-        binds = [part for path in (*self._visible, *own) for part in ("--ro-bind-try", path, path)]
-        if Path(self._packages).is_dir():
-            binds += ["--tmpfs", self._packages]
-        nobody = str(sandboxed.NOBODY)
-        return [
-            *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"),
-            *("--die-with-parent", "--uid", nobody, "--gid", nobody, *binds),
-            *("--size", str(_FILES_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"),
-            *("--remount-ro", "/"),
-        ]
-
 
 def _report(process: subprocess.Popen[bytes], job: bytes, most: int) -> bytes:
     """What the process writes, at most one byte more than `most`; it has ended then."""
@@ -155,20 +136,17 @@ def _report(process: subprocess.Popen[bytes], job: bytes, most: int) -> bytes:
 
 
 def find_sandbox(spec: UnitTestsSpec) -> Sandbox:
-    """The first way that works here.
+    """Namespaces, or none if they are refused here and the spec allows that.
 
-    Root's own namespaces come first: nobody runs in them, where bubblewrap has root under another
-    number. Raises ValueError: no way works, and programs without one are not allowed.
+    Raises ValueError: programs cannot be isolated, and others are not allowed.
     """
-    ways: list[Way] = ["bwrap", "namespaces"] if os.geteuid() else ["namespaces", "bwrap"]
-    if spec.allow_unsandboxed:
-        ways.append("none")
+    ways: tuple[Way, ...] = ("namespaces", "none") if spec.allow_unsandboxed else ("namespaces",)
     problems = []
     for way in ways:
         sandbox = Sandbox(way, spec)
         if not (problem := sandbox.trial()):
             return sandbox
         problems.append(f"{way}: {problem}")
-    text = "install bubblewrap, allow user namespaces, or set allow_unsandboxed"
+    text = "allow user namespaces, or set allow_unsandboxed"
     text = f"programs cannot be isolated ({'; '.join(problems)}): {text}"
     raise ValueError(f"reward {spec.name}: {text}")

@@ -322,8 +322,8 @@ class UnitTestsSpec(Spec):
     """Tests of a request, run in a sandbox.
 
     workers: programs at once, by default one per CPU; wall_s, cpu_s, memory_mb: bounds of each, of
-    time in all, of the processor's time and of memory; allow_unsandboxed: where neither bubblewrap
-    nor namespaces work, run programs with limits only.
+    time in all, of the processor's time and of memory; allow_unsandboxed: where namespaces are
+    refused, run programs with limits only.
     """
 
     loader = "unit_tests:UnitTestsReward"
