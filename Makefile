@@ -227,6 +227,9 @@ $(RIGHT): $(READY)
 		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1
 	@touch $@
 
+.models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf: | $(READY)
+	@$(BIN)/python -m experiments.coder
+
 right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reasoning" or "humaneval --model FILE"
 	@$(BIN)/python -m experiments.right $(ARGS)
 
