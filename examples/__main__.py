@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deploy.local.processes import ProcessError, run_python
-from deploy.local.stack import Stack
+from deploy.local.stack import Ports, Stack
 
 HERE = Path(__file__).parent
 OUTPUT = Path("build/examples")
@@ -30,17 +30,28 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         str(OUTPUT / "pairs.jsonl"),
     ),
     "rag": ("examples/rag/rag.py",),
+    "vote": ("examples/right/vote.py",),
+    "extraction": ("examples/right/extraction.py",),
+    "rubric": ("examples/right/rubric.py",),
 }
 # The services' settings, where an example needs others than the defaults.
+_JUDGED = ("extraction", "rubric")
+_RIGHT = {"SPECREJ_REWARD_REWARDS": (HERE / "right/rewards.json").read_text()}
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "coding": {"SPECREJ_REWARD_REWARDS": (HERE / "coding/rewards.json").read_text()},
+    "extraction": _RIGHT,
+    "rubric": _RIGHT,
 }
 
 
 async def with_services(name: str, arguments: Sequence[str]) -> int:
     """Start the services that the example needs, run it, stop them; returns its exit code."""
     print("starting the services", file=sys.stderr)
-    async with Stack(environment=SETTINGS.get(name)) as stack:
+    ports = Ports.free()
+    settings = SETTINGS.get(name, {}).items()
+    # The judge is the generator itself, behind the gateway.
+    environment = {key: text.replace(":8000", f":{ports.gateway}") for key, text in settings}
+    async with Stack(ports, environment=environment, gateway=name in _JUDGED) as stack:
         code = await run_python((*COMMANDS[name], *arguments), stack.orchestrator_address)
     print("everything is stopped", file=sys.stderr)
     return code

@@ -19,6 +19,7 @@ from specrej.contracts import Admitted as Admitted
 from specrej.contracts import Algorithm as Algorithm
 from specrej.contracts import Branching as Branching
 from specrej.contracts import CacheControl as CacheControl
+from specrej.contracts import ConfidenceCut as ConfidenceCut
 from specrej.contracts import Event as Event
 from specrej.contracts import Finished as Finished
 from specrej.contracts import FinishReason as FinishReason
@@ -32,9 +33,11 @@ from specrej.contracts import RoundCompleted as RoundCompleted
 from specrej.contracts import RoundTrace as RoundTrace
 from specrej.contracts import Schedule as Schedule
 from specrej.contracts import ServiceDescription as ServiceDescription
+from specrej.contracts import StopReason as StopReason
 from specrej.contracts import TextDelta as TextDelta
 from specrej.contracts import Timings as Timings
 from specrej.contracts import Usage as Usage
+from specrej.contracts import Vote as Vote
 from specrej.contracts import WeightedReward as WeightedReward
 from specrej.contracts.errors import Cancelled as Cancelled
 from specrej.contracts.errors import DeadlineExceeded as DeadlineExceeded

@@ -32,6 +32,7 @@ def _settings() -> dict[str, str]:
     coding = json.loads((ROOT / "examples/coding/rewards.json").read_text("utf-8"))
     # Also where there is no sandbox.
     rewards += [{**spec, "allow_unsandboxed": True} for spec in coding]
+    rewards.append({"name": "schema", "kind": "schema"})
     page = (ROOT / "docs/rewards.md").read_text("utf-8")
     composites = re.search("^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", page, re.MULTILINE)
     assert composites
