@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 Extract: TypeAlias = Callable[[str], str | None]
 
 _MAX_CHARACTERS = 65_536  # the end of an answer, which is read
+_MAX_MATCHED = 4096  # of these, by an expression: all matches of some take quadratic time
 _MAX_OPENINGS = 64  # of JSON in a text, that are tried
 _PATH = "selection.vote.argument"
 _NUMBER = re.compile(
@@ -104,7 +105,7 @@ def _by_expression(pattern: str) -> Extract:
 
     def extract(text: str) -> str | None:
         last = None
-        for last in compiled.finditer(text[-_MAX_CHARACTERS:]):  # noqa: B007
+        for last in compiled.finditer(text[-_MAX_MATCHED:]):  # noqa: B007
             pass
         found = last and last.group(1 if compiled.groups else 0)
         return None if found is None else _spelled(found)

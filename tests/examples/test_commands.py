@@ -95,7 +95,7 @@ async def _printed(
     """What the command prints in a folder of its own, so that its output is not the checkout's."""
     (folder / "examples").symlink_to(EXAMPLES)
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
-    outcome = await outcome_of(sys.executable, *command, folder=folder, bound_s=120, **environment)
+    outcome = await outcome_of(sys.executable, *command, folder=folder, bound_s=300, **environment)
     text = outcome.stdout + outcome.stderr
     assert outcome.returncode in codes, text
     return text
