@@ -96,7 +96,7 @@ async def test_names_and_fields_of_other_servers(
         streamed = await whole_reply(server.port, CHAT, body | {"stream": True})
         assert b"x-specrej-ignored: ?, colour, user\r\n" in streamed
         _, _, models = await get(server.port, "/v1/models")
-        assert [model["id"] for model in models["data"]][::3] == ["gpt-4o", "tiny"]
+        assert [model["id"] for model in models["data"]][::5] == ["gpt-4o", "tiny"]
     async with gateway_at(address, strict_fields=True) as server:
         status, _, answer = await post(server.port, CHAT, BODY | fields)
         assert (status, answer["error"]["param"]) == (400, "a\r\nb: c")
