@@ -95,7 +95,11 @@ export function bodyOf(form) {
   if (algorithm === 'branching')
     specrej.branching = { width: number('width'), keep: number('keep'), taper: number('taper') };
   else specrej.algorithm = algorithm;
-  if (algorithm === 'speculative-rejection') specrej.alpha = number('alpha');
+  const { alpha } = form.elements,
+    isDefault = alpha.value === alpha.defaultValue;
+  // With a vote the server's default is to reject nobody for its rank.
+  if (algorithm === 'speculative-rejection' && !(value('vote') && isDefault))
+    specrej.alpha = number('alpha');
   if (algorithm !== 'best-of-n') specrej.schedule = scheduleOf(value('schedule'), value, number);
   specrej.stop_at = number('stop_at');
   if (algorithm !== 'branching') specrej.waves = number('waves');
