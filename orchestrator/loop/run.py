@@ -252,6 +252,7 @@ class _Run:
                 for ids in waves if selection.waves else (range(selection.n),):
                     began, stack = self.clock(), AsyncExitStack()
                     if ids.start and not await self._continues(stack, ids, wave_s):
+                        await self._close(scoring)
                         break
                     if not ids.start:
                         await self._open_first(stack, scoring, ids)
@@ -260,15 +261,16 @@ class _Run:
                             async with aclosing(self._wave()) as events:
                                 async for event in events:
                                     yield event
-                        await self._close(stack)
+                        state = self.state
+                        ends = (state.live, state.stopped_by, state.degradations, self.is_lost)
+                        is_last = ids.stop in (0, selection.n) or any(map(bool, ends))
+                        await self._close(stack, *((scoring,) if is_last else ()))
                     wave_s = self.clock() - began
-                    state = self.state
-                    if state.live or state.stopped_by or state.degradations or self.is_lost:
+                    if is_last:
                         break
             finally:
                 if self._is_open:
                     _count_fates(self.state)
-            await self._close(scoring)
 
     async def _wave(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
         """The rounds of one wave."""
@@ -394,12 +396,13 @@ class _Run:
         self._failure = None
         return True
 
-    async def _close(self, stack: AsyncExitStack) -> None:
+    async def _close(self, *stacks: AsyncExitStack) -> None:
         """End sessions. The answer does not wait beyond the deadline for their end: the calls to
         them are cancelled."""
         with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
             async with asyncio.timeout(self.deadline.score_patience_s):
-                await stack.aclose()
+                for stack in stacks:
+                    await stack.aclose()
 
     @contextmanager
     def _degradable(self) -> Iterator[None]:

@@ -71,7 +71,8 @@ async def test_times_are_since_arrival(records: Records) -> None:
             yield
 
         async with AsyncExitStack() as stack:
-            assert await record.admitted(stack, permit()) == pytest.approx(150)
+            _, waited_ms = await record.admitted(stack, permit())
+        assert waited_ms == pytest.approx(150)
         clock.now_s = 100.5
         record.add(c.Admitted(4, 9))
         clock.now_s = 101.0
