@@ -85,19 +85,22 @@ _INSTRUCTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 def checks(count: int) -> list[Task]:
     """Instructions about topics with one or two checks each, in own words; then IFBench's prompts
-    whose checks the verifier has, a quarter of all."""
+    whose checks the verifier has, at most a quarter of all."""
     verifier: Any = TypeAdapter(RewardSpec).validate_python({"name": "v", "kind": "checks"})
     reward = verifier.load(Resources())
     drawn, tasks = random.Random(0), []
     pairs = list(itertools.combinations(_INSTRUCTIONS, 1)) + list(
         itertools.combinations(_INSTRUCTIONS, 2)
     )
-    for number in range(count - count // 4):
+    published = list(itertools.islice(_ifbench(reward), count // 4))
+    for number in range(count - len(published)):
         chosen = pairs[number % len(pairs)]
         text = f"Write about {drawn.choice(_TOPICS)}. " + " ".join(one[0] for one in chosen)
         tasks.append(_checked(number, text, [(name, kwargs) for _, name, kwargs in chosen], reward))
-    for line in itertools.islice(_ifbench(reward), count // 4):
-        tasks.append(_checked(len(tasks), line["prompt"], line["checks"], reward))
+    tasks += [
+        _checked(1000 + number, line["prompt"], line["checks"], reward)
+        for number, line in enumerate(published)
+    ]
     return tasks
 
 

@@ -174,15 +174,22 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_row", "capacity", "growth"), [(1, 2000, 35 / 4), (0, 2000, 1), (1, 99, 0)]
+    ("of_row", "capacity", "growth", "device"),
+    [
+        (1, 2000, 35 / 4, "cuda"),
+        (0, 2000, 1, "cuda"),
+        (1, 99, 0, "cuda"),
+        (0, 2000, 0, "cpu"),
+    ],
 )
 async def test_the_growth_of_a_step_is_measured(
-    monkeypatch: pytest.MonkeyPatch, of_row: int, capacity: int, growth: float
+    monkeypatch: pytest.MonkeyPatch, of_row: int, capacity: int, growth: float, device: str
 ) -> None:
-    """Guards against a first step that counts, and a growth of fewer rows where slots are few."""
+    """Guards against a first step that counts, a growth of fewer rows where slots are few, and a
+    schedule that depends on what else a CPU computes."""
     now = 0.0
     monkeypatch.setattr(generator_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    card = GeneratorDescription("tiny", "", 256, 64, 97, 8, "cpu", SlotGauge(capacity, 0, 0))
+    card = GeneratorDescription("tiny", "", 256, 64, 97, 8, device, SlotGauge(capacity, 0, 0))
     text: Any = SimpleNamespace(grammars=lambda vocabulary: None, longest_token=lambda: 0)
     frontend = Frontend(text, card)
     opened = 0
