@@ -224,6 +224,27 @@ def _gpu() -> str:
     return markdown(("N", "tokens/s", "of the bound", "prune of half, ms"), rows)
 
 
+def _right(name: str) -> Callable[[], str]:
+    def table() -> str:
+        def estimate(values: Sequence[float]) -> str:
+            value, low, high = values
+            return f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+        rows = [
+            (
+                one["policy"],
+                *(estimate(one[key]) for key in ("right", "less the base's")),
+                f"{one['tokens']:.0f}",
+                estimate(one["of the base's tokens"]),
+            )
+            for one in measured(name)["policies"]
+        ]
+        base = measured(name)["policies"][0]["policy"]
+        return markdown(("policy", "right", f"less {base}", "tokens", f"of {base}'s"), rows)
+
+    return table
+
+
 _RATIO = "Best-of-N's tokens for equal reward"
 TABLES: dict[str, Callable[[], str]] = {
     "saved": _saved,
@@ -265,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "answers-512": _answers("answer_512"),
     "paired-512": _paired("answer_512"),
     "answers-endpoint": _answers("answer_endpoint"),
+    "right-checks": _right("right_checks"),
     "branching": _branching,
     "gpu": _gpu,
 }

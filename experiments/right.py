@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from benchmarks.harness import provenance, report
@@ -326,6 +328,7 @@ def main() -> None:
     result = asyncio.run(evaluate(study, tasks, path))
     result |= {"study": study.name, "model": options.model or "embedded", **provenance()}
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_picture(options.out / f"{name}.svg", result)
     head = [*result["policies"][0]]
     rows = [[_shown(row[key]) for key in head] for row in result["policies"]]
     notes = [f"one sample is right in {result['one_sample']:.3f}"]
@@ -334,6 +337,25 @@ def main() -> None:
             f"passing candidates that a prefix vetoes: {result['passing_candidates_vetoed']}"
         )
     report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
+
+
+def write_picture(path: Path, result: Mapping[str, Any]) -> None:
+    """Write an SVG file: right answers against tokens, with 95 % intervals over tasks."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, row in enumerate(result["policies"]):
+        value, low, high = row["right"]
+        axes.plot(row["tokens"], value, f"C{number}o", label=row["policy"])
+        axes.vlines(row["tokens"], low, high, f"C{number}", linewidth=1, alpha=0.6)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("tokens per answer")
+    axes.set_ylabel("right answers")
+    axes.set_title(f"{result['study']}: {result['tasks']} tasks, N = {result['n']}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    style: Any = {"font.size": 9, "svg.hashsalt": "specrej", "svg.fonttype": "path"}
+    with matplotlib.rc_context(style):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _shown(value: Any) -> Any:
