@@ -1,6 +1,7 @@
 """What a complete answer votes for, as text; equal answers have one spelling.
 
-The only file that uses RE2, whose time is linear in the text whatever a request's expression is.
+They run on the event loop, on texts that a caller can steer: what they read is bounded. RE2 takes
+linear time for a match, whatever a request's expression is.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ Extract: TypeAlias = Callable[[str], str | None]
 
 _MAX_CHARACTERS = 65_536  # the end of an answer, which is read
 _MAX_MATCHED = 4096  # of these, by an expression: all matches of some take quadratic time
-_MAX_OPENINGS = 64  # of JSON in a text, that are tried
+_MAX_OPENINGS = 64  # of JSON or boxes in a text, that are tried
 _PATH = "selection.vote.argument"
 _NUMBER = re.compile(
     r"(?:(?<![\w.])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d{1,3})?%?"
 )
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def functions_of(paths: Mapping[str, str]) -> dict[str, Extract]:
@@ -83,10 +83,11 @@ def _last_number(text: str) -> str | None:
 
 def _boxed(text: str) -> str | None:
     """The content of the last one that is closed; braces inside are balanced."""
-    end = len(text)
-    text = text[-_MAX_CHARACTERS:]
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
+    text, end = text[-_MAX_MATCHED:], _MAX_MATCHED
+    for _ in range(_MAX_OPENINGS):
+        depth, start = 0, text.rfind("\\boxed{", 0, end)
+        if start < 0:
+            return None
         for at in range(start + 6, len(text)):
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             if not depth:
@@ -134,8 +135,8 @@ def _by_pointer(pointer: str) -> Extract:
 
 def _tool_call(text: str) -> str | None:
     """Name and arguments: in tags as Hermes and Qwen write them, or the first JSON with both."""
-    marked = _CALL.findall(text[-_MAX_CHARACTERS:])
-    for value in (value for part in (*marked[:1], text) for value in _values(part)):
+    marked = text[-_MAX_CHARACTERS:].partition("<tool_call>")[2].partition("</tool_call>")[0]
+    for value in (value for part in (marked, text) for value in _values(part)):
         if isinstance(value, dict) and isinstance(value.get("name"), str):
             arguments = value.get("arguments", value.get("parameters", {}))
             return _canonical({"name": value["name"], "arguments": arguments})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -199,3 +200,9 @@ def test_a_hostile_expression_takes_no_time() -> None:
     of the second take quadratic time."""
     assert extractor(Vote("regex", "(a*)*b"), {})("a" * 60_000) is None
     assert extractor(Vote("regex", "(?s)a.*b|a"), {})("a" * 1_000_000) == "a"
+
+
+@pytest.mark.parametrize(("kind", "opening"), [("boxed", r"\boxed{"), ("tool_call", "<tool_call>")])
+def test_openings_that_never_close_take_no_time(kind: Any, opening: str) -> None:
+    """Guards the event loop: each opening was read to the end of the text, for minutes."""
+    assert extractor(Vote(kind), {})(opening * 100_000) is None
