@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import time
@@ -48,6 +47,7 @@ from specrej.contracts.errors import (
     Unauthenticated,
     Violation,
 )
+from specrej.threads import all_of
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class Gateway:
         calls = request.calls()
         works = [self._score_one(request, prompt, texts, token) for prompt, texts in calls]
         try:
-            results = await until_disconnected(http.receive, _all(works))
+            results = await until_disconnected(http.receive, all_of(works))
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), request.name_of)
         return _noted(JSONResponse(request.reply(results)), ignored)
@@ -198,7 +198,7 @@ class Gateway:
                 return _noted(openai_stream(events, answer, request, call), ignored)
             reply = partial(self._client.reply, timeout_s=call.timeout_s, token=token)
             works = [reply(one.prompt, **one.options) for one in calls]
-            replies = await until_disconnected(http.receive, _all(works))
+            replies = await until_disconnected(http.receive, all_of(works))
             respond = partial(_response, answer, replies)
             response, n = await in_thread(respond, is_large=call.wants_logprobs)
             telemetry.note(id=response.headers["x-request-id"], n=n)
@@ -221,7 +221,7 @@ class Gateway:
         streams = [self._client.stream(call.prompt, **shown, **call.options) for call in calls]
         several = [Events(stream, self._settings.keep_alive_s) for stream in streams]
         try:
-            await until_disconnected(http.receive, _all([events.peek() for events in several]))
+            await until_disconnected(http.receive, all_of([events.peek() for events in several]))
         except BaseException:
             for events in several:
                 await events.aclose()
@@ -344,17 +344,6 @@ def _response(answer: Answer, replies: list[bytes]) -> tuple[Response, int]:
     generations = [answer_of(replies.pop(0)) for _ in range(len(replies))]
     first = generations[0]
     return PackedResponse(answer.body(generations), answer.headers(generations)), first.n
-
-
-async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; the first failure, or a cancellation, cancels the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _noted(response: Response, ignored: Iterable[str]) -> Response:

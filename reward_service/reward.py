@@ -6,8 +6,7 @@ several sessions: so a small batch never waits for the whole of a large one.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -182,17 +181,6 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str], data: str = "") 
 def as_candidates(texts: Sequence[str], finish: FinishReason | None = None) -> list[Candidate]:
     """Texts as candidates, with their indices as ids."""
     return [Candidate(i, text, 0, 0.0, finish) for i, text in enumerate(texts)]
-
-
-async def all_of(calls: Iterable[Coroutine[Any, Any, V]]) -> list[V]:
-    """The results of calls that run at once, in order; the first failure ends the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:

@@ -20,6 +20,7 @@ from specrej.contracts.errors import (
     SessionExpired,
     Unavailable,
 )
+from specrej.threads import all_of
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,10 @@ class RequestScorer:
             for number in range(len(self._sessions))
         }
         wanted = {number: places for number, places in wanted.items() if places}
-        parts = await _all_checked(
-            [(self._sessions[n], [candidates[at] for at in wanted[n]]) for n in wanted]
+        # If one fails, the others end before their sessions close.
+        parts = await all_of(
+            checked(self._sessions[n], [candidates[at] for at in places])
+            for n, places in wanted.items()
         )
         columns = [[math.nan] * len(candidates) for _ in self._sessions]
         for (number, places), part in zip(wanted.items(), parts, strict=True):
@@ -165,21 +168,6 @@ class RequestScorer:
 def _likelihoods(candidates: Sequence[Candidate]) -> RawScores:
     values = tuple((candidate.mean_logprob,) for candidate in candidates)
     return RawScores(values, is_fallback=True)
-
-
-async def _all_checked(
-    batches: Sequence[tuple[ScoringSession, Sequence[Candidate]]],
-) -> list[Scores]:
-    # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
-    tasks = [asyncio.ensure_future(checked(one, candidates)) for one, candidates in batches]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        # If one fails, the others must end before their sessions close.
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
 
 
 async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from reward_service.kinds.http import Server
-from reward_service.reward import all_of, distinct, mean_preferences, pairs_of
+from reward_service.reward import distinct, mean_preferences, pairs_of
 from reward_service.specs import Criterion, JudgeSpec, Resources
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
 from specrej.contracts import NO_PROBE, Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Violation
+from specrej.threads import all_of
 
 _MAX_REPLY_BYTES = 1 << 20
 

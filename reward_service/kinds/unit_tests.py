@@ -19,13 +19,14 @@ from functools import partial
 
 from pydantic import Field, model_validator
 
-from reward_service.reward import all_of, distinct
+from reward_service.reward import distinct
 from reward_service.sandbox import COMPILED, STARTED, TESTS_COMPILED, find_sandbox
 from reward_service.specs import Resources, UnitTestsSpec
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
 from specrej.contracts import NO_PROBE, Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Unavailable, Violation
+from specrej.threads import all_of
 
 _KEPT = 4096  # results, by code and tests
 
