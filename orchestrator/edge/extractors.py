@@ -102,7 +102,8 @@ def _by_expression(pattern: str) -> Extract:
     try:
         compiled = re2.compile(pattern, options)
     except re2.error as error:
-        raise _invalid(f"is not a regular expression of RE2: {error}") from None
+        reason = error.args[0].decode(errors="replace")  # of bytes
+        raise _invalid(f"is not a regular expression of RE2: {reason}") from None
 
     def extract(text: str) -> str | None:
         last = None
