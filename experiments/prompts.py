@@ -70,6 +70,6 @@ def _item(number: int, index: int, value: Any, path: Path) -> Item:
             prompt = Prompt.from_user(str(fields["prompt"]))
     except (KeyError, TypeError):
         prompt = None
-    if prompt is None or not any(turn.content.strip() for turn in prompt.turns):
+    if prompt is None or not any(turn.text.strip() for turn in prompt.turns):
         raise ValueError(f'{path}: item {index + 1} must have a "prompt" or "messages"')
     return Item(str(fields.get("id", f"{number:03d}")), number, prompt)

@@ -13,6 +13,7 @@ from typing import Any
 
 from specrej.contracts import (
     NO_FORKS,
+    PLAIN,
     Candidate,
     FinishReason,
     Forks,
@@ -101,6 +102,7 @@ class RecordedSession:
     """A `Session`."""
 
     reduced, fingerprint, costly_rounds, prompt_tokens = False, "recorded", False, 1
+    answer_form = PLAIN
 
     def __init__(self, answers: Sequence[Answer], spec: SessionSpec) -> None:
         ids = range(spec.first_id, spec.first_id + spec.n)

@@ -156,6 +156,7 @@ class _Commands:
             fingerprint=description.fingerprint,
             reduced=session.reduced,
             costly_rounds=session.costly_rounds,
+            answer_form=wire.to_message(session.answer_form, common_pb2.AnswerForm),
             max_tokens=session.max_tokens,
         )
         return pb.SessionResponse(opened=opened)

@@ -27,6 +27,7 @@ from generator_service.engine.commands import (
 )
 from specrej.contracts import (
     NO_FORKS,
+    PLAIN,
     FinishReason,
     Forks,
     GeneratorDescription,
@@ -70,11 +71,12 @@ class ToySession:
 
     fingerprint = ""  # the servicer has the generator's
     costly_rounds = False
+    answer_form = PLAIN
 
     def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
         self.id = session_id
         self.n, self.reduced = 0, False  # until it is admitted
-        text = spec.prompt.text or " ".join(message.content for message in spec.prompt.messages)
+        text = spec.prompt.text or " ".join(message.text for message in spec.prompt.messages)
         self.prompt_tokens = max(1, len(text.split()))
         self._sampling = spec.sampling_after(self.prompt_tokens, _CONTEXT_TOKENS)
         self.max_tokens = self._sampling.max_tokens

@@ -18,6 +18,7 @@ from specrej import telemetry
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.contracts import (
     NO_FORKS,
+    AnswerForm,
     Candidate,
     FinishReason,
     Forks,
@@ -261,6 +262,7 @@ class RemoteSession:
         self.max_tokens = opened.max_tokens
         self.reduced = opened.reduced
         self.costly_rounds = opened.costly_rounds
+        self.answer_form = wire.from_message(opened.answer_form, AnswerForm)
         self._texts = wire.StreamedTexts()
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:

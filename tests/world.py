@@ -45,6 +45,7 @@ from specrej.client import Client
 from specrej.client.channel import open_channel
 from specrej.contracts import (
     NO_FORKS,
+    PLAIN,
     Admitted,
     Candidate,
     CandidateForm,
@@ -224,6 +225,7 @@ class LongTexts(HeldGenerator):
     reduced = False
     fingerprint = ""
     costly_rounds = False
+    answer_form = PLAIN
 
     def __init__(self, num_characters: int, finish: FinishReason | None = None) -> None:
         super().__init__()

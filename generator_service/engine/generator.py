@@ -25,6 +25,7 @@ from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
     NO_FORKS,
+    PLAIN,
     Forks,
     Generator,
     GeneratorDescription,
@@ -99,7 +100,7 @@ class Frontend:
         output = spec.sampling.structured_output
         check_prompt_bytes(spec.prompt, self._card.max_prompt_bytes, self._card.context_tokens)
         # A long prompt takes a second of the processor: a tenant has one at a time read.
-        is_long = sum(len(turn.content) for turn in spec.prompt.turns) > _LONG_CHARACTERS
+        is_long = sum(len(turn.text) for turn in spec.prompt.turns) > _LONG_CHARACTERS
         turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
         async with turn if is_long else nullcontext():
             prompt_ids, bad_words = await self._in_thread(
@@ -162,6 +163,7 @@ class LocalSession:
 
     fingerprint = ""  # the servicer has the generator's
     costly_rounds = False
+    answer_form = PLAIN
 
     def __init__(
         self,

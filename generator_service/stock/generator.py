@@ -35,6 +35,7 @@ from generator_service.engine.commands import (
 from generator_service.stock.requests import Ask, Part, Requests, continues_exactly
 from specrej.contracts import (
     NO_FORKS,
+    PLAIN,
     CandidateForm,
     FinishReason,
     Forks,
@@ -124,6 +125,7 @@ class StockSession:
         self.max_tokens = command.sampling.max_tokens
         self.blocks = Blocks(generator.block_tokens, max(1, self.prompt_tokens))
         self.form = generator.form_of(command.sampling)
+        self.answer_form = PLAIN
         self.costly_rounds = self.form is CandidateForm.ROUNDS
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
         if self.form is not CandidateForm.ROUNDS:  # a stream may reach its end in the first round

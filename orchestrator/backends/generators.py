@@ -103,6 +103,7 @@ def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescripti
         slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
         sessions=sum(one.sessions for one in descriptions),
         waiting=sum(one.waiting for one in descriptions),
+        takes_images=all(one.takes_images for one in descriptions),
         max_prompt_bytes=min((b for one in descriptions if (b := one.max_prompt_bytes)), default=0),
     )
 
@@ -119,6 +120,7 @@ class PlacedSession:
         self.reduced = session.reduced
         self.fingerprint = session.fingerprint
         self.costly_rounds = session.costly_rounds
+        self.answer_form = session.answer_form
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         async with self._answering():

@@ -68,5 +68,5 @@ def order(
 
 def prefix_of(prompt: Prompt, cache_salt: str) -> str:
     """Equal in prompts that may share their prefilled beginning."""
-    beginning = prompt.turns[0].content if prompt.turns else ""
+    beginning = prompt.turns[0].text if prompt.turns else ""
     return f"{cache_salt}/{beginning[:_PREFIX_CHARACTERS]}"

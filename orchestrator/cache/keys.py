@@ -17,7 +17,7 @@ from specrej import fingerprint
 from specrej.contracts import Algorithm, GenerationRequest
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
-FORMAT_VERSION = 13  # of keys and values; raise it when either changes
+FORMAT_VERSION = 14  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 
 
@@ -77,6 +77,8 @@ def _canonical(value: Any) -> Any:
             return [_canonical(inner) for inner in value]
         case Enum():
             return value.value
+        case bytes():  # of an image
+            return hashlib.sha256(value).hexdigest()
     return {name: _canonical(inner) for name, inner in fingerprint.fields_of(value).items()}
 
 

@@ -406,7 +406,7 @@ def characters_to_tokens(characters: int) -> int:
 
 
 def _characters(request: GenerationRequest) -> int:
-    return sum(len(turn.content) for turn in request.prompt.turns)
+    return sum(len(turn.text) for turn in request.prompt.turns)
 
 
 def _check_against(

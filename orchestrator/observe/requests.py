@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -81,7 +81,8 @@ def note_request(
         rounds=0,
     )
     if with_texts:
-        turns = [asdict(turn) for turn in request.prompt.messages]
+        # Without images, which may have megabytes.
+        turns = [{"role": turn.role, "content": turn.text} for turn in request.prompt.messages]
         telemetry.note(prompt=request.prompt.text or json.dumps(turns, ensure_ascii=False))
 
 

@@ -64,7 +64,7 @@ class _EncoderReward(Reward):
 
     def open(self, prompt: Prompt, *, once: bool = False) -> str:
         """The question."""
-        users = [message.content for message in prompt.messages if message.role == "user"]
+        users = [message.text for message in prompt.messages if message.role == "user"]
         return users[-1] if users else prompt.text
 
     @torch.inference_mode()

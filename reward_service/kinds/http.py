@@ -116,7 +116,7 @@ class HTTPReward:
             RewardInvalid: an answer without scores.
         """
         request = {
-            "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
+            "messages": [{"role": turn.role, "content": turn.text} for turn in prompt.turns],
             "responses": [candidate.text for candidate in candidates],
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
             **({"data": json.loads(data)} if data else {}),

@@ -153,8 +153,8 @@ class JudgeReward:
 
 def _text_of(prompt: Prompt) -> str:
     if len(prompt.turns) == 1:
-        return prompt.turns[0].content
-    return "\n\n".join(f"{turn.role}: {turn.content}" for turn in prompt.turns)
+        return prompt.turns[0].text
+    return "\n\n".join(f"{turn.role}: {turn.text}" for turn in prompt.turns)
 
 
 def _part(name: str, text: str) -> str:

@@ -551,11 +551,18 @@ def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
     try:
         if isinstance(prompt, Prompt):
             return wire.to_message(prompt, common_pb2.Prompt)
-        turns = (Message(**turn) if isinstance(turn, Mapping) else turn for turn in prompt)
+        turns = (
+            Message(**dict[str, Any](turn)) if isinstance(turn, Mapping) else turn
+            for turn in prompt
+        )
         return wire.to_message(Prompt(messages=tuple(turns)), common_pb2.Prompt)
     except TypeError:
         accepted = "a text, a Prompt, or messages of role and content"
         raise ValueError(f"must be {accepted}, is {prompt!r:.100}") from None
+
+
+def _message(turn: Any) -> Message:
+    return Message(**turn) if isinstance(turn, Mapping) else turn
 
 
 def answer_of(reply: bytes) -> Generation:

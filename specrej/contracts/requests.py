@@ -8,7 +8,7 @@ does not depend on other values, its accepted range: `option`. The client, the c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
@@ -38,11 +38,60 @@ def option(default: T, help_text: str, accepted: Accepted | None = None) -> T:
 
 
 @dataclass(frozen=True, slots=True)
+class TextPart:
+    """A text between images."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A file of an image."""
+
+    data: bytes = field(default=b"", repr=False)
+    media_type: str = "image/png"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that answers may call; `parameters`: a JSON Schema in JSON, empty for none."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; `arguments`: an object in JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+    """One turn of a conversation; `role` is "system", "user", "assistant" or "tool".
+
+    A tool's turn is the result of the call `tool_call_id`. A user's turn with images has `parts`
+    in place of `content`.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    parts: tuple[TextPart | Image, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return self.content or "".join(p.text for p in self.parts if isinstance(p, TextPart))
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Image))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +100,19 @@ class Prompt:
 
     Control tokens such as `<|im_start|>` in either are text, unless `allow_special_tokens` is set,
     which only raw text may have. With `continue_final` the last turn is the assistant's, and
-    answers continue its text.
+    answers continue its text. Answers may call `tools`, and call one, or `tool_name`, with the
+    choice "required". `thinking`: whether the model reasons first; None: as its template does.
     """
 
     messages: tuple[Message, ...] = ()
     text: str = ""
     allow_special_tokens: bool = False
     continue_final: bool = False
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str = ""
+    parallel_tool_calls: bool = True
+    thinking: bool | None = None
 
     @classmethod
     def from_user(cls, content: str) -> Prompt:
@@ -67,12 +122,14 @@ class Prompt:
     @property
     def question(self) -> Prompt:
         """The prompt without the beginning of its answers."""
-        return Prompt(self.messages[:-1]) if self.continue_final else self
+        if not self.continue_final:
+            return self
+        return replace(self, messages=self.messages[:-1], continue_final=False)
 
     @property
     def beginning(self) -> str:
         """The text that answers continue."""
-        return self.messages[-1].content if self.continue_final else ""
+        return self.messages[-1].text if self.continue_final else ""
 
     @property
     def turns(self) -> tuple[Message, ...]:
@@ -191,6 +248,9 @@ class Sampling:
     )
     structured_output: StructuredOutput | None = option(
         None, "What complete answers conform to: json_schema, regex, grammar or json_object."
+    )
+    max_thinking_tokens: int = option(
+        0, "Most tokens of the reasoning before an answer, which then begins; 0: no own bound."
     )
 
 
@@ -360,6 +420,8 @@ class Selection:
     confidence_cut: ConfidenceCut | None = option(
         None, "End candidates of later waves that are less confident than the first wave's."
     )
+    score_thinking: bool = option(False, "Score the reasoning before answers, too.")
+    cut_after_thinking: bool = option(False, "Cuts leave candidates alone that still reason.")
 
     @property
     def cuts_by_rank(self) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from specrej.contracts.requests import DEFAULT_MAX_TOKENS, DEFAULT_N, Schedule, Selection
+from specrej.contracts.requests import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_N,
+    Schedule,
+    Selection,
+    ToolCall,
+)
 from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd, SlotGauge
 
 
@@ -51,6 +57,34 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """The text of an answer without what marks its parts: for the user, reasoning, and calls."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next part of a call: the first one has `id` and `name`."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsDelta:
+    """What a part of a text adds to `AnswerParts`."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankedCandidate:
     """A finished or truncated candidate and its reward."""
 
@@ -68,6 +102,7 @@ class RankedCandidate:
     tokens: tuple[bytes, ...] = ()  # parts of a text in UTF-8
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of each token, if the sampling has `top_logprobs`
     vote: str | None = None  # what it votes for
+    parts: AnswerParts | None = None  # None: the text has no parts
 
 
 class Fate(Enum):
@@ -209,6 +244,7 @@ class CandidateText:
 
     id: int
     text: str
+    parts: PartsDelta | None = None  # None: the text has no parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,24 @@ NO_PROBE = ModelProbe()
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a model marks the parts of its answers; all empty: an answer is one text.
+
+    `tool_format`: "hermes", "llama3", "mistral" or "json", if the prompt has tools. The texts
+    `thinking_begin` and `thinking_end` are around the reasoning; `is_thinking`: the prompt has
+    written the beginning already.
+    """
+
+    tool_format: str = ""
+    thinking_begin: str = ""
+    thinking_end: str = ""
+    is_thinking: bool = False
+
+
+PLAIN = AnswerForm()
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratorDescription:
     """A generator's model and limits; `slots.session` is 0."""
 
@@ -167,6 +185,8 @@ class GeneratorDescription:
     ignores_seeds: bool = False  # whether equal seeds draw different tokens
     abilities: tuple[str, ...] = ()  # of the server behind it
     max_prompt_bytes: int = 0  # longer prompts do not fit the context; 0: unknown
+    tool_format: str = ""  # how its answers call tools; empty: tools are refused
+    takes_images: bool = False  # whether prompts may have images
 
     @property
     def whole_answers(self) -> bool:
@@ -210,6 +230,7 @@ class RewardDescription:
     probe: ModelProbe = NO_PROBE
     takes_data: bool = False  # whether requests may bring data for it
     is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
+    takes_images: bool = False  # whether it looks at the images of prompts
 
 
 class GeneratorLost(Unavailable):
@@ -243,6 +264,10 @@ class Session(Protocol):
     @property
     def costly_rounds(self) -> bool:
         """Whether each round computes tokens again, so that fewer rounds are cheaper."""
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        """How answers mark their parts."""
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         """Grow all live candidates to `until_tokens` new tokens.

@@ -8,6 +8,7 @@ those takes too long per request.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,16 @@ from specrej.contracts import (
     Algorithm,
     GenerationRequest,
     Grammar,
+    Image,
     JsonSchema,
+    Message,
     Normalization,
     Prompt,
     Regex,
     Sampling,
     Schedule,
     Selection,
+    TextPart,
     Vote,
     WeightedReward,
     declared_options,
@@ -48,6 +52,9 @@ _TEXT_CHARACTERS = 2**17 * MAX_TOKEN_CHARACTERS  # of a candidate: as many token
 # numbers of characters are rules of the schema, too.
 MAX_ITEMS: Mapping[str, int] = {
     "Prompt.messages": 1024,
+    "Prompt.tools": 128,
+    "Message.tool_calls": 64,
+    "Message.parts": 64,
     "Sampling.stop": 16,
     "Sampling.stop_token_ids": 64,
     "Sampling.logit_bias": 1024,
@@ -64,7 +71,17 @@ MAX_ITEMS: Mapping[str, int] = {
 MAX_CHARACTERS: Mapping[str, int] = {
     "Message.role": _NAME_CHARACTERS,
     "Message.content": MAX_PROMPT_CHARACTERS,
+    "Message.tool_call_id": _NAME_CHARACTERS,
+    "TextPart.text": MAX_PROMPT_CHARACTERS,
+    "Image.media_type": _NAME_CHARACTERS,
+    "Tool.name": _NAME_CHARACTERS,
+    "Tool.description": 65_536,
+    "Tool.parameters": 65_536,
+    "ToolCall.id": _NAME_CHARACTERS,
+    "ToolCall.name": _NAME_CHARACTERS,
+    "ToolCall.arguments": MAX_PROMPT_CHARACTERS,
     "Prompt.text": MAX_PROMPT_CHARACTERS,
+    "Prompt.tool_name": _NAME_CHARACTERS,
     "Sampling.stop": 256,
     "Sampling.bad_words": 256,
     "JsonSchema.schema": 65_536,
@@ -90,7 +107,10 @@ MAX_CHARACTERS: Mapping[str, int] = {
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+MAX_IMAGE_BYTES = 6 << 20  # of all images of a prompt
+_TOOL_NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
 # Closer to 1, computing the next decision token would take very many steps.
 MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
@@ -143,19 +163,72 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
         where = f"{path}.messages[{index}]"
         if message.role not in ROLES:
             yield Violation(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-        if message.role == "user" and not message.content.strip():
-            yield Violation(f"{where}.content", "must not be blank")
+        yield from _check_message(message, where)
     if prompt.messages or prompt.continue_final:
         yield from _check_last_turns(prompt, path)
-    size = len(prompt.text) + sum(len(message.content) for message in prompt.messages)
+    size = len(prompt.text) + sum(len(message.text) for message in prompt.messages)
     if size > MAX_PROMPT_CHARACTERS:
         yield Violation(path, f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {size}")
+    images = sum(len(image.data) for message in prompt.messages for image in message.images)
+    if images > MAX_IMAGE_BYTES:
+        text = f"must have at most {MAX_IMAGE_BYTES} bytes in images, has {images}"
+        yield Violation(path, text)
+    yield from _check_tools(prompt, path)
+
+
+def _check_message(message: Message, where: str) -> Iterator[Violation]:
+    if message.role == "user" and not message.text.strip() and not message.images:
+        yield Violation(f"{where}.content", "must not be blank")
+    if message.parts and (message.role != "user" or message.content):
+        yield Violation(f"{where}.parts", "must be in a user's turn, in place of content")
+    if message.tool_calls and message.role != "assistant":
+        yield Violation(f"{where}.tool_calls", "must be in an assistant's turn")
+    if bool(message.tool_call_id) != (message.role == "tool"):
+        yield Violation(f"{where}.tool_call_id", "must be set in a tool's turn, and in no other")
+    for number, call in enumerate(message.tool_calls):
+        if not _is_object(call.arguments):
+            yield Violation(f"{where}.tool_calls[{number}].arguments", "must be an object in JSON")
+    for number, part in enumerate(message.parts):
+        yield from _check_part(part, f"{where}.parts[{number}]")
+
+
+def _check_part(part: TextPart | Image, where: str) -> Iterator[Violation]:
+    match part:
+        case TextPart(text) if not text:
+            yield Violation(f"{where}.text.text", "must not be empty")
+        case Image(data) if not data:
+            yield Violation(f"{where}.image.data", "must not be empty")
+        case Image(_, media_type) if media_type not in IMAGE_TYPES:
+            accepted = f"must be one of {', '.join(IMAGE_TYPES)}"
+            yield Violation(f"{where}.image.media_type", accepted)
+
+
+def _check_tools(prompt: Prompt, path: str) -> Iterator[Violation]:
+    names = [tool.name for tool in prompt.tools]
+    if names and not prompt.messages:
+        yield Violation(f"{path}.tools", "must be empty without messages")
+    if names and prompt.continue_final:
+        yield Violation(f"{path}.continue_final", "must be false with tools")
+    for number, tool in enumerate(prompt.tools):
+        where = f"{path}.tools[{number}]"
+        if not _TOOL_NAME.fullmatch(tool.name):
+            accepted = "must be 1 .. 64 letters, digits, underscores, dots and hyphens"
+            yield Violation(f"{where}.name", accepted)
+        if tool.name in names[:number]:
+            yield Violation(f"{where}.name", "must differ from those of other tools")
+        if tool.parameters and not _is_object(tool.parameters):
+            yield Violation(f"{where}.parameters", "must be an object in JSON")
+    if prompt.tool_choice != "auto" and not names:
+        yield Violation(f"{path}.tool_choice", "must be absent without tools")
+    if prompt.tool_name and (prompt.tool_choice != "required" or prompt.tool_name not in names):
+        text = 'must be the name of a tool, with the choice "required"'
+        yield Violation(f"{path}.tool_name", text)
 
 
 def prompt_bytes(prompt: Prompt) -> int:
     """Bytes that are surely part of the tokens: a chat template may drop other turns than users',
     and white space around them."""
-    turns = [turn.content for turn in prompt.messages if turn.role == "user"]
+    turns = [turn.text for turn in prompt.messages if turn.role == "user"]
     return sum(len(text.strip().encode(errors="surrogatepass")) for text in (prompt.text, *turns))
 
 
@@ -175,11 +248,13 @@ def check_prompt_bytes(prompt: Prompt, most: int, context_tokens: int) -> None:
 
 
 def _check_last_turns(prompt: Prompt, path: str) -> Iterator[Violation]:
-    roles = ["user", "assistant"] if prompt.continue_final else ["user"]
-    if [turn.role for turn in prompt.messages[-len(roles) :]] != roles:
-        last = max(0, len(prompt.messages) - 1)
-        accepted = f"must be {' before '.join(roles)} (last turn)"
-        yield Violation(f"{path}.messages[{last}].role", accepted)
+    *before, last = [""] + [turn.role for turn in prompt.messages[-2:]]
+    asked, answered = ("user", "tool"), ("assistant",)
+    fits = last in answered and before[-1] in asked if prompt.continue_final else last in asked
+    if not fits:
+        number = max(0, len(prompt.messages) - 1)
+        accepted = "assistant after user or tool" if prompt.continue_final else "user or tool"
+        yield Violation(f"{path}.messages[{number}].role", f"must be {accepted} (last turn)")
 
 
 def check_sampling(

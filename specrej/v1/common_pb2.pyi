@@ -24,6 +24,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoice:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
+    """AUTO."""
+    TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 1
+    """The model decides."""
+    TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 2
+    """Tools are described to the model, but answers are text."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
+    """Every answer is a call, or several."""
+
+class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
+    """Whether answers call tools."""
+
+TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
+"""AUTO."""
+TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 1
+"""The model decides."""
+TOOL_CHOICE_NONE: ToolChoice.ValueType  # 2
+"""Tools are described to the model, but answers are text."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
+"""Every answer is a call, or several."""
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -128,23 +156,181 @@ class Message(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant", or "tool": the result of a call."""
     content: _builtins.str
-    """The text; that of a user is not blank."""
+    """The text; that of a user is not blank, unless there are parts."""
+    tool_call_id: _builtins.str
+    """Of a tool's turn: the id of the call whose result it is."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made in this turn; at most 64."""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """Texts and images of a user's turn in their order, in place of content; at most 64. Generators
+        without takes_images refuse images.
+        """
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """A part of a turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def text(self) -> Global___TextPart:
+        """A text."""
+
+    @_builtins.property
+    def image(self) -> Global___Image:
+        """An image."""
+
+    def __init__(
+        self,
+        *,
+        text: Global___TextPart | None = ...,
+        image: Global___Image | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
+class TextPart(_message.Message):
+    """A text between images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The text; not empty."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextPart: _TypeAlias = TextPart  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    """An image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The file; at most 8 MiB in all images of a prompt."""
+    media_type: _builtins.str
+    """"image/png", "image/jpeg", "image/webp" or "image/gif"."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        media_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that answers may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: 1 .. 64 letters, digits, underscores, dots and hyphens."""
+    description: _builtins.str
+    """What it does, for the model."""
+    parameters: _builtins.str
+    """A JSON Schema of its arguments, an object in JSON; empty: it takes none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Tells it from the other calls of a conversation."""
+    name: _builtins.str
+    """The tool."""
+    arguments: _builtins.str
+    """An object in JSON."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
@@ -158,6 +344,11 @@ class Prompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Raw text, tokenised without a template; not blank."""
     allow_special_tokens: _builtins.bool
@@ -168,10 +359,28 @@ class Prompt(_message.Message):
     """The last turn is the assistant's, and answers continue its text, which they do not repeat. Rewards
     read it as the beginning of every response; structured_output applies to the new text alone.
     """
+    tool_choice: Global___ToolChoice.ValueType
+    """Default AUTO; refused without tools."""
+    tool_name: _builtins.str
+    """The tool that answers call; empty: any. Requires REQUIRED."""
+    parallel_tool_calls: _builtins.bool
+    """Whether an answer may have several calls; default true."""
+    thinking: _builtins.bool
+    """Whether the model reasons before it answers; absent: as its chat template does. Refused by
+    models that have no choice.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """A conversation, rendered with the model's own chat template; the last turn is the user's, with
-        continue_final the one before it; at most 1024.
+        """A conversation, rendered with the model's own chat template; the last turn is the user's or a
+        tool's, with continue_final the one before it; at most 1024.
+        """
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that answers may call, with messages only; names are distinct; at most 128. They are
+        described to the model as its chat template does. Complete answers are text, or calls whose
+        arguments conform to the tools' parameters, in the model's own format; others are vetoed.
+        Refused with structured_output, stop, stop_token_ids, ignore_eos and continue_final.
         """
 
     def __init__(
@@ -181,12 +390,24 @@ class Prompt(_message.Message):
         text: _builtins.str = ...,
         allow_special_tokens: _builtins.bool = ...,
         continue_final: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice.ValueType = ...,
+        tool_name: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        thinking: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "parallel_tool_calls", b"parallel_tool_calls", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special_tokens", b"allow_special_tokens", "continue_final", b"continue_final", "messages", b"messages", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "allow_special_tokens", b"allow_special_tokens", "continue_final", b"continue_final", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "text", b"text", "thinking", b"thinking", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
+    _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
@@ -374,6 +595,7 @@ class Sampling(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MAX_THINKING_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Maximum number of new tokens per candidate; 1 .. context - prompt; absent: context - prompt, up to
     the server's default_max_tokens.
@@ -413,6 +635,10 @@ class Sampling(_message.Message):
     top_logprobs: _builtins.int
     """With `logprobs`: how many of the most probable tokens of each step to report, too; 0 .. 20, and
     0 .. 2^20 over all candidates' max_tokens; default 0.
+    """
+    max_thinking_tokens: _builtins.int
+    """Most tokens of the reasoning before an answer, which then begins; 0 .. max_tokens; default 0: no
+    bound of its own. Refused by models that do not mark their reasoning.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -462,10 +688,11 @@ class Sampling(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         structured_output: Global___StructuredOutput | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        max_thinking_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_thinking_tokens", b"max_thinking_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -657,6 +884,8 @@ class GeneratorDescription(_message.Message):
     IGNORES_SEEDS_FIELD_NUMBER: _builtins.int
     ABILITIES_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_BYTES_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    TAKES_IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -705,6 +934,12 @@ class GeneratorDescription(_message.Message):
     """Whether equal seeds draw different tokens: then answers are not cached."""
     max_prompt_bytes: _builtins.int
     """Prompts of more bytes do not fit the context, whatever their tokens are; 0: unknown."""
+    tool_format: _builtins.str
+    """How its answers call tools: "hermes", "llama3", "mistral", or "json" where the chat template has
+    no tools; empty: requests with tools are refused.
+    """
+    takes_images: _builtins.bool
+    """Whether prompts may have images."""
     @_builtins.property
     def slots(self) -> Global___SlotGauge:
         """Slots now."""
@@ -745,11 +980,47 @@ class GeneratorDescription(_message.Message):
         ignores_seeds: _builtins.bool = ...,
         abilities: _abc.Iterable[_builtins.str] | None = ...,
         max_prompt_bytes: _builtins.int = ...,
+        tool_format: _builtins.str = ...,
+        takes_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "takes_images", b"takes_images", "tool_format", b"tool_format", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GeneratorDescription: _TypeAlias = GeneratorDescription  # noqa: Y015
+
+@_typing.final
+class AnswerForm(_message.Message):
+    """How a model marks the parts of its answers; all empty: an answer is one text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    THINKING_BEGIN_FIELD_NUMBER: _builtins.int
+    THINKING_END_FIELD_NUMBER: _builtins.int
+    IS_THINKING_FIELD_NUMBER: _builtins.int
+    tool_format: _builtins.str
+    """As in GeneratorDescription, if the prompt has tools."""
+    thinking_begin: _builtins.str
+    """Texts around the reasoning before an answer, such as "<think>" and "</think>"."""
+    thinking_end: _builtins.str
+    """The end."""
+    is_thinking: _builtins.bool
+    """Whether the prompt has written the beginning already."""
+    def __init__(
+        self,
+        *,
+        tool_format: _builtins.str = ...,
+        thinking_begin: _builtins.str = ...,
+        thinking_end: _builtins.str = ...,
+        is_thinking: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_thinking", b"is_thinking", "thinking_begin", b"thinking_begin", "thinking_end", b"thinking_end", "tool_format", b"tool_format"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerForm: _TypeAlias = AnswerForm  # noqa: Y015

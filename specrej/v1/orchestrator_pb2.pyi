@@ -570,6 +570,8 @@ class Selection(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     VOTE_FIELD_NUMBER: _builtins.int
     CONFIDENCE_CUT_FIELD_NUMBER: _builtins.int
+    SCORE_THINKING_FIELD_NUMBER: _builtins.int
+    CUT_AFTER_THINKING_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates at the start; 0 .. the server's limit. 0: as many as the free slots hold at the first
     decision token, at most the generator's auto_candidates, at least min_answers. Absent: 1 at
@@ -603,6 +605,10 @@ class Selection(_message.Message):
     """
     first: _builtins.int
     """The request ends as soon as so many answers are complete and not vetoed; 0 .. n; 0: never."""
+    score_thinking: _builtins.bool
+    """Whether rewards score the reasoning, too; default: only what follows it."""
+    cut_after_thinking: _builtins.bool
+    """Whether cuts leave candidates alone that still reason; default: they are ranked like all others."""
     @_builtins.property
     def schedule(self) -> Global___Schedule:
         """The decision tokens; absent: the server's default_schedule."""
@@ -646,10 +652,12 @@ class Selection(_message.Message):
         first: _builtins.int = ...,
         vote: Global___Vote | None = ...,
         confidence_cut: Global___ConfidenceCut | None = ...,
+        score_thinking: _builtins.bool = ...,
+        cut_after_thinking: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule", "stop_at", b"stop_at", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "first", b"first", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule", "stop_at", b"stop_at", "vote", b"vote", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "cut_after_thinking", b"cut_after_thinking", "first", b"first", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule", "score_thinking", b"score_thinking", "stop_at", b"stop_at", "vote", b"vote", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
@@ -1026,6 +1034,7 @@ class RankedCandidate(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     VOTE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number."""
     text: _builtins.str
@@ -1070,6 +1079,10 @@ class RankedCandidate(_message.Message):
         `top_logprobs`.
         """
 
+    @_builtins.property
+    def parts(self) -> Global___AnswerParts:
+        """The text without what marks its parts; absent: the text has none."""
+
     def __init__(
         self,
         *,
@@ -1086,16 +1099,115 @@ class RankedCandidate(_message.Message):
         tokens: _abc.Iterable[_builtins.bytes] | None = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
         vote: _builtins.str | None = ...,
+        parts: Global___AnswerParts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "parts", b"parts", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "parts", b"parts", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__vote: _TypeAlias = _typing.Literal["vote"]  # noqa: Y015
     _WhichOneofArgType__vote: _TypeAlias = _typing.Literal["_vote", b"_vote"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__vote) -> _WhichOneofReturnType__vote | None: ...
 
 Global___RankedCandidate: _TypeAlias = RankedCandidate  # noqa: Y015
+
+@_typing.final
+class AnswerParts(_message.Message):
+    """An answer of a model that reasons, or that has tools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """What is written to the user."""
+    reasoning: _builtins.str
+    """The reasoning before it."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ToolCall]:
+        """The calls, in order."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_common_pb2.ToolCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerParts: _TypeAlias = AnswerParts  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """The next part of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The call's place in the answer."""
+    id: _builtins.str
+    """In the first part: the id."""
+    name: _builtins.str
+    """In the first part: the tool."""
+    arguments: _builtins.str
+    """The next part of the arguments."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
+
+@_typing.final
+class PartsDelta(_message.Message):
+    """As AnswerParts, what a part of a text adds to them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """The next text for the user."""
+    reasoning: _builtins.str
+    """The next reasoning."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """The next parts of calls."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartsDelta: _TypeAlias = PartsDelta  # noqa: Y015
 
 @_typing.final
 class TopLogprobs(_message.Message):
@@ -1655,19 +1767,25 @@ class TextDelta(_message.Message):
 
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """The candidate that is certain to be the answer."""
     text: _builtins.str
     """The part."""
+    @_builtins.property
+    def parts(self) -> Global___PartsDelta:
+        """What it adds to the answer's parts; absent: an answer has none."""
+
     def __init__(
         self,
         *,
         candidate_id: _builtins.int = ...,
         text: _builtins.str = ...,
+        parts: Global___PartsDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "parts", b"parts", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from specrej.contracts import (
+    PLAIN,
     Forks,
     Generator,
     Pruned,
@@ -39,6 +40,7 @@ async def test_rounds_of_full_blocks_grow_soon() -> None:
                 self.prompt_tokens, self.reduced = session.prompt_tokens, False
                 self.max_tokens = session.max_tokens
                 self.fingerprint, self.costly_rounds = "", False
+                self.answer_form = PLAIN
                 yield self
 
         async def extend(self, until_tokens: int, report: Report | None = None) -> Round:

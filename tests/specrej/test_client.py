@@ -58,7 +58,7 @@ def test_rewards_and_prompts_have_several_forms() -> None:
     in a chat turn."""
     named = build_request("why?", rewards={"relevance": 2.0})
     assert build_request("why?", rewards=[c.WeightedReward("relevance", 2.0)]) == named
-    turn = {"role": "user", "content": "why?"}
+    turn: dict[str, Any] = {"role": "user", "content": "why?"}
     for prompt in (c.Prompt.from_user("why?"), [c.Message(**turn)], [turn]):
         assert build_request(prompt) == build_request("why?")
     assert build_request(c.Prompt(text="once")).prompt.text == "once"

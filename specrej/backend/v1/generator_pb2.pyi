@@ -288,6 +288,7 @@ class SessionOpened(_message.Message):
     REDUCED_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     COSTLY_ROUNDS_FIELD_NUMBER: _builtins.int
+    ANSWER_FORM_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; their ids are first_id .. first_id + n - 1. A candidate's tokens depend on the seed and its id."""
     prompt_tokens: _builtins.int
@@ -304,6 +305,10 @@ class SessionOpened(_message.Message):
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots after admission."""
 
+    @_builtins.property
+    def answer_form(self) -> _common_pb2.AnswerForm:
+        """How answers mark their parts."""
+
     def __init__(
         self,
         *,
@@ -314,10 +319,11 @@ class SessionOpened(_message.Message):
         reduced: _builtins.bool = ...,
         max_tokens: _builtins.int = ...,
         costly_rounds: _builtins.bool = ...,
+        answer_form: _common_pb2.AnswerForm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costly_rounds", b"costly_rounds", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "costly_rounds", b"costly_rounds", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
