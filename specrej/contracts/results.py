@@ -244,7 +244,6 @@ class CandidateText:
 
     id: int
     text: str
-    parts: PartsDelta | None = None  # None: the text has no parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +279,7 @@ class TextDelta:
 
     id: int
     text: str
+    parts: PartsDelta | None = None  # None: the text has no parts
 
 
 class AnswerSource(Enum):
