@@ -561,10 +561,6 @@ def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
         raise ValueError(f"must be {accepted}, is {prompt!r:.100}") from None
 
 
-def _message(turn: Any) -> Message:
-    return Message(**turn) if isinstance(turn, Mapping) else turn
-
-
 def answer_of(reply: bytes) -> Generation:
     """The answer in a reply of `Client.reply`."""
     message = orchestrator_pb2.GenerateResponse.FromString(reply)

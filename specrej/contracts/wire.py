@@ -333,6 +333,8 @@ def _field_decoders(
     decoders = []
     for wire, item in _pairs(contract, message).items():
         given = get_args(hints[item.name])
+        if ... in given:  # a tuple, perhaps of one of several
+            given = get_args(given[0]) or given
         types = tuple(kind for kind in given if kind not in (NoneType, ...))
         types = types or (hints[item.name],)
         # An absent message is decoded as an empty one, unless the contract has None for it.

@@ -21,6 +21,7 @@ from specrej.contracts import (
     ConfidenceCut,
     GenerationRequest,
     Grammar,
+    Image,
     JsonSchema,
     Message,
     Normalization,
@@ -29,7 +30,10 @@ from specrej.contracts import (
     Sampling,
     Schedule,
     Selection,
+    TextPart,
     TokenBias,
+    Tool,
+    ToolCall,
     Vote,
     WeightedReward,
 )
@@ -80,6 +84,7 @@ _OTHER_SAMPLING: list[dict[str, Any]] = [
     {"bad_words": ("x",)},
     {"stop_token_ids": (1,)},
     *({"structured_output": output} for output in (JsonSchema("a"), Regex("a"), Grammar("a"))),
+    {"max_thinking_tokens": 8},
 ]
 _OTHER_SELECTIONS: list[dict[str, Any]] = [
     {"prefer_complete": True},
@@ -108,6 +113,36 @@ _OTHER_SELECTIONS: list[dict[str, Any]] = [
     {"vote": Vote(stop_probability=0.9)},
     *({"confidence_cut": cut} for cut in (ConfidenceCut(), ConfidenceCut(0.5))),
     {"rewards": (WeightedReward("a", normalization=Normalization("fixed", 0.0, 2.0)),)},
+    {"score_thinking": True},
+    {"cut_after_thinking": True},
+]
+_USER = Message("user", "hello")
+_OTHER_PROMPTS: list[dict[str, Any]] = [
+    {"messages": (), "text": "hello"},
+    {"messages": (), "text": "hello", "allow_special_tokens": True},
+    {"messages": (Message("system", "hello"), _USER)},
+    {"continue_final": True},
+    *({"tools": (tool,)} for tool in (Tool("f"), Tool("f", "f"), Tool("f", parameters="{}"))),
+    {"tool_choice": "none"},
+    {"tool_choice": "required", "tool_name": "f"},
+    {"parallel_tool_calls": False},
+    *({"thinking": thinking} for thinking in (True, False)),
+    *(
+        {"messages": (_USER, Message("assistant", tool_calls=(ToolCall(*call),)))}
+        for call in ("1fa", "2fa", "1ga", "1fb")
+    ),
+    *({"messages": (_USER, Message("tool", "hello", tool_call_id=one))} for one in "12"),
+    *(
+        {"messages": (Message("user", parts=parts),)}
+        for parts in (
+            (TextPart("hello"),),
+            (Image(b"hello"),),
+            (Image(b"hello", "image/jpeg"),),
+            (Image(b"hello."),),
+            (TextPart("a"), Image(b"hello")),
+            (Image(b"hello"), TextPart("a")),
+        )
+    ),
 ]
 _OTHERS = [
     request("caf\u00e9"),
@@ -115,9 +150,7 @@ _OTHERS = [
     request("\ud800"),  # UTF-8 cannot encode it
     request("\ud801"),
     replace(_BASE, absent=("max_tokens",)),  # its answer depends on the room in the context
-    replace(_BASE, prompt=Prompt(text="hello")),
-    replace(_BASE, prompt=Prompt(text="hello", allow_special_tokens=True)),
-    replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
+    *(replace(_BASE, prompt=replace(_BASE.prompt, **changed)) for changed in _OTHER_PROMPTS),
     *(request(sampling=replace(Sampling(), **changed)) for changed in _OTHER_SAMPLING),
     *(request(selection=replace(Selection(), **changed)) for changed in _OTHER_SELECTIONS),
 ]
@@ -133,7 +166,12 @@ def test_every_field_that_matters_changes_the_key() -> None:
     keys = [key_of(other) for other in (_BASE, *_OTHERS)]
     keys += [key_of(_BASE, **maker) for maker in _OTHER_MAKERS]
     assert len(set(keys)) == len(keys)
-    for part, others in ((Sampling, _OTHER_SAMPLING), (Selection, _OTHER_SELECTIONS)):
+    changed = (
+        (Prompt, _OTHER_PROMPTS),
+        (Sampling, _OTHER_SAMPLING),
+        (Selection, _OTHER_SELECTIONS),
+    )
+    for part, others in changed:
         assert {field.name for field in fields(part)} == {name for o in others for name in o}
 
 

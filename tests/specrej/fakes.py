@@ -67,7 +67,9 @@ EVENTS: tuple[c.Event, ...] = (
     c.Admitted(8, 9, "r1"),
     c.Progress(4, 8, 41, 4096),
     *(c.RoundCompleted(done, (0, 3), "so far") for done in GENERATION.rounds),
-    c.TextDelta(3, "the best"),
+    c.TextDelta(
+        3, "the best", c.PartsDelta("the", "why", (c.ToolCallDelta(1, "call_1", "f", "{"),))
+    ),
     c.Finished(GENERATION),
 )
 SERVICE = c.ServiceDescription(
