@@ -17,22 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway.answers import JSON, STOPPED_BY, VERIFIED, Answer, in_thread
 from gateway.bodies import Bodies, Disconnected, until_disconnected
-from gateway.completions import (
-    JSON,
-    STOPPED_BY,
-    VERIFIED,
-    Answer,
-    Call,
-    ChatRequest,
-    CompletionRequest,
-    Request,
-    call_of,
-    in_thread,
-    parsed,
-)
 from gateway.errors import HTTPError, for_caller, response_of
 from gateway.page import Page
+from gateway.requests import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
 from gateway.scores import RerankRequest, ScoreRequest, Scoring
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, PackedResponse, openai_stream, raw_stream

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from gateway.completions import JSON, ChatMessage, Checked, as_texts
+from gateway.answers import JSON
+from gateway.requests import ChatMessage, Checked, as_texts
 from specrej.client.options import json_text
 from specrej.contracts import Message, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Violation

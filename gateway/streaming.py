@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.answers import Answer, in_thread
 from gateway.bodies import Disconnected, until_disconnected
-from gateway.completions import Answer, Call, Request, in_thread
 from gateway.errors import body_of, for_caller
+from gateway.requests import Call, Request
 from specrej import telemetry
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
 

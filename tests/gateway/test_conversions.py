@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway import streaming
-from gateway.completions import Answer
+from gateway.answers import Answer
 from gateway.streaming import PackedResponse
 from specrej import contracts as c
 from specrej.contracts import Finished, Generation, wire

@@ -17,7 +17,7 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming,
 )
 
-from gateway.completions import (
+from gateway.requests import (
     MAX_LOGPROBS,
     PART_FIELDS,
     ChatMessage,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from gateway.answers import Answer
 from gateway.bodies import Disconnected
-from gateway.completions import Answer, ChatRequest, call_of, parsed
+from gateway.requests import ChatRequest, call_of, parsed
 from gateway.streaming import Events, _part, raw_stream
 from specrej.contracts import Event
 from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.completions import Answer
+from gateway.answers import Answer
 from orchestrator.cache import RedisClient
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.scoring import RequestScorer

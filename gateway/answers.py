@@ -1,0 +1,269 @@
+"""Answers as the objects and chunks of OpenAI's completions."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+from specrej.contracts import (
+    Degradation,
+    FinishReason,
+    Generation,
+    RankedCandidate,
+    RoundCompleted,
+    TopLogprobs,
+    wire,
+)
+from specrej.contracts.errors import InvalidRequest, Violation
+
+JSON = dict[str, Any]
+T = TypeVar("T")
+
+STOPPED_BY, VERIFIED = "x-specrej-stopped-by", "x-specrej-verified"
+_NONE = '"choices":[]'  # texts have their quotes escaped
+_AT_ONCE = 16  # tokens of which an answer's values are made into JSON
+_LARGE = ThreadPoolExecutor(1, "large-answers")
+
+
+async def in_thread(convert: Callable[[], T], *, is_large: bool) -> T:
+    """Return `convert()`, computed in a thread, because it would block the event loop.
+
+    Large answers, those with log-probabilities, are converted one at a time.
+    """
+    executor = _LARGE if is_large else None
+    return await asyncio.get_running_loop().run_in_executor(executor, convert)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _chat_logprobs(candidate: RankedCandidate, start: int = 0, end: int | None = None) -> JSON:
+    """Those of the tokens from `start` to `end`."""
+    part = slice(start, end)
+    tokens = candidate.tokens[part]
+    tops = candidate.top_logprobs[part] or [TopLogprobs(())] * len(tokens)
+    content = [
+        {**_token(token, value), "top_logprobs": [_token(t.token, t.logprob) for t in top.tokens]}
+        for token, value, top in zip(tokens, candidate.logprobs[part], tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: bytes, logprob: float) -> JSON:
+    return {"token": wire.text_of(token), "bytes": list(token), "logprob": logprob}
+
+
+def _text_logprobs(candidate: RankedCandidate) -> JSON:
+    """Offsets are characters of the answer before each token."""
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    lengths = [len(decoder.decode(token)) for token in candidate.tokens]
+    tops = [
+        {wire.text_of(t.token): t.logprob for t in top.tokens} for top in candidate.top_logprobs
+    ]
+    return {
+        "tokens": [*map(wire.text_of, candidate.tokens)],
+        "token_logprobs": list(candidate.logprobs),
+        "top_logprobs": tops or None,
+        "text_offset": [*accumulate(lengths[:-1], initial=0)],
+    }
+
+
+def _num_equal(first: str, second: str) -> int:
+    """The length of the beginning that two texts share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+class Answer:
+    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions.
+
+    It has `num_choices` of each prompt, those of the first one first. An answer that reaches
+    `stop_at` is verified.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        num_choices: int,
+        *,
+        is_chat: bool,
+        logprobs: bool,
+        num_prompts: int = 1,
+        stop_at: float | None = None,
+    ) -> None:
+        self._stop_at = stop_at
+        self._model = model
+        self._num_choices = num_choices
+        self._is_chat = is_chat
+        self._logprobs = logprobs
+        self._created = int(time.time())
+        self.request_id = ""  # of all chunks
+        self._sent = [""] * num_prompts  # of the only choice
+        self._generations: dict[int, Generation] = {}  # by the prompt's number
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is sent before the end."""
+        return self._num_choices == 1 and not self._logprobs
+
+    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
+        """The body of a request that does not stream, in parts; a generation for each prompt.
+
+        Raises:
+            InvalidRequest: fewer candidates are complete than choices were requested.
+        """
+        self.request_id, self._generations = generations[0].request_id, dict(enumerate(generations))
+        chunk = self._chunk([])
+        kind = chunk["object"].removesuffix(".chunk")
+        before, _, after = _json({**chunk, "object": kind, **self._about()}).partition(_NONE)
+        yield f'{before}"choices":['
+        for index, candidate in enumerate(chain.from_iterable(map(self._chosen, generations))):
+            message = {"role": "assistant", "content": candidate.text, "refusal": None}
+            text = {"message": message} if self._is_chat else {"text": candidate.text}
+            end = {"finish_reason": candidate.finish.value, "logprobs": None}
+            choice = _json({"index": index, **text, **end}).removesuffix("null}")
+            yield f",{choice}" if index else choice
+            yield from self._logprobs_of(candidate)
+            yield "}"
+        yield f"]{after}"
+
+    def _logprobs_of(self, candidate: RankedCandidate) -> Iterator[str]:
+        if not self._logprobs:
+            yield "null"
+        elif not self._is_chat:
+            yield _json(_text_logprobs(candidate))
+        else:
+            yield '{"content":['
+            for start in range(0, len(candidate.tokens), _AT_ONCE):
+                tokens = _json(_chat_logprobs(candidate, start, start + _AT_ONCE)["content"])
+                yield f"{',' if start else ''}{tokens[1:-1]}"
+            yield '],"refusal":null}'
+
+    def opening(self) -> Iterator[JSON]:
+        """The first chunk of each choice, with its role."""
+        for index in range(self._num_choices if self._is_chat else 0):
+            yield self._delta(index, {"role": "assistant", "content": ""})
+
+    def round(self, event: RoundCompleted, style: str) -> JSON:
+        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
+        if style == "rounds" or not self._is_chat:
+            return self._chunk([]) | {"specrej": wire.to_plain(event)}
+        trace = event.trace
+        line = (
+            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
+            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
+        )
+        return self._delta(0, {"reasoning_content": line})
+
+    def delta(self, text: str, prompt: int = 0) -> Iterator[JSON]:
+        """The next part of the text, if there is one choice; log-probabilities come at its end."""
+        if self.streams_text:
+            self._sent[prompt] += text
+            yield self._delta(prompt, {"content": text})
+
+    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
+        """What was not sent of the text of each choice, and its end."""
+        self._generations[prompt], sent = generation, self._sent[prompt]
+        for index, candidate in enumerate(self._chosen(generation), prompt * self._num_choices):
+            end = self._end(candidate)
+            # The sent text differs from the answer's where later bytes made an earlier character
+            # invalid.
+            rest = candidate.text[_num_equal(sent, candidate.text) :]
+            logprobs = end.pop("logprobs")
+            if rest or logprobs or not sent:
+                yield self._delta(index, {"content": rest}, logprobs)
+            last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
+            yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
+
+    def usage(self) -> JSON:
+        """The last chunk, if it was requested."""
+        return self._chunk([]) | self._about()
+
+    def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
+        completed = len(generation.candidates)
+        if completed < self._num_choices:
+            text = (
+                f"{self._num_choices} choices were requested and {completed} candidates completed:"
+                " rewards have vetoed the others, or the answer is degraded"
+            )
+            raise InvalidRequest([Violation("n", text)])
+        return generation.candidates[: self._num_choices]
+
+    def _chunk(self, choices: list[JSON]) -> JSON:
+        return {
+            "id": f"chatcmpl-{self.request_id}" if self._is_chat else f"cmpl-{self.request_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _delta(self, index: int, delta: JSON, logprobs: JSON | None = None) -> JSON:
+        text = {"delta": delta} if self._is_chat else {"text": delta["content"]}
+        choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
+        return self._chunk([choice])
+
+    def _end(self, candidate: RankedCandidate) -> JSON:
+        end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
+        if self._logprobs:
+            end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
+        return end
+
+    def _about(self) -> JSON:
+        """The usage of the returned choices, and what OpenAI's objects have no field for."""
+        generations = [generation for _, generation in sorted(self._generations.items())]
+        prompt = sum(generation.usage.prompt_tokens for generation in generations)
+        chosen = chain.from_iterable(map(self._chosen, generations))
+        completion = sum(candidate.num_tokens for candidate in chosen)
+        parts = [*map(self._more, generations)]
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            "system_fingerprint": generations[0].generator_fingerprint,
+            "specrej": parts[0] if len(parts) == 1 else parts,
+        }
+
+    def _more(self, generation: Generation) -> JSON:
+        # The values and rounds of a large answer take seconds, and are omitted.
+        best = replace(
+            generation.candidates[0], token_ids=(), logprobs=(), tokens=(), top_logprobs=()
+        )
+        plain = wire.to_plain(replace(generation, candidates=(best,), rounds=()))
+        omitted = ("text", "score", "finish_reason", "candidates", "rounds")
+        rest = {name: value for name, value in plain.items() if name not in omitted}
+        scores = [candidate.score for candidate in self._chosen(generation)]
+        reason, vote = generation.stopped_by, generation.best.vote
+        rest |= {"stopped_by": reason and reason.value, **({"vote": vote} if vote else {})}
+        return {**rest, "scores": scores, **self._verified(generation)}
+
+    def _verified(self, generation: Generation) -> JSON:
+        """Whether the answer is one that ends a request with `stop_at`: complete, not vetoed, and
+        by its rewards, not by the likelihood of a degraded one."""
+        if self._stop_at is None:
+            return {}
+        best = generation.best
+        counts = best.finish is FinishReason.STOP and not best.vetoed
+        counts = counts and Degradation.REWARD not in generation.degradations
+        return {"verified": counts and best.score >= self._stop_at}
+
+    def headers(self, generations: Sequence[Generation]) -> dict[str, str]:
+        """Headers of a reply that does not stream."""
+        headers = {"x-request-id": generations[0].request_id}
+        reasons = dict.fromkeys(g.stopped_by.value for g in generations if g.stopped_by)
+        if reasons:
+            headers[STOPPED_BY] = ", ".join(reasons)
+        if self._stop_at is not None:
+            is_verified = all(self._verified(generation)["verified"] for generation in generations)
+            headers[VERIFIED] = str(is_verified).lower()
+        return headers
