@@ -250,7 +250,9 @@ class Sampling:
         None, "What complete answers conform to: json_schema, regex, grammar or json_object."
     )
     max_thinking_tokens: int = option(
-        0, "Most tokens of the reasoning before an answer, which then begins; 0: no own bound."
+        0,
+        "Most tokens of the reasoning before an answer, which then begins; 0: no own bound.",
+        Accepted("0 or more", lambda value: 0 <= value <= MAX_INT32),
     )
 
 

@@ -74,14 +74,14 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "Message.tool_call_id": _NAME_CHARACTERS,
     "TextPart.text": MAX_PROMPT_CHARACTERS,
     "Image.media_type": _NAME_CHARACTERS,
-    "Tool.name": _NAME_CHARACTERS,
+    "Tool.name": 64,
     "Tool.description": 65_536,
     "Tool.parameters": 65_536,
     "ToolCall.id": _NAME_CHARACTERS,
-    "ToolCall.name": _NAME_CHARACTERS,
+    "ToolCall.name": 64,
     "ToolCall.arguments": MAX_PROMPT_CHARACTERS,
     "Prompt.text": MAX_PROMPT_CHARACTERS,
-    "Prompt.tool_name": _NAME_CHARACTERS,
+    "Prompt.tool_name": 64,
     "Sampling.stop": 256,
     "Sampling.bad_words": 256,
     "JsonSchema.schema": 65_536,
@@ -183,7 +183,7 @@ def _check_message(message: Message, where: str) -> Iterator[Violation]:
         yield Violation(f"{where}.parts", "must be in a user's turn, in place of content")
     if message.tool_calls and message.role != "assistant":
         yield Violation(f"{where}.tool_calls", "must be in an assistant's turn")
-    if bool(message.tool_call_id) != (message.role == "tool"):
+    if message.role in ROLES and bool(message.tool_call_id) != (message.role == "tool"):
         yield Violation(f"{where}.tool_call_id", "must be set in a tool's turn, and in no other")
     for number, call in enumerate(message.tool_calls):
         if not _is_object(call.arguments):
@@ -193,14 +193,15 @@ def _check_message(message: Message, where: str) -> Iterator[Violation]:
 
 
 def _check_part(part: TextPart | Image, where: str) -> Iterator[Violation]:
-    match part:
-        case TextPart(text) if not text:
+    if isinstance(part, TextPart):
+        if not part.text:
             yield Violation(f"{where}.text.text", "must not be empty")
-        case Image(data) if not data:
-            yield Violation(f"{where}.image.data", "must not be empty")
-        case Image(_, media_type) if media_type not in IMAGE_TYPES:
-            accepted = f"must be one of {', '.join(IMAGE_TYPES)}"
-            yield Violation(f"{where}.image.media_type", accepted)
+        return
+    if not part.data:
+        yield Violation(f"{where}.image.data", "must not be empty")
+    if part.media_type not in IMAGE_TYPES:
+        accepted = f"must be one of {', '.join(IMAGE_TYPES)}"
+        yield Violation(f"{where}.image.media_type", accepted)
 
 
 def _check_tools(prompt: Prompt, path: str) -> Iterator[Violation]:

@@ -255,7 +255,7 @@ class Image(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The file; at most 8 MiB in all images of a prompt."""
+    """The file; at most 6 MiB in all images of a prompt."""
     media_type: _builtins.str
     """"image/png", "image/jpeg", "image/webp" or "image/gif"."""
     def __init__(

@@ -209,6 +209,9 @@ def complete(message: Any, path: str) -> None:
     match path:
         case "prompt.messages[0].role":  # the last turn must be the user's
             message.prompt.messages.add(role="user", content="x")
+        case "prompt.tool_choice":
+            message.prompt.messages.add(role="user", content="x")
+            message.prompt.tools.add(name="x")
         case "sampling.temperature":  # 0 is greedy
             message.selection.n = 1
         case "sampling.top_logprobs":
@@ -277,7 +280,8 @@ def test_every_field_with_a_limit_has_a_rule() -> None:
     for fields in FIELDS:
         field, rules = fields[-1], rules_of(fields[-1])
         is_single_message = field.message_type and not field.is_repeated
-        if not is_single_message and field.type != field.TYPE_BOOL:
+        # Images are bounded as a whole.
+        if not is_single_message and field.type not in (field.TYPE_BOOL, field.TYPE_BYTES):
             kind = rules.WhichOneof("type")
             assert kind, path_of(fields)
             texts = {"string": rules.string, "repeated": rules.repeated.items.string}.get(kind)

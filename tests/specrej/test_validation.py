@@ -149,7 +149,7 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     yield replace(with_sampling(temperature=0.0), selection=greedy), "selection.branching"
     for prompt, field in BAD_PROMPTS:
         yield replace(GOOD, prompt=prompt), field
-    yield with_turns(("tool", "a"), ("user", "b")), "prompt.messages[0].role"
+    yield with_turns(("robot", "a"), ("user", "b")), "prompt.messages[0].role"
     yield with_turns(("user", "a"), ("assistant", "b")), "prompt.messages[1].role"
     for turns, field in (
         ((("user", "a"),), "messages[0].role"),
