@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway import images
 from gateway.answers import JSON, STOPPED_BY, VERIFIED, Answer, in_thread
 from gateway.bodies import Bodies, Disconnected, until_disconnected
 from gateway.errors import HTTPError, for_caller, response_of
@@ -133,7 +135,7 @@ class Gateway:
         ignored: dict[str, bool] = {}
         body = await self._bodies.read(http)
         request = parsed(kind, body, ignored, strict=self._settings.strict_fields)
-        calls = request.calls()
+        calls = [(await images.upright(prompt), texts) for prompt, texts in request.calls()]
         works = [self._score_one(request, prompt, texts, token) for prompt, texts in calls]
         try:
             results = await until_disconnected(http.receive, all_of(works))
@@ -177,6 +179,7 @@ class Gateway:
             stop_at=call.options.get("stop_at"),
         )
         try:
+            calls = [replace(one, prompt=await images.upright(one.prompt)) for one in calls]
             if is_raw or request.stream:
                 # Other answers are sent whole at the end, so text deltas are not requested.
                 shown = dict.fromkeys(("progress", "texts"), shows_all)

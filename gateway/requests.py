@@ -32,6 +32,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from gateway import images
 from specrej.client.options import json_text, value_of
 from specrej.contracts import (
     MAX_SEED,
@@ -39,6 +40,7 @@ from specrej.contracts import (
     CacheControl,
     ConfidenceCut,
     Grammar,
+    Image,
     JsonObject,
     JsonSchema,
     Message,
@@ -48,6 +50,7 @@ from specrej.contracts import (
     Sampling,
     Schedule,
     StructuredOutput,
+    TextPart,
     Vote,
     WeightedReward,
     declared_options,
@@ -328,19 +331,27 @@ class Request(Checked):
         return self.specrej or Extension()
 
 
-# Of parts of a text; others are ignored.
-PART_FIELDS = {"type", "text", "prompt_cache_breakpoint"}
+# Of parts of a text or image; others are ignored.
+PART_FIELDS = {"type", "text", "image_url", "prompt_cache_breakpoint"}
 
 
 def _joined(value: object, info: ValidationInfo) -> object:
-    """The text of a message: a string, or the parts of one."""
+    """The text of a message: a string, or the parts of one. With images, all parts."""
     if not isinstance(value, list):
         return "" if value is None else value
-    texts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
-    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("must be a text, or parts of type text: no images, audio or files")
+    parts: list[TextPart | Image] = []
+    for part in value:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                parts.append(TextPart(text))
+            case {"type": "image_url", "image_url": url}:
+                parts.append(images.of_url(url))
+            case _:
+                raise ValueError("must be a text, or parts of type text and image_url")
     _note(info, {name for part in value for name in part} - PART_FIELDS, is_unknown=True)
-    return "".join(map(str, texts))
+    if any(isinstance(part, Image) for part in parts):
+        return tuple(parts)
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def _role(value: object) -> object:
@@ -351,7 +362,7 @@ def _role(value: object) -> object:
 
 class ChatMessage(Checked):
     role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_joined)] = ""
+    content: Annotated[str | tuple[Any, ...], BeforeValidator(_joined)] = ""
 
     tool_calls: Annotated[Any, Refused(_TOOLS, ([],))] = None
     tool_call_id: Annotated[Any, Refused(_TOOLS)] = None
@@ -363,6 +374,13 @@ class ChatMessage(Checked):
     parsed: Annotated[Any, Ignored(_OF_ANSWERS)] = None
     annotations: Annotated[Any, Ignored(_OF_ANSWERS)] = None
     reasoning_content: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+
+    @property
+    def turn(self) -> Message:
+        """The message as the orchestrator has it."""
+        if isinstance(self.content, str):
+            return Message(self.role, self.content)
+        return Message(self.role, parts=self.content)
 
 
 class SchemaFormat(Checked):
@@ -599,7 +617,7 @@ def _prompt(request: Request, index: int) -> Prompt:
     if isinstance(request, CompletionRequest):
         return Prompt(text=request.prompt[index], allow_special_tokens=special)
     assert isinstance(request, ChatRequest)
-    turns = tuple(Message(message.role, message.content) for message in request.messages)
+    turns = tuple(message.turn for message in request.messages)
     continues = bool(request.continue_final_message)
     if request.add_generation_prompt is False and not continues:
         text = "false needs continue_final_message: true"

@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from gateway.answers import JSON
 from gateway.requests import ChatMessage, Checked, as_texts
 from specrej.client.options import json_text
-from specrej.contracts import Message, Prompt, Scores
+from specrej.contracts import Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Violation
 
 _MAX_PAIRS = 16  # prompts of a request, each of which is a call
@@ -79,7 +79,7 @@ class ScoreRequest(Scoring):
         if not answers:
             raise InvalidRequest([Violation("text_2", "must have 1 or more texts")])
         if self.messages:
-            turns = tuple(Message(turn.role, turn.content) for turn in self.messages)
+            turns = tuple(message.turn for message in self.messages)
             return [(Prompt(messages=turns), answers)]
         prompts = [Prompt.from_user(text) for text in self.text_1]
         if len(prompts) == 1:

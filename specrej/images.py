@@ -1,0 +1,110 @@
+"""Files of images: what is checked before they are decoded, and decoded. Needs Pillow.
+
+The only file that imports it. A header names the size, so no pixel is decoded of an image that is
+too large. Images are decoded one at a time, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from PIL import Image as Pillow
+from PIL import ImageOps, PngImagePlugin
+
+from specrej.contracts import Image, Prompt
+from specrej.contracts.errors import InvalidRequest, Violation
+from specrej.contracts.validation import IMAGE_TYPES
+
+MAX_IMAGES = 16  # of a prompt
+# WebP's decoder holds four copies.
+MAX_PIXELS = {**dict.fromkeys(IMAGE_TYPES, 2**22), "image/webp": 2**21}
+MIN_SIDE, MAX_RATIO = 8, 100  # models' processors cannot read smaller or longer ones
+# Of one byte per channel. Others are for print or measurements, and have no one conversion.
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
+_ENDS = {"image/png": b"IEND\xaeB`\x82", "image/jpeg": b"\xff\xd9", "image/gif": b";"}
+_ORIENTATION, _UPRIGHT = 0x0112, 1  # of EXIF
+_DECODING = threading.Lock()
+
+PngImagePlugin.MAX_TEXT_MEMORY = 2**22  # of compressed texts, which are not used
+
+
+def upright(prompt: Prompt) -> Prompt:
+    """The prompt with its images checked; those that EXIF says to turn are turned.
+
+    Raises:
+        InvalidRequest: there are too many, or one cannot be used.
+    """
+    num_images = sum(len(message.images) for message in prompt.messages)
+    if num_images > MAX_IMAGES:
+        text = f"must have at most {MAX_IMAGES} images, has {num_images}"
+        raise InvalidRequest([Violation("prompt.messages", text)])
+    messages = list(prompt.messages)
+    for number, message in enumerate(messages):
+        parts = tuple(
+            _upright(part, f"prompt.messages[{number}].parts[{index}]")
+            if isinstance(part, Image)
+            else part
+            for index, part in enumerate(message.parts)
+        )
+        messages[number] = replace(message, parts=parts)
+    return replace(prompt, messages=tuple(messages)) if num_images else prompt
+
+
+def _upright(image: Image, path: str) -> Image:
+    with _DECODING:
+        decoded = decode(image, path)
+        if decoded.getexif().get(_ORIENTATION, _UPRIGHT) == _UPRIGHT:
+            return image
+        kind, output = decoded.format, io.BytesIO()
+        ImageOps.exif_transpose(decoded, in_place=True)
+        decoded.save(output, kind, quality=95)
+        return Image(output.getvalue(), image.media_type)
+
+
+def decode(image: Image, path: str) -> Any:
+    """Pillow's image, with its pixels; `path`: in errors.
+
+    Raises:
+        InvalidRequest: it is damaged, of another type, too large or small, or has several frames.
+    """
+    problem = ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its size and metadata
+            # Of the file's type alone: a file may be one of several types at once.
+            kind = image.media_type.removeprefix("image/")
+            decoded = Pillow.open(io.BytesIO(image.data), formats=[kind])
+            problem = _problem(decoded, image)
+            if not problem:
+                decoded.load()
+                return decoded
+    except (OSError, ValueError, SyntaxError, MemoryError, struct.error, IndexError, EOFError):
+        # Without the decoder's text, which may have bytes of the file.
+        problem = f"is damaged, or not an {image.media_type}"
+    except Pillow.DecompressionBombError:
+        problem = f"must have at most {MAX_PIXELS[image.media_type]} pixels"
+    raise InvalidRequest([Violation(path, problem)])
+
+
+def _problem(opened: Any, image: Image) -> str:
+    """Why an image cannot be used, or empty; of its header, before pixels are decoded."""
+    most, (width, height) = MAX_PIXELS[image.media_type], opened.size
+    if width * height > most:
+        return f"must have at most {most} pixels, has {width} x {height}"
+    if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
+        sides = f"must have sides of {MIN_SIDE} pixels or more, none over {MAX_RATIO} times"
+        return f"{sides} the other, has {width} x {height}"
+    if opened.mode not in MODES:
+        return f"must be gray, RGB or of a palette, with 8 bits, is {opened.mode[:8]}"
+    if getattr(opened, "is_animated", False):
+        return "must have one frame, is animated"
+    end = _ENDS.get(image.media_type, b"")
+    is_whole = image.data.endswith(end)
+    if image.media_type == "image/webp":
+        is_whole = int.from_bytes(image.data[4:8], "little") + 8 == len(image.data)
+    return "" if is_whole else "is cut off, or has something behind its end"
