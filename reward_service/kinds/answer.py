@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from reward_service.isolated import Isolated, compile_pattern
 from reward_service.specs import AnswerSpec, Resources
 from reward_service.verifier import Data, Judge, Verifier, invalid
+from specrej.isolated import Isolated, compile_pattern
 
 # The sign of "5-3" is not the number's.
 _NUMBER = re.compile(

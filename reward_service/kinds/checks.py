@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from reward_service.isolated import compile_pattern, escape_pattern
 from reward_service.kinds.schema import extract_json, is_json, may_become_json
 from reward_service.verifier import Data, Judge, Verifier, invalid, violations_of
 from specrej.contracts.errors import InvalidRequest
+from specrej.isolated import compile_pattern, escape_pattern
 
 _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"""[.!?]["')\]*]*\s""")

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from reward_service.isolated import Isolated
 from reward_service.specs import Resources, SchemaSpec
 from reward_service.verifier import Data, Judge, Verifier, invalid
+from specrej.isolated import Isolated
 
 # A brace or a string; one that is not closed extends to the end, so that no part is read twice.
 _BRACES_AND_STRINGS = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reward_service import isolated, verifier
+from reward_service import verifier
 from reward_service.kinds.checks import CHECKS, Check, Instruction, _make
 from reward_service.kinds.schema import extract_json, is_json, may_become_json
 from reward_service.reward import as_candidates, score_batch
 from reward_service.worker import Worker
+from specrej import isolated
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
 from specrej.remote import RemoteRewards

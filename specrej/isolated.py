@@ -2,7 +2,7 @@
 
 A short text can ask sympy, or a schema a validator, for work without end. The process receives one
 check per line. One that exceeds the bounds ends the process, and the next check starts another.
-Only this file imports the libraries of `specrej-server[verify]`, and RE2 in this service.
+Only this file imports the libraries of `specrej-server[verify]`, which are not part of `specrej`.
 """
 
 from __future__ import annotations
@@ -52,30 +52,32 @@ def escape_pattern(text: str) -> str:
 class Isolated:
     """A process for checks of one kind; used by one thread at a time.
 
+    A check may take `cpu_s` seconds of the processor's time; None: `CPU_S`.
+
     Raises:
         ValueError: the library of the kind is missing.
         RuntimeError: `trial`, arguments of a check that must hold, does not.
     """
 
-    def __init__(self, kind: str, *trial: str) -> None:
+    def __init__(self, kind: str, *trial: str, cpu_s: float | None = None) -> None:
         if not find_spec(_LIBRARIES[kind]):
             text = f"requires {_LIBRARIES[kind]}: pip install 'specrej-server[verify]'"
             raise ValueError(f"a reward with checks of kind {kind} {text}")
-        self._kind = kind
+        self._kind, self._cpu_s = kind, cpu_s
         self._process: subprocess.Popen[str] | None = None
         if not self._ask(*trial):
             raise RuntimeError(f"checks of kind {kind} do not work: see the log")
 
-    def checker(self, *data: str) -> Callable[[str], bool]:
+    def checker(self, *data: str) -> Check:
         """A check of texts with this data, for one request.
 
         A text that exceeds the bounds fails. After some of them the request's other texts fail.
         """
         num_ended = 0
 
-        def check(text: str) -> bool:
+        def check(*texts: str) -> bool:
             nonlocal num_ended
-            holds = self._ask(*data, text) if num_ended < _MOST_ENDED else False
+            holds = self._ask(*data, *texts) if num_ended < _MOST_ENDED else False
             num_ended += holds is None
             return bool(holds)
 
@@ -102,7 +104,8 @@ class Isolated:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "reward_service.isolated", self._kind, str(CPU_S)],
+            # The file alone: the package imports what a check does not need.
+            [sys.executable, "-P", __file__, self._kind, str(self._cpu_s or CPU_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -145,7 +148,7 @@ def _mathematics() -> Check:
 def _schemas() -> Check:
     import jsonschema_rs
 
-    @lru_cache(1)
+    @lru_cache(256)
     def load(schema: str) -> Any:
         linear = jsonschema_rs.RegexOptions()
         return jsonschema_rs.validator_for(json.loads(schema), offline=True, pattern_options=linear)
