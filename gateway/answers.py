@@ -1,4 +1,7 @@
-"""Answers as the objects and chunks of OpenAI's completions."""
+"""Answers as the objects and chunks of OpenAI's completions.
+
+Texts are not parsed here: the orchestrator divides them into content, reasoning and calls.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,16 @@ from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from specrej.contracts import (
+    AnswerParts,
     Degradation,
     FinishReason,
     Generation,
+    PartsDelta,
     RankedCandidate,
     RoundCompleted,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
     TopLogprobs,
     wire,
 )
@@ -76,43 +84,66 @@ def _text_logprobs(candidate: RankedCandidate) -> JSON:
     }
 
 
-def _num_equal(first: str, second: str) -> int:
-    """The length of the beginning that two texts share."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (one, other) in pairs if one != other), min(len(first), len(second)))
+def _after(sent: str, text: str) -> str:
+    """The rest of a text after the beginning that it shares with what was sent.
+
+    They differ where later bytes made an earlier character invalid.
+    """
+    pairs = enumerate(zip(sent, text, strict=False))
+    num_equal = next((n for n, (one, other) in pairs if one != other), min(len(sent), len(text)))
+    return text[num_equal:]
+
+
+def _plus(sent: AnswerParts, delta: PartsDelta) -> AnswerParts:
+    calls = dict(enumerate(sent.tool_calls))
+    for part in delta.tool_calls:
+        call = calls.get(part.index, ToolCall(part.id, part.name, ""))
+        calls[part.index] = replace(call, arguments=call.arguments + part.arguments)
+    content, reasoning = sent.content + delta.content, sent.reasoning + delta.reasoning
+    return AnswerParts(content, reasoning, tuple(calls.values()))
+
+
+def _rest(sent: AnswerParts, whole: AnswerParts) -> PartsDelta:
+    """What was not sent."""
+    calls, num_sent = [], len(sent.tool_calls)
+    for number, call in enumerate(whole.tool_calls):
+        if number >= num_sent:
+            calls.append(ToolCallDelta(number, call.id, call.name, call.arguments))
+        elif rest := _after(sent.tool_calls[number].arguments, call.arguments):
+            calls.append(ToolCallDelta(number, arguments=rest))
+    content = _after(sent.content, whole.content)
+    return PartsDelta(content, _after(sent.reasoning, whole.reasoning), tuple(calls))
 
 
 class Answer:
-    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions.
+    """The answer to a request, in the form of an API.
 
     It has `num_choices` of each prompt, those of the first one first. An answer that reaches
     `stop_at` is verified.
     """
 
+    end = b""  # of a stream
+
     def __init__(
         self,
         model: str,
-        num_choices: int,
+        num_choices: int = 1,
         *,
-        is_chat: bool,
-        logprobs: bool,
         num_prompts: int = 1,
         stop_at: float | None = None,
     ) -> None:
-        self._stop_at = stop_at
         self._model = model
         self._num_choices = num_choices
-        self._is_chat = is_chat
-        self._logprobs = logprobs
+        self._stop_at = stop_at
         self._created = int(time.time())
         self.request_id = ""  # of all chunks
-        self._sent = [""] * num_prompts  # of the only choice
+        self._sent = [AnswerParts()] * num_prompts  # of the only choice
         self._generations: dict[int, Generation] = {}  # by the prompt's number
 
     @property
     def streams_text(self) -> bool:
         """Whether text is sent before the end."""
-        return self._num_choices == 1 and not self._logprobs
+        return self._num_choices == 1
 
     def body(self, generations: Sequence[Generation]) -> Iterator[str]:
         """The body of a request that does not stream, in parts; a generation for each prompt.
@@ -120,72 +151,42 @@ class Answer:
         Raises:
             InvalidRequest: fewer candidates are complete than choices were requested.
         """
-        self.request_id, self._generations = generations[0].request_id, dict(enumerate(generations))
-        chunk = self._chunk([])
-        kind = chunk["object"].removesuffix(".chunk")
-        before, _, after = _json({**chunk, "object": kind, **self._about()}).partition(_NONE)
-        yield f'{before}"choices":['
-        for index, candidate in enumerate(chain.from_iterable(map(self._chosen, generations))):
-            message = {"role": "assistant", "content": candidate.text, "refusal": None}
-            text = {"message": message} if self._is_chat else {"text": candidate.text}
-            end = {"finish_reason": candidate.finish.value, "logprobs": None}
-            choice = _json({"index": index, **text, **end}).removesuffix("null}")
-            yield f",{choice}" if index else choice
-            yield from self._logprobs_of(candidate)
-            yield "}"
-        yield f"]{after}"
-
-    def _logprobs_of(self, candidate: RankedCandidate) -> Iterator[str]:
-        if not self._logprobs:
-            yield "null"
-        elif not self._is_chat:
-            yield _json(_text_logprobs(candidate))
-        else:
-            yield '{"content":['
-            for start in range(0, len(candidate.tokens), _AT_ONCE):
-                tokens = _json(_chat_logprobs(candidate, start, start + _AT_ONCE)["content"])
-                yield f"{',' if start else ''}{tokens[1:-1]}"
-            yield '],"refusal":null}'
+        raise NotImplementedError
 
     def opening(self) -> Iterator[JSON]:
-        """The first chunk of each choice, with its role."""
-        for index in range(self._num_choices if self._is_chat else 0):
-            yield self._delta(index, {"role": "assistant", "content": ""})
+        """The first chunks."""
+        raise NotImplementedError
 
     def round(self, event: RoundCompleted, style: str) -> JSON:
-        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
-        if style == "rounds" or not self._is_chat:
-            return self._chunk([]) | {"specrej": wire.to_plain(event)}
-        trace = event.trace
-        line = (
-            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
-            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
-        )
-        return self._delta(0, {"reasoning_content": line})
+        """A round."""
+        raise NotImplementedError
 
-    def delta(self, text: str, prompt: int = 0) -> Iterator[JSON]:
-        """The next part of the text, if there is one choice; log-probabilities come at its end."""
-        if self.streams_text:
-            self._sent[prompt] += text
-            yield self._delta(prompt, {"content": text})
+    def delta(self, event: TextDelta, prompt: int = 0) -> Iterator[JSON]:
+        """The next part of the text."""
+        raise NotImplementedError
 
     def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
-        """What was not sent of the text of each choice, and its end."""
-        self._generations[prompt], sent = generation, self._sent[prompt]
-        for index, candidate in enumerate(self._chosen(generation), prompt * self._num_choices):
-            end = self._end(candidate)
-            # The sent text differs from the answer's where later bytes made an earlier character
-            # invalid.
-            rest = candidate.text[_num_equal(sent, candidate.text) :]
-            logprobs = end.pop("logprobs")
-            if rest or logprobs or not sent:
-                yield self._delta(index, {"content": rest}, logprobs)
-            last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
-            yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
+        """What was not sent, and the end of each choice."""
+        raise NotImplementedError
 
-    def usage(self) -> JSON:
-        """The last chunk, if it was requested."""
-        return self._chunk([]) | self._about()
+    def ending(self) -> Iterator[JSON]:
+        """The last chunks, after the closing of all prompts."""
+        return iter(())
+
+    def failure(self, status: int, body: JSON) -> JSON:
+        """The last chunk of a stream that fails; `body`: OpenAI's, for a reply."""
+        return body
+
+    def headers(self, generations: Sequence[Generation]) -> dict[str, str]:
+        """Headers of a reply that does not stream."""
+        headers = {"x-request-id": generations[0].request_id}
+        reasons = dict.fromkeys(g.stopped_by.value for g in generations if g.stopped_by)
+        if reasons:
+            headers[STOPPED_BY] = ", ".join(reasons)
+        if self._stop_at is not None:
+            is_verified = all(self._verified(generation)["verified"] for generation in generations)
+            headers[VERIFIED] = str(is_verified).lower()
+        return headers
 
     def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
         completed = len(generation.candidates)
@@ -197,42 +198,17 @@ class Answer:
             raise InvalidRequest([Violation("n", text)])
         return generation.candidates[: self._num_choices]
 
-    def _chunk(self, choices: list[JSON]) -> JSON:
-        return {
-            "id": f"chatcmpl-{self.request_id}" if self._is_chat else f"cmpl-{self.request_id}",
-            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
-
-    def _delta(self, index: int, delta: JSON, logprobs: JSON | None = None) -> JSON:
-        text = {"delta": delta} if self._is_chat else {"text": delta["content"]}
-        choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
-        return self._chunk([choice])
-
-    def _end(self, candidate: RankedCandidate) -> JSON:
-        end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
-        if self._logprobs:
-            end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
-        return end
-
     def _about(self) -> JSON:
-        """The usage of the returned choices, and what OpenAI's objects have no field for."""
-        generations = [generation for _, generation in sorted(self._generations.items())]
-        prompt = sum(generation.usage.prompt_tokens for generation in generations)
+        """What the APIs' objects have no field for."""
+        parts = [self._more(generation) for _, generation in sorted(self._generations.items())]
+        return {"specrej": parts[0] if len(parts) == 1 else parts}
+
+    def _num_tokens(self) -> tuple[int, int]:
+        """Of the prompts, and of the returned choices."""
+        generations = self._generations.values()
         chosen = chain.from_iterable(map(self._chosen, generations))
         completion = sum(candidate.num_tokens for candidate in chosen)
-        parts = [*map(self._more, generations)]
-        return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            },
-            "system_fingerprint": generations[0].generator_fingerprint,
-            "specrej": parts[0] if len(parts) == 1 else parts,
-        }
+        return sum(generation.usage.prompt_tokens for generation in generations), completion
 
     def _more(self, generation: Generation) -> JSON:
         # The values and rounds of a large answer take seconds, and are omitted.
@@ -257,13 +233,177 @@ class Answer:
         counts = counts and Degradation.REWARD not in generation.degradations
         return {"verified": counts and best.score >= self._stop_at}
 
-    def headers(self, generations: Sequence[Generation]) -> dict[str, str]:
-        """Headers of a reply that does not stream."""
-        headers = {"x-request-id": generations[0].request_id}
-        reasons = dict.fromkeys(g.stopped_by.value for g in generations if g.stopped_by)
-        if reasons:
-            headers[STOPPED_BY] = ", ".join(reasons)
-        if self._stop_at is not None:
-            is_verified = all(self._verified(generation)["verified"] for generation in generations)
-            headers[VERIFIED] = str(is_verified).lower()
-        return headers
+
+class CompletionAnswer(Answer):
+    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions.
+
+    With `has_tools` a choice can be calls alone.
+    """
+
+    end = b"data: [DONE]\n\n"
+
+    def __init__(
+        self,
+        model: str,
+        num_choices: int = 1,
+        *,
+        is_chat: bool = True,
+        logprobs: bool = False,
+        has_tools: bool = False,
+        shows_usage: bool = False,
+        num_prompts: int = 1,
+        stop_at: float | None = None,
+    ) -> None:
+        super().__init__(model, num_choices, num_prompts=num_prompts, stop_at=stop_at)
+        self._is_chat = is_chat
+        self._logprobs = logprobs
+        self._has_tools = has_tools
+        self._shows_usage = shows_usage
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is sent before the end."""
+        return self._num_choices == 1 and not self._logprobs
+
+    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
+        """As of the base class."""
+        self.request_id, self._generations = generations[0].request_id, dict(enumerate(generations))
+        chunk = self._chunk([])
+        kind = chunk["object"].removesuffix(".chunk")
+        before, _, after = _json({**chunk, "object": kind, **self._usage()}).partition(_NONE)
+        yield f'{before}"choices":['
+        for index, candidate in enumerate(chain.from_iterable(map(self._chosen, generations))):
+            parts = self._parts(candidate)
+            text = {"message": _message(parts)} if self._is_chat else {"text": parts.content}
+            end = {"finish_reason": _finish(candidate, parts), "logprobs": None}
+            choice = _json({"index": index, **text, **end}).removesuffix("null}")
+            yield f",{choice}" if index else choice
+            yield from self._logprobs_of(candidate)
+            yield "}"
+        yield f"]{after}"
+
+    def _logprobs_of(self, candidate: RankedCandidate) -> Iterator[str]:
+        if not self._logprobs:
+            yield "null"
+        elif not self._is_chat:
+            yield _json(_text_logprobs(candidate))
+        else:
+            yield '{"content":['
+            for start in range(0, len(candidate.tokens), _AT_ONCE):
+                tokens = _json(_chat_logprobs(candidate, start, start + _AT_ONCE)["content"])
+                yield f"{',' if start else ''}{tokens[1:-1]}"
+            yield '],"refusal":null}'
+
+    def opening(self) -> Iterator[JSON]:
+        """The first chunk of each choice, with its role."""
+        for index in range(self._num_choices if self._is_chat else 0):
+            content = None if self._has_tools else ""
+            yield self._delta(index, {"role": "assistant", "content": content})
+
+    def round(self, event: RoundCompleted, style: str) -> JSON:
+        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
+        if style == "rounds" or not self._is_chat:
+            return self._chunk([]) | {"specrej": wire.to_plain(event)}
+        trace = event.trace
+        line = (
+            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
+            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
+        )
+        return self._delta(0, {"reasoning_content": line})
+
+    def delta(self, event: TextDelta, prompt: int = 0) -> Iterator[JSON]:
+        """The next part of the text, if there is one choice; log-probabilities come at its end."""
+        if self.streams_text:
+            parts = event.parts if self._is_chat else None
+            delta = parts or PartsDelta(event.text)
+            self._sent[prompt] = _plus(self._sent[prompt], delta)
+            if made := delta_of(delta):
+                yield self._delta(prompt, made)
+
+    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
+        """As of the base class."""
+        self._generations[prompt], sent = generation, self._sent[prompt]
+        for index, candidate in enumerate(self._chosen(generation), prompt * self._num_choices):
+            parts = self._parts(candidate)
+            end = self._end(candidate)
+            rest = delta_of(_rest(sent, parts))
+            logprobs = end.pop("logprobs")
+            if rest or logprobs or sent == AnswerParts():
+                yield self._delta(index, rest or {"content": ""}, logprobs)
+            last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
+            yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
+
+    def ending(self) -> Iterator[JSON]:
+        """The usage, if it was requested."""
+        if self._shows_usage:
+            yield self._chunk([]) | self._usage()
+
+    def _parts(self, candidate: RankedCandidate) -> AnswerParts:
+        """Raw text has none."""
+        return (self._is_chat and candidate.parts) or AnswerParts(candidate.text)
+
+    def _chunk(self, choices: list[JSON]) -> JSON:
+        return {
+            "id": f"chatcmpl-{self.request_id}" if self._is_chat else f"cmpl-{self.request_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _delta(self, index: int, delta: JSON, logprobs: JSON | None = None) -> JSON:
+        text = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
+        return self._chunk([choice])
+
+    def _end(self, candidate: RankedCandidate) -> JSON:
+        parts = self._parts(candidate)
+        end: JSON = {"finish_reason": _finish(candidate, parts), "logprobs": None}
+        if self._logprobs:
+            end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
+        return end
+
+    def _usage(self) -> JSON:
+        prompt, completion = self._num_tokens()
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            "system_fingerprint": self._generations[0].generator_fingerprint,
+            **self._about(),
+        }
+
+
+def _finish(candidate: RankedCandidate, parts: AnswerParts) -> str:
+    is_whole = candidate.finish is FinishReason.STOP
+    return "tool_calls" if parts.tool_calls and is_whole else candidate.finish.value
+
+
+def _message(parts: AnswerParts) -> JSON:
+    """A message; its content is null beside calls without text."""
+    calls = [
+        {"id": call.id, "type": "function", "function": _function(call)}
+        for call in parts.tool_calls
+    ]
+    message: JSON = {"role": "assistant", "content": parts.content, "refusal": None}
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    return message | {"content": parts.content or None, "tool_calls": calls} if calls else message
+
+
+def delta_of(parts: PartsDelta) -> JSON:
+    """The fields of a chunk's delta that are not empty."""
+    calls = [
+        {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
+        if call.id
+        else {"index": call.index, "function": {"arguments": call.arguments}}
+        for call in parts.tool_calls
+    ]
+    fields = {"content": parts.content, "reasoning_content": parts.reasoning, "tool_calls": calls}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _function(call: ToolCall | ToolCallDelta) -> JSON:
+    return {"name": call.name, "arguments": call.arguments}

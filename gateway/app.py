@@ -26,7 +26,7 @@ from gateway.page import Page
 from gateway.requests import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
 from gateway.scores import RerankRequest, ScoreRequest, Scoring
 from gateway.settings import GatewaySettings
-from gateway.streaming import Events, PackedResponse, openai_stream, raw_stream
+from gateway.streaming import Events, PackedResponse, answer_stream, raw_stream
 from specrej import telemetry
 from specrej.client import Client
 from specrej.client.client import answer_of
@@ -170,14 +170,7 @@ class Gateway:
         shows_all = call.events == "all"
         if shows_all and not is_raw:
             raise InvalidRequest([Violation("specrej.events", "all is for /v1/specrej/stream")])
-        answer = Answer(
-            request.model,
-            call.num_choices,
-            is_chat=kind is ChatRequest,
-            logprobs=call.wants_logprobs,
-            num_prompts=len(calls),
-            stop_at=call.options.get("stop_at"),
-        )
+        answer = request.answer(call)
         try:
             calls = [replace(one, prompt=await images.upright(one.prompt)) for one in calls]
             if is_raw or request.stream:
@@ -187,7 +180,7 @@ class Gateway:
                 events = await self._events(http, calls, token, **shown)
                 if is_raw:
                     return _noted(raw_stream(events[0], call), ignored)
-                return _noted(openai_stream(events, answer, request, call), ignored)
+                return _noted(answer_stream(events, answer, call), ignored)
             reply = partial(self._client.reply, timeout_s=call.timeout_s, token=token)
             works = [reply(one.prompt, **one.options) for one in calls]
             replies = await until_disconnected(http.receive, all_of(works))

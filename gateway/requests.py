@@ -10,11 +10,11 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from gateway import images
+from gateway.answers import Answer, CompletionAnswer
 from specrej.client.options import json_text, value_of
 from specrej.contracts import (
     MAX_SEED,
@@ -51,6 +52,8 @@ from specrej.contracts import (
     Schedule,
     StructuredOutput,
     TextPart,
+    Tool,
+    ToolCall,
     Vote,
     WeightedReward,
     declared_options,
@@ -85,7 +88,8 @@ class Refused:
 
 Rule = Maps | Ignored | Refused
 
-_TOOLS = "is not supported: tools do not work here"
+_TOOLS = "is not supported: raw text has no tools"
+_FUNCTIONS = "is not supported: use tools"
 _AUDIO = "is not supported: there is only text"
 _HOSTING = "a feature of OpenAI's hosting"
 _OF_ANSWERS = "part of an answer"
@@ -262,18 +266,58 @@ def _guided(kind: str) -> Any:
 
 def _schema(schema: dict[str, Any]) -> JsonSchema:
     """A schema without the white space and the escapes that would lengthen it."""
-    return JsonSchema(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+    return JsonSchema(compact(schema))
+
+
+def compact(value: Any) -> str:
+    """JSON without white space and escapes."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class Request(Checked):
-    """The fields that both endpoints have."""
+    """The fields that all endpoints have."""
 
     model: Annotated[str, Maps("model"), Field(min_length=1)]
+    temperature: Annotated[float | None, Maps("sampling.temperature")] = None
+    top_p: Annotated[float | None, Maps("sampling.top_p")] = None
+    stream: Annotated[bool | None, Maps("stream")] = None
+    specrej: Annotated[Extension | None, Maps("specrej")] = None
+
+    shows_rounds: ClassVar[bool] = False  # in its streams, if a preset does
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts to answer, each by a call of its own."""
+        return 1
+
+    @property
+    def extension(self) -> Any:
+        """`specrej`, or an empty one."""
+        return self.specrej or Extension()
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Prompt `index`.
+
+        Raises:
+            InvalidRequest: fields that contradict each other.
+        """
+        raise NotImplementedError
+
+    def paths(self) -> dict[str, str]:
+        """The caller's fields for paths of the orchestrator that no rule names."""
+        return {}
+
+    def answer(self, call: Call) -> Answer:
+        """What makes the reply."""
+        raise NotImplementedError
+
+
+class CompletionFields(Request):
+    """The fields that both endpoints of completions have."""
+
     n: Annotated[int | None, Maps("selection.return_candidates")] = None
     best_of: Annotated[int | None, Maps("selection.n"), Field(ge=1)] = None
     max_tokens: _MaxTokens = None
-    temperature: Annotated[float | None, Maps("sampling.temperature")] = None
-    top_p: Annotated[float | None, Maps("sampling.top_p")] = None
     stop: Annotated[list[str] | None, Maps("sampling.stop"), BeforeValidator(as_texts)] = None
     presence_penalty: Annotated[float | None, Maps("sampling.presence_penalty")] = None
     frequency_penalty: Annotated[float | None, Maps("sampling.frequency_penalty")] = None
@@ -291,14 +335,12 @@ class Request(Checked):
     guided_regex: _guided("regex") = None  # type: ignore[valid-type]
     guided_choice: _guided("choice") = None  # type: ignore[valid-type]
     guided_grammar: _guided("grammar") = None  # type: ignore[valid-type]
-    stream: Annotated[bool | None, Maps("stream")] = None
     stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
-    specrej: Annotated[Extension | None, Maps("specrej")] = None
 
     audio: Annotated[Any, Refused(_AUDIO)] = None
     echo: Annotated[Any, Refused("is not supported: prompts are not repeated", (False,))] = None
-    function_call: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
-    functions: Annotated[Any, Refused(_TOOLS, ([],))] = None
+    function_call: Annotated[Any, Refused(_FUNCTIONS, ("none", "auto"))] = None
+    functions: Annotated[Any, Refused(_FUNCTIONS, ([],))] = None
     modalities: Annotated[Any, Refused(_AUDIO, (["text"],))] = None
     moderation: Annotated[Any, Refused("is not supported: answers are not moderated")] = None
     suffix: Annotated[Any, Refused("is not supported: text is only continued", ("",))] = None
@@ -306,9 +348,9 @@ class Request(Checked):
     tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
     web_search_options: Annotated[Any, Refused("is not supported: there is no search")] = None
 
-    chat_template_kwargs: Annotated[Any, Ignored("templates have their defaults")] = None
+    chat_template_kwargs: Annotated[Any, Ignored("raw text has no template")] = None
     metadata: Annotated[Any, Ignored("it labels stored conversations")] = None
-    parallel_tool_calls: Annotated[Any, Ignored("there are no tools")] = None
+    parallel_tool_calls: Annotated[Any, Ignored("raw text has no tools")] = None
     prediction: Annotated[Any, Ignored("it changes the speed only")] = None
     prompt_cache_key: Annotated[Any, Ignored("equal beginnings are shared without it")] = None
     prompt_cache_options: Annotated[Any, Ignored(_HOSTING)] = None
@@ -320,15 +362,23 @@ class Request(Checked):
     user: Annotated[Any, Ignored("the token identifies the tenant")] = None
     verbosity: Annotated[Any, Ignored("no setting of the models here")] = None
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts to answer, each by a call of its own."""
-        return len(getattr(self, "prompt", [None]))
+    def paths(self) -> dict[str, str]:
+        """As of the base class, with those of biases."""
+        items = enumerate(self.logit_bias or ())
+        return {f"sampling.logit_bias[{n}]": f"logit_bias.{token_id}" for n, token_id in items}
 
-    @property
-    def extension(self) -> Any:
-        """`specrej`, or an empty one."""
-        return self.specrej or Extension()
+    def answer(self, call: Call) -> Answer:
+        """What makes the reply."""
+        return CompletionAnswer(
+            self.model,
+            call.num_choices,
+            is_chat=isinstance(self, ChatRequest),
+            logprobs=call.wants_logprobs,
+            has_tools=bool(call.prompt.tools),
+            shows_usage=bool(self.stream_options and self.stream_options.include_usage),
+            num_prompts=self.num_prompts,
+            stop_at=call.options.get("stop_at"),
+        )
 
 
 # Of parts of a text or image; others are ignored.
@@ -355,18 +405,35 @@ def _joined(value: object, info: ValidationInfo) -> object:
 
 
 def _role(value: object) -> object:
-    if value in ("tool", "function"):
-        raise ValueError(f"{value} {_TOOLS}")
+    if value == "function":
+        raise ValueError(f"function {_FUNCTIONS}, and the role tool")
     return "system" if value == "developer" else value
 
 
-class ChatMessage(Checked):
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
-    content: Annotated[str | tuple[Any, ...], BeforeValidator(_joined)] = ""
+class CalledFunction(Checked):
+    name: str
+    arguments: Annotated[str, BeforeValidator(lambda value: value or "{}")]
 
-    tool_calls: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    tool_call_id: Annotated[Any, Refused(_TOOLS)] = None
-    function_call: Annotated[Any, Refused(_TOOLS)] = None
+    parsed_arguments: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+
+
+class ChatCall(Checked):
+    """A call in an assistant's turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    index: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+
+
+class ChatMessage(Checked):
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
+    content: Annotated[str | tuple[Any, ...], BeforeValidator(_joined)] = ""
+    tool_calls: list[ChatCall] | None = None
+    tool_call_id: str | None = None
+
+    function_call: Annotated[Any, Refused(_FUNCTIONS)] = None
     audio: Annotated[Any, Refused(_AUDIO)] = None
 
     name: Annotated[Any, Ignored("chat templates have no names")] = None
@@ -377,10 +444,98 @@ class ChatMessage(Checked):
 
     @property
     def turn(self) -> Message:
-        """The message as the orchestrator has it."""
+        """The turn of the conversation."""
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        made = Message(self.role, "", calls, self.tool_call_id or "")
         if isinstance(self.content, str):
-            return Message(self.role, self.content)
-        return Message(self.role, parts=self.content)
+            return replace(made, content=self.content)
+        return replace(made, parts=self.content)
+
+
+class Function(Checked):
+    """A tool's name, and the schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Any, Ignored("all arguments conform")] = None
+
+    @property
+    def tool(self) -> Tool:
+        schema = "" if self.parameters is None else compact(self.parameters)
+        return Tool(self.name, self.description or "", schema)
+
+
+class ChatTool(Checked):
+    type: Literal["function"]
+    function: Function
+
+
+class Choice(NamedTuple):
+    """Whether tools are called, and which."""
+
+    kind: Literal["none", "auto", "required"] = "auto"
+    name: str = ""
+
+
+def _choice(value: Any) -> Choice | None:
+    """The forms of /v1/chat/completions and of /v1/responses."""
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return Choice(value)
+        case {"type": "function", "function": {"name": str(name), **others}, **more}:
+            if not others and not more:
+                return Choice("required", name)
+        case {"type": "function", "name": str(name), **others} if not others:
+            return Choice("required", name)
+    raise ValueError("must be none, auto, required, or a function by its name")
+
+
+ToolChoice = Annotated[Any, Maps("prompt.tool_choice"), AfterValidator(_choice)]
+
+
+def with_tools(
+    prompt: Prompt, tools: Iterable[Tool], choice: Choice | None, parallel: bool | None
+) -> Prompt:
+    """The prompt with tools. Without any, the choice "none" is what happens anyway."""
+    choice, listed = choice or Choice(), tuple(tools)
+    if choice.kind == "none" and not listed:
+        choice = Choice()
+    return replace(
+        prompt,
+        tools=listed,
+        tool_choice=choice.kind,
+        tool_name=choice.name,
+        parallel_tool_calls=parallel is not False,
+    )
+
+
+def _of_template(values: dict[str, Any] | None, info: ValidationInfo) -> bool | None:
+    """Whether the model reasons; other variables of templates have no effect."""
+    flags = {"enable_thinking", "thinking"} & (values := values or {}).keys()
+    _note(
+        info,
+        (f"{info.field_name}.{name}" for name in values if name not in flags),
+        is_unknown=True,
+    )
+    match {values[name] for name in flags if values[name] is not None}:
+        case found if not found:
+            return None
+        case found if found in ({True}, {False}):
+            return bool(*found)
+    raise ValueError("must have enable_thinking: true or false")
+
+
+def effort_of(value: str | None, info: ValidationInfo) -> bool | None:
+    """False if the model does not reason; models here have no other efforts."""
+    if value not in (None, "none"):
+        _note(info, (info.field_name or "",), is_unknown=False)
+    return False if value == "none" else None
 
 
 class SchemaFormat(Checked):
@@ -409,18 +564,59 @@ class ResponseFormat(Checked):
         return JsonObject() if self.type == "json_object" else None
 
 
-class ChatRequest(Request):
+class ChatRequest(CompletionFields):
     """A conversation."""
 
     response_format: Annotated[
         ResponseFormat | None, _OUTPUT, AfterValidator(lambda given: given and given.output)
     ] = None
     messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
+    tools: Annotated[list[ChatTool] | None, Maps("prompt.tools")] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, Maps("prompt.parallel_tool_calls")] = None
     max_completion_tokens: _MaxTokens = None
+    max_thinking_tokens: Annotated[int | None, Maps("sampling.max_thinking_tokens")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Maps("prompt.thinking"), AfterValidator(_of_template)
+    ] = None
+    reasoning_effort: Annotated[str | None, Maps("prompt.thinking"), AfterValidator(effort_of)] = (
+        None
+    )
     continue_final_message: Annotated[bool | None, Maps("prompt.continue_final")] = None
     add_generation_prompt: Annotated[bool | None, Maps("prompt.continue_final")] = None
     logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
+
+    shows_rounds = True
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The conversation."""
+        continues = bool(self.continue_final_message)
+        if self.add_generation_prompt is False and not continues:
+            text = "false needs continue_final_message: true"
+            raise InvalidRequest([Violation("add_generation_prompt", text)])
+        flags: set[Any] = {self.chat_template_kwargs, self.reasoning_effort} - {None}
+        if len(flags) > 1:
+            text = "none contradicts chat_template_kwargs"
+            raise InvalidRequest([Violation("reasoning_effort", text)])
+        prompt = Prompt(
+            messages=tuple(message.turn for message in self.messages),
+            allow_special_tokens=bool(self.extension.allow_special_tokens),
+            continue_final=continues,
+            thinking=flags.pop() if flags else None,
+        )
+        tools = [tool.function.tool for tool in self.tools or ()]
+        return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
+
+    def paths(self) -> dict[str, str]:
+        """As of the base class, with those of tools."""
+        tools = range(len(self.tools or ()))
+        return {
+            **super().paths(),
+            **{f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools},
+            "prompt.tool_name": "tool_choice",
+            "prompt": "messages",
+        }
 
 
 _PROMPTS = Field(min_length=1, max_length=16)
@@ -433,11 +629,21 @@ def _prompts(value: object) -> object:
     return texts
 
 
-class CompletionRequest(Request):
+class CompletionRequest(CompletionFields):
     """Raw texts, without the model's chat template. `logprobs`: so many of each step's tokens."""
 
     prompt: Annotated[list[str], Maps("prompt.text"), BeforeValidator(_prompts), _PROMPTS]
     logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts to answer, each by a call of its own."""
+        return len(self.prompt)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The text."""
+        special = bool(self.extension.allow_special_tokens)
+        return Prompt(text=self.prompt[index], allow_special_tokens=special)
 
 
 R = TypeVar("R", bound=Checked)
@@ -468,7 +674,7 @@ def parsed(
         raise
     unknown = sorted(name for name, is_unknown in ignored.items() if strict and is_unknown)
     raise_if_any(Violation(name, "is unknown") for name in unknown)
-    if isinstance(request, Request) and request.stream_options and not request.stream:
+    if isinstance(request, CompletionFields) and request.stream_options and not request.stream:
         raise InvalidRequest([Violation("stream_options", "needs stream: true")])
     return request
 
@@ -529,7 +735,7 @@ def call_of(
     by_path = {path: name for name, path in paths.items()}
     mapped = [(f, r.path) for f, r in rules_of(type(request)).items() if isinstance(r, Maps)]
     options: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    sources = request.paths()
     model, _, preset = request.model.rpartition(":")
     has_preset = bool(model) and preset in presets and request.model not in names
     chosen = presets[preset] if has_preset else Preset()
@@ -556,21 +762,19 @@ def call_of(
             ' as {"name": "answer", "data": {"answer": "4"}}'
         )
         raise InvalidRequest([Violation("specrej.rewards", text)])
-    sources.setdefault("prompt", "messages" if isinstance(request, ChatRequest) else "prompt")
+    sources.setdefault("prompt", "prompt")
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
     sources.setdefault("sampling.max_tokens", "max_tokens")
-    for number, token_id in enumerate(request.logit_bias or ()):
-        sources[f"sampling.logit_bias[{number}]"] = f"logit_bias.{token_id}"
     sources["prompt.allow_special_tokens"] = "specrej.allow_special_tokens"
     model = model if has_preset else request.model
     options["model"] = names.get(model, model)
     if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
         raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
     _fill_in(options)
-    shown = request.extension.events or (isinstance(request, ChatRequest) and chosen.events)
+    shown = request.extension.events or (request.shows_rounds and chosen.events)
     events = "" if shown == "none" else shown or ""
-    call = Call(_prompt(request, index), options, request.extension.timeout_s, sources, events)
+    call = Call(request.prompt_of(index), options, request.extension.timeout_s, sources, events)
     if 0 < call.options.get("n", 0) < call.num_choices:
         text = f"must be at least n, the number of choices ({call.num_choices})"
         raise InvalidRequest([Violation(call.name_of("selection.n"), text)])
@@ -610,16 +814,3 @@ def _fill_in(options: dict[str, Any]) -> None:
         options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:
         options.setdefault("min_answers", num_choices)
-
-
-def _prompt(request: Request, index: int) -> Prompt:
-    special = bool(request.extension.allow_special_tokens)
-    if isinstance(request, CompletionRequest):
-        return Prompt(text=request.prompt[index], allow_special_tokens=special)
-    assert isinstance(request, ChatRequest)
-    turns = tuple(message.turn for message in request.messages)
-    continues = bool(request.continue_final_message)
-    if request.add_generation_prompt is False and not continues:
-        text = "false needs continue_final_message: true"
-        raise InvalidRequest([Violation("add_generation_prompt", text)])
-    return Prompt(messages=turns, allow_special_tokens=special, continue_final=continues)

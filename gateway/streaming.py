@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import Answer, in_thread
+from gateway.answers import JSON, Answer, in_thread
 from gateway.bodies import Disconnected, until_disconnected
 from gateway.errors import body_of, for_caller
-from gateway.requests import Call, Request
+from gateway.requests import Call
 from specrej import telemetry
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
 
@@ -79,11 +79,15 @@ class Events:
 class EventStream(Response):
     """Sends `parts` until the last, or until the client disconnects; then ends the call.
 
-    A failure of the call is a last part with OpenAI's body, under `error_name`.
+    A failure of the call is a last part, which `failure` makes of a status and OpenAI's body.
     """
 
     def __init__(
-        self, events: Sequence[Events], parts: Parts, call: Call, error_name: str = ""
+        self,
+        events: Sequence[Events],
+        parts: Parts,
+        call: Call,
+        failure: Callable[[int, JSON], bytes],
     ) -> None:
         # Proxies such as nginx must not collect events.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -92,7 +96,7 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events, self._parts, self._call = events, parts, call
-        self._error_name = error_name
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -110,8 +114,8 @@ class EventStream(Response):
                 async for part in self._parts:
                     await send({**body, "body": part})
             except Exception as error:
-                _, failure = body_of(for_caller(error, "a stream"), self._call.name_of)
-                await send({**body, "body": _part(failure, self._error_name)})
+                status, failure = body_of(for_caller(error, "a stream"), self._call.name_of)
+                await send({**body, "body": self._failure(status, failure)})
         await send({**body, "more_body": False})
 
 
@@ -147,13 +151,10 @@ class PackedResponse(Response):
         await send({**body, "body": unpacker.flush(), "more_body": False})
 
 
-def openai_stream(
-    several: Sequence[Events], answer: Answer, request: Request, call: Call
-) -> EventStream:
-    """Chunks as OpenAI's clients read them; the events of each prompt."""
+def answer_stream(several: Sequence[Events], answer: Answer, call: Call) -> EventStream:
+    """Chunks as the clients of an API read them; the events of each prompt."""
     # A call without an event in time has no id yet, and all chunks must have the same.
     answer.request_id = several[0].request_id or uuid.uuid4().hex
-    include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
     async def parts() -> Parts:
         for chunk in answer.opening():
@@ -162,11 +163,11 @@ def openai_stream(
         async with aclosing(_merged(each)) as merged:
             async for part in merged:
                 yield part
-        if include_usage:
-            yield _part(await in_thread(answer.usage, is_large=call.wants_logprobs))
-        yield b"data: [DONE]\n\n"
+        for chunk in await in_thread(lambda: [*answer.ending()], is_large=call.wants_logprobs):
+            yield _part(chunk)
+        yield answer.end
 
-    return EventStream(several, parts(), call)
+    return EventStream(several, parts(), call, lambda *failed: _part(answer.failure(*failed)))
 
 
 async def _parts_of(prompt: int, events: Events, answer: Answer, call: Call) -> Parts:
@@ -175,8 +176,8 @@ async def _parts_of(prompt: int, events: Events, answer: Answer, call: Call) -> 
         match event:
             case None:
                 yield _COMMENT
-            case TextDelta(_, text):
-                for chunk in answer.delta(text, prompt):
+            case TextDelta():
+                for chunk in answer.delta(event, prompt):
                     yield _part(chunk)
             case RoundCompleted() if call.events:
                 yield await _converted(event, lambda done: _part(answer.round(done, call.events)))
@@ -216,7 +217,7 @@ def raw_stream(events: Events, call: Call) -> EventStream:
             else:
                 yield await _converted(event, _named_part)
 
-    return EventStream([events], parts(), call, "error")
+    return EventStream([events], parts(), call, lambda _, failed: _part(failed, "error"))
 
 
 async def _converted(event: E, convert: Callable[[E], bytes]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway import streaming
-from gateway.answers import Answer
+from gateway.answers import CompletionAnswer
 from gateway.streaming import PackedResponse
 from specrej import contracts as c
 from specrej.contracts import Finished, Generation, wire
@@ -62,7 +62,7 @@ def test_a_body_is_made_in_parts(tops: int) -> None:
         top_logprobs=(top,) * num_tokens if tops else (),
     )
     several = (replace(large, id=1), large)
-    answer = Answer("m", 2, is_chat=True, logprobs=True)
+    answer = CompletionAnswer("m", 2, is_chat=True, logprobs=True)
     tracemalloc.start()
     packed = PackedResponse(answer.body([replace(GENERATION, candidates=several)]), {})
     _, peak = tracemalloc.get_traced_memory()

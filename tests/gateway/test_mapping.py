@@ -20,10 +20,13 @@ from openai.types.completion_create_params import (
 from gateway.requests import (
     MAX_LOGPROBS,
     PART_FIELDS,
+    ChatCall,
     ChatMessage,
     ChatRequest,
+    ChatTool,
     CompletionRequest,
     Extension,
+    Function,
     Ignored,
     Maps,
     Refused,
@@ -40,7 +43,7 @@ from specrej.contracts.errors import InvalidRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
 KINDS = {Maps: "mapped", Ignored: "ignored", Refused: "refused"}
-TABLE = rules_of(ChatRequest) | rules_of(CompletionRequest)
+TABLE = rules_of(CompletionRequest) | rules_of(ChatRequest)
 PRESETS = GatewaySettings().presets
 OUTPUTS: list[tuple[str, Any, Any]] = [
     ("json", {"type": "object"}, c.JsonSchema('{"type":"object"}')),
@@ -79,6 +82,9 @@ def violations(**fields: Any) -> dict[str, str]:
         ),
         (get_args(chat_types.ChatCompletionMessageParam), ChatMessage.model_fields.keys()),
         ([chat_types.ChatCompletionContentPartTextParam], PART_FIELDS),
+        ([chat_types.ChatCompletionFunctionToolParam], ChatTool.model_fields.keys()),
+        ([shared_params.FunctionDefinition], Function.model_fields.keys()),
+        ([chat_types.ChatCompletionMessageFunctionToolCallParam], ChatCall.model_fields.keys()),
         ([chat_types.ChatCompletionStreamOptionsParam], StreamOptions.model_fields.keys()),
         (get_args(chat_params.ResponseFormat), ResponseFormat.model_fields.keys()),
         (
@@ -110,7 +116,7 @@ def test_ignored_fields_change_nothing() -> None:
 def test_all_bad_fields_are_reported_at_once() -> None:
     """Guards against a caller who corrects types first, then unknown fields, then ranges."""
     fields: dict[str, Any] = {
-        "tools": [{}], "suffix": "x", "n": "2", "max_tokens": 0, "temperature": 3,
+        "functions": [{}], "suffix": "x", "n": "2", "max_tokens": 0, "temperature": 3,
     }  # fmt: skip
     found = violations(**fields, specrej={"alpha": 1, "min_p": "x"})
     assert found.keys() == {*fields, "specrej.alpha", "specrej.min_p"}
@@ -123,15 +129,49 @@ def test_all_bad_fields_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content"),
-        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
-        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, ".content"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, ".content"),
+        ({"role": "function", "name": "f", "content": "x"}, ".role"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, ".function_call"),
+        ({"role": "assistant", "tool_calls": [{}]}, ".tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]},
+            ".tool_calls[0].type",
+        ),
     ],
 )
-def test_messages_are_text_only(message: dict[str, Any], field: str) -> None:
-    assert field in violations(messages=[message])
+def test_messages_are_texts_and_calls(message: dict[str, Any], field: str) -> None:
+    assert f"messages[0]{field}" in violations(messages=[message])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f", "x": 1}}, "tool_choice"),
+        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+            "reasoning_effort",
+        ),
+    ],
+)
+def test_what_is_no_tool_and_no_choice(fields: dict[str, Any], field: str) -> None:
+    assert field in violations(**fields)
+
+
+def test_errors_about_tools_have_the_callers_field() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = call_of(chat(tools=[tool]), PRESETS)
+    names = {
+        "prompt.tools[0].parameters": "tools[0].function.parameters",
+        "prompt.tools": "tools",
+        "prompt.tool_name": "tool_choice",
+        "prompt.messages[1].tool_call_id": "messages[1].tool_call_id",
+    }
+    assert {path: call.name_of(path) for path in names} == names
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.answers import Answer
+from gateway.answers import CompletionAnswer
 from gateway.bodies import Disconnected
 from gateway.requests import ChatRequest, call_of, parsed
 from gateway.streaming import Events, _part, raw_stream
-from specrej.contracts import Event
+from specrej.contracts import Event, TextDelta
 from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
 from tests.specrej.fakes import EVENTS, GENERATION, ONE, FakeOrchestrator
 
@@ -28,14 +28,14 @@ def test_a_part_has_the_same_lines_for_every_client() -> None:
 
 def test_no_text_is_sent_twice() -> None:
     """Guards against a whole second text where the first one's last bytes became invalid."""
-    answer = Answer("toy", 1, is_chat=True, logprobs=False)
-    assert [*answer.delta("the be\u2019")]
+    answer = CompletionAnswer("toy", 1, is_chat=True, logprobs=False)
+    assert [*answer.delta(TextDelta(3, "the be\u2019"))]
     rest, _ = answer.closing(ONE)
     assert rest["choices"][0]["delta"] == {"content": "st"}
 
 
 def test_the_usage_counts_all_choices() -> None:
-    answer = Answer("toy", 2, is_chat=True, logprobs=False)
+    answer = CompletionAnswer("toy", 2, is_chat=True, logprobs=False)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
     assert json.loads("".join(answer.body([GENERATION])))["usage"] == usage
 
@@ -118,4 +118,4 @@ async def test_a_preset_shows_rounds_in_chats(
     """Guards against chunks that clients of completions do not know, and progress without end."""
     async with gateway_at(address) as server:
         streamed = await whole_reply(server.port, path, {**STREAM, "model": "toy:sr-32", **body})
-    assert (b"reasoning_content" in streamed, b"[DONE]" in streamed) == (shows, True)
+    assert (b"round 1:" in streamed, b"[DONE]" in streamed) == (shows, True)

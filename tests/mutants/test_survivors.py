@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.answers import Answer
+from gateway.answers import CompletionAnswer
 from orchestrator.cache import RedisClient
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.scoring import RequestScorer
@@ -84,7 +84,7 @@ def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
     )
     usage = c.Usage(1, 3, 3, 0, 0, 3)
     generation = c.Generation((candidate,), (), usage, c.Timings(), 1)
-    parts = Answer("model", 1, is_chat=False, logprobs=True).body([generation])
+    parts = CompletionAnswer("model", 1, is_chat=False, logprobs=True).body([generation])
     assert json.loads("".join(parts))["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
 
 

@@ -56,9 +56,9 @@ test("models", async () => {
 });
 
 test("errors name the caller's field", async () => {
-  await assert.rejects(client.chat.completions.create({ ...request, tools: [{}] }), (error) => {
+  await assert.rejects(client.chat.completions.create({ ...request, functions: [{}] }), (error) => {
     assert.ok(error instanceof OpenAI.BadRequestError);
-    assert.equal(error.param, "tools");
+    assert.equal(error.param, "functions");
     return true;
   });
   await assert.rejects(
