@@ -48,6 +48,13 @@ def parts_of(
     )
 
 
+def is_malformed(parts: AnswerParts, form: AnswerForm) -> bool:
+    """Whether the content of a complete text begins a call that is none."""
+    mark = CALL_MARKS.get(form.tool_format, "")
+    is_begun = form.tool_format in _WITHOUT_MARK and parts.content.lstrip().startswith("{")
+    return is_begun or bool(mark and mark in parts.content)
+
+
 def answer_text(text: str, form: AnswerForm) -> str:
     """The text without its reasoning; empty while it may still reason."""
     if not form.thinking_end:

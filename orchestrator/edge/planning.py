@@ -21,9 +21,10 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.cache import Secret, answer_key
+from orchestrator.edge.calls import CallChecks
 from orchestrator.edge.extractors import Extract, extractor
 from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
-from orchestrator.loop.run import sampling_of
+from orchestrator.loop.run import AreValid, sampling_of
 from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
@@ -66,6 +67,7 @@ T = TypeVar("T")
 
 # Of English text, by the tokenizers of common models; the generator alone tokenises.
 _TOKEN_CHARACTERS = 4
+_IMAGE_CHARACTERS = 4096  # as which an image counts
 _SURE_CHARACTERS = 2  # per token of the context: prompts of fewer take the generator no time
 _FLAT = 1.5  # most growth of a step that hardly grows with its candidates
 _REWARDS_PATH = "selection.rewards"
@@ -108,7 +110,8 @@ class Defaults:
             selection = replace(selection, schedule=self.schedule_for(generator))
         if "alpha" in request.absent and selection.vote:
             selection = replace(selection, alpha=0.0)  # rejected candidates do not vote
-        if "prefer_complete" in request.absent and sampling.structured_output:
+        is_whole = sampling.structured_output or request.prompt.tools  # no use of a part
+        if "prefer_complete" in request.absent and is_whole:
             selection = replace(selection, prefer_complete=True)
         if "n" in request.absent:
             width = selection.branching.width if selection.branching else 0
@@ -145,6 +148,7 @@ class Plan:
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
     cheap: frozenset[str]  # names of rewards that can veto within rounds
     extract: Extract  # what a complete text votes for
+    are_valid: AreValid  # of an answer's calls
     model: str
 
     @property
@@ -174,6 +178,7 @@ class Planner:
         """`composites` hide rewards of their names. `secret`: of cache keys. `extractors`: the
         functions of votes by name."""
         self._extractors = extractors
+        self._calls = CallChecks()
         self._secret = secret
         self._composites = {composite.name: composite for composite in composites}
         self._defaults = defaults
@@ -220,6 +225,7 @@ class Planner:
             problems += _check_batches(request, parts, most, served)
             problems += _check_data(parts, served)
         raise_if_any(problems)
+        are_valid = await self._calls.of(request.prompt)
         check_prompt_bytes(request.prompt, generator.max_prompt_bytes, generator.context_tokens)
         if away and not request.allow_degraded:
             raise away
@@ -240,7 +246,7 @@ class Planner:
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),
-            scorers=tuple(self._scorer(reward, places[reward]) for reward in ordered),
+            scorers=tuple(self._scorer(r, places[r], served.get(r.name)) for r in ordered),
             candidate_tokens=_candidate_tokens(request, most, generator),
             grown_tokens=_grown_tokens(request, most, generator),
             tenant=tenant,
@@ -250,20 +256,29 @@ class Planner:
             reward_fingerprint=fingerprint,
             arrived=arrived,
             time_left_s=time_left_s,
-            must_check=bool(request.sampling.structured_output)
+            must_check=bool(request.sampling.structured_output or request.prompt.tools)
             or _characters(request) > _SURE_CHARACTERS * generator.context_tokens,
             has_no_rewards=away is not None,
             cheap=frozenset(reward.name for reward in served.values() if reward.is_cheap),
             extract=extractor(selection.vote, self._extractors) if selection.vote else _no_vote,
+            are_valid=are_valid,
             model=adapter or generator.model,
         )
 
-    def _scorer(self, reward: WeightedReward, index: int) -> Scorer:
+    def _scorer(
+        self, reward: WeightedReward, index: int, served: RewardDescription | None
+    ) -> Scorer:
         """The scorer of a reward, which is the one at `index` in the request, or a part of it."""
         if reward.name == LIKELIHOOD:
             return LikelihoodScorer()
         path = f"{_REWARDS_PATH}[{index}]."
-        return lambda prompt: _placed(self._rewards.open(reward.name, prompt, reward.data), path)
+        takes_images = served is not None and served.takes_images
+
+        def open_session(prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]:
+            read = prompt if takes_images else prompt.without_images
+            return _placed(self._rewards.open(reward.name, read, reward.data), path)
+
+        return open_session
 
     def _check_vote(self, vote: Vote | None) -> Sequence[Violation]:
         try:
@@ -275,8 +290,8 @@ class Planner:
 
     async def reward_for(
         self, prompt: Prompt, responses: Sequence[str], name: str, data: str
-    ) -> str:
-        """The reward that scores these, the default for "".
+    ) -> tuple[str, Prompt]:
+        """The reward that scores these, the default for "", and what it reads of the prompt.
 
         Raises:
             InvalidRequest: a field is not valid.
@@ -299,7 +314,7 @@ class Planner:
             text = f"must have 1 .. {most} items, has {len(responses)}"
             problems.append(Violation("responses", text))
         raise_if_any(problems)
-        return name
+        return name, prompt if served[name].takes_images else prompt.without_images
 
     async def reward_names(self) -> tuple[str, ...]:
         """Names that a request may use, the default first."""
@@ -406,7 +421,11 @@ def characters_to_tokens(characters: int) -> int:
 
 
 def _characters(request: GenerationRequest) -> int:
-    return sum(len(turn.text) for turn in request.prompt.turns)
+    prompt = request.prompt
+    tools = sum(len(tool.description) + len(tool.parameters) for tool in prompt.tools)
+    calls = sum(len(call.arguments) for turn in prompt.turns for call in turn.tool_calls)
+    images = _IMAGE_CHARACTERS * sum(len(turn.images) for turn in prompt.turns)
+    return sum(len(turn.text) for turn in prompt.turns) + tools + calls + images
 
 
 def _check_against(
@@ -417,6 +436,26 @@ def _check_against(
     if request.selection.branching and not generator.can_fork:
         refused = "must be absent: the generator does not fork candidates"
         yield Violation("selection.branching", refused)
+    yield from _check_parts(generator, request)
+
+
+def _check_parts(
+    generator: GeneratorDescription, request: GenerationRequest
+) -> Iterator[Violation]:
+    """What tools, images and reasoning exclude."""
+    prompt, sampling, selection = request.prompt, request.sampling, request.selection
+    if prompt.tools and not generator.tool_format:
+        yield Violation("prompt.tools", "must be empty: the generator has no format of calls")
+    for name in ("structured_output", "stop", "stop_token_ids", "ignore_eos"):
+        if prompt.tools and getattr(sampling, name):
+            yield Violation(f"sampling.{name}", "must be absent with tools")
+    for number, turn in enumerate(prompt.messages):
+        if turn.images and not generator.takes_images:
+            text = "must have no images: the generator takes none"
+            yield Violation(f"prompt.messages[{number}].parts", text)
+    if selection.cut_after_thinking and selection.branching:
+        text = "must be false with branching, which counts all live candidates"
+        yield Violation("selection.cut_after_thinking", text)
 
 
 def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str:

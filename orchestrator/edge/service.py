@@ -173,7 +173,7 @@ class Orchestrator:
         Raises:
             SpecrejError: see `specrej.contracts.errors`.
         """
-        name = await self._planner.reward_for(prompt, responses, reward, data)
+        name, prompt = await self._planner.reward_for(prompt, responses, reward, data)
         finish = None if unfinished else FinishReason.STOP
         candidates = [Candidate(n, text, 0, 0.0, finish) for n, text in enumerate(responses)]
         tokens = characters_to_tokens(sum(map(len, responses)))
@@ -223,6 +223,7 @@ class Orchestrator:
                 weight=weight,
                 cheap=plan.cheap,
                 extract=plan.extract,
+                are_valid=plan.are_valid,
             )
             try:
                 async with aclosing(events):

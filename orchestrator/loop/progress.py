@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specrej.answer_form import PartsReader
 from specrej.contracts import (
+    PLAIN,
+    AnswerForm,
+    AnswerParts,
     Candidate,
     CandidateText,
+    PartsDelta,
     Progress,
     RankedCandidate,
     Round,
     RoundTrace,
     TextDelta,
+    ToolCallDelta,
 )
 
 # Characters of the texts of one round.
@@ -44,7 +50,15 @@ class ProgressReporter:
         self._within = within
         self._num_held = max(map(len, stop), default=1) - 1
         self.sent = ""  # text of the winner
+        self._reader: PartsReader | None = None
+        self._content = self._reasoning = ""  # that are sent
+        self._has_calls = False
         self._most_tokens = 0
+
+    def begin(self, form: AnswerForm) -> None:
+        """A session is open; another one of the same request has the same form."""
+        if form != PLAIN:
+            self._reader = self._reader or PartsReader(form)
 
     def report(self, grown: Round, *, is_certain: bool) -> None:
         """Report what has grown in a round so far."""
@@ -71,14 +85,36 @@ class ProgressReporter:
         return tuple(chosen)
 
     def end(self, answer: RankedCandidate) -> None:
-        """Send what is held back of an answer that the deadline cut short."""
-        if self.sent:
-            self._send(answer)
+        """Send what is held back of an answer: of one that the deadline cut short, and of parts."""
+        if not self.sent:
+            return
+        self._send(answer)
+        if answer.parts and (rest := self._rest_of(answer.parts)) != PartsDelta():
+            self._within.emit(TextDelta(answer.id, "", rest))
 
     def _send(self, winner: Candidate | RankedCandidate) -> None:
         end = len(winner.text) - (0 if winner.finish else self._num_held)
         text = winner.text[: max(0, end)]
         # The end of a text may change while a character is incomplete.
         if text.startswith(self.sent) and text != self.sent:
-            self._within.emit(TextDelta(winner.id, text[len(self.sent) :]))
+            new = text[len(self.sent) :]
+            self._within.emit(TextDelta(winner.id, new, self._new_parts(new)))
             self.sent = text
+
+    def _new_parts(self, text: str) -> PartsDelta | None:
+        """What a text adds. Calls wait for the end, and so does what follows them: if they are not
+        valid, they are content."""
+        if not self._reader:
+            return None
+        delta = self._reader.feed(text)
+        self._has_calls = self._has_calls or bool(delta.tool_calls)
+        content = "" if self._has_calls else delta.content
+        self._content += content
+        self._reasoning += delta.reasoning
+        return PartsDelta(content, delta.reasoning)
+
+    def _rest_of(self, parts: AnswerParts) -> PartsDelta:
+        calls = enumerate(parts.tool_calls)
+        deltas = (ToolCallDelta(n, call.id, call.name, call.arguments) for n, call in calls)
+        content = parts.content[len(self._content) :]
+        return PartsDelta(content, parts.reasoning[len(self._reasoning) :], tuple(deltas))

@@ -23,7 +23,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from orchestrator.loop import rejection, run_state, stopping
 from orchestrator.loop.branching import forks_of, width_at
@@ -34,9 +34,11 @@ from orchestrator.loop.run_state import Extract, RunState
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token, schedule_of
 from orchestrator.loop.scoring import RequestScorer, Wants
 from specrej import telemetry
+from specrej.answer_form import answer_text
 from specrej.contracts import (
     Admitted,
     Algorithm,
+    AnswerParts,
     Candidate,
     Degradation,
     Event,
@@ -65,6 +67,7 @@ from specrej.contracts.errors import (
     RewardInvalid,
     SpecrejError,
     Unavailable,
+    Violation,
 )
 from specrej.telemetry import metrics, names
 from specrej.telemetry.traces import Attribute
@@ -88,6 +91,15 @@ _WATCHED_TOKENS, _COSTLY_TOKENS = 16, 64
 _UNWEIGHTED = (WeightedReward(""),)
 
 
+# Whether the calls of an answer that has ended are what its prompt allows.
+AreValid: TypeAlias = Callable[[AnswerParts], Awaitable[bool]]
+
+
+async def any_calls(_: AnswerParts) -> bool:
+    """Calls of a prompt without tools."""
+    return True
+
+
 class OutOfTime(Exception):
     """A backend's answer did not arrive before the deadline."""
 
@@ -104,6 +116,7 @@ async def run(
     weight: float = 1.0,
     cheap: Collection[str] = (),
     extract: Extract = lambda _: None,
+    are_valid: AreValid = any_calls,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
@@ -112,7 +125,8 @@ async def run(
     by `weight`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
     returns seconds. `within` receives the events within rounds. `cheap` rewards veto within rounds,
-    too. `extract` returns what a complete text votes for, if the request has a vote. Close the
+    too. `extract` returns what a complete text votes for, if the request has a vote. Answers whose
+    calls `are_valid` refuses are vetoed. Close the
     iterator with `contextlib.aclosing`: it owns the open sessions.
 
     If the generator is lost, the request starts again once, with as many candidates: their draws
@@ -128,7 +142,7 @@ async def run(
     """
     began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
     progress = ProgressReporter(within, request.sampling.stop) if within else None
-    backends = generator, several, cache_salt, weight, frozenset(cheap), extract
+    backends = generator, several, cache_salt, weight, frozenset(cheap), extract, are_valid
     answering = _Run(request, *backends, time_left_s, began, clock, progress)
     try:
         async with aclosing(answering.events()) as events:
@@ -204,6 +218,7 @@ class _Run:
     weight: float
     cheap: frozenset[str]
     extract: Extract
+    are_valid: AreValid
     time_left_s: float
     began: float  # the request, by the clock
     clock: Callable[[], float]
@@ -216,6 +231,7 @@ class _Run:
     is_lost: bool = False  # whether the generator was lost before the end
     _failure: OutOfTime | SpecrejError | None = None  # of the next round
     _is_open: bool = False  # whether the session was
+    _spared: set[int] = field(default_factory=set)  # that the round's cut leaves alone
     _is_check: bool = False  # whether the round under way only scores what has ended, and vetoes
 
     def __post_init__(self) -> None:
@@ -335,8 +351,13 @@ class _Run:
         self.deadline.pauses_freely = not session.costly_rounds
         is_lenient = request.allow_degraded
         patience_s = self.deadline.patience_s * (_OPENING_PART if is_lenient else 1.0)
+        form = session.answer_form
         self.scorer = RequestScorer(
-            self.scorers, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
+            self.scorers,
+            request.prompt,
+            read=str if selection.score_thinking else partial(answer_text, form=form),
+            may_fall_back=is_lenient,
+            patience_s=patience_s,
         )
         try:
             await scoring.enter_async_context(self.scorer)
@@ -349,6 +370,7 @@ class _Run:
             selection.n if selection.waves else session.n,
             session.prompt_tokens,
             self.rewards,
+            form,
             keeps_tokens=request.sampling.logprobs,
             keeps_confidences=uses_confidence(selection),
             prefer_complete=selection.prefer_complete,
@@ -360,6 +382,8 @@ class _Run:
         )
         self.state.begin_wave(range(session.n))
         self._is_open = True
+        if self.progress:
+            self.progress.begin(form)
 
     async def _open(self, stack: AsyncExitStack, ids: range) -> Session:
         spec = spec_of(self.request, self.cache_salt)
@@ -368,6 +392,9 @@ class _Run:
         with telemetry.span(names.SPAN_OPEN):
             opening = stack.enter_async_context(self.generator.open(spec))
             self.session = await _in_time(opening, self.deadline.patience_s)
+        if spec.sampling.max_thinking_tokens and not self.session.answer_form.thinking_end:
+            text = "must be 0: the model does not mark its reasoning"
+            raise InvalidRequest([Violation("sampling.max_thinking_tokens", text)])
         return self.session
 
     async def _continues(self, stack: AsyncExitStack, ids: range, wave_s: float) -> bool:
@@ -426,6 +453,7 @@ class _Run:
             with telemetry.span(names.SPAN_EXTEND):
                 ended = await self._extend()
             state.take(ended)
+            await self._divide(ended)
             times.append(self.clock())
             try:
                 await self._score(ended)
@@ -442,6 +470,27 @@ class _Run:
             return RoundCompleted(trace, survivors, "")
         texts = self.progress.texts(ended, trace) if self.progress else ()
         return RoundCompleted(trace, survivors, state.best_text(), texts)
+
+    async def _divide(self, ended: Round) -> None:
+        """Find the parts of answers that have ended, those that are not valid, and the candidates
+        that still reason."""
+        self._spared = self._reasoning(ended)
+        for candidate in ended.candidates:
+            row = self.state.rows[candidate.id]
+            if candidate.finish:
+                self.state.divide(row)
+                parts = row.parts or AnswerParts(candidate.text)
+                row.is_invalid = row.is_invalid or not await self.are_valid(parts)
+
+    def _reasoning(self, grown: Round) -> set[int]:
+        """The live candidates that cuts leave alone, as they still reason: all are cut where slots
+        or time are short."""
+        form, is_wanted = self.state.form, self.request.selection.cut_after_thinking
+        is_short = self.deadline.hurried or grown.ended_by is RoundEnd.SLOTS_FULL
+        if not (is_wanted and form.thinking_end) or is_short:
+            return set()
+        live = (one for one in grown.candidates if not one.finish)
+        return {one.id for one in live if not answer_text(one.text, form)}
 
     async def _extend(self) -> Round:
         """Grow to the next decision token, in strides short enough to notice a near deadline.
@@ -505,7 +554,8 @@ class _Run:
             return True
         if not (vetoing := self._vetoing):
             return False
-        candidates, patience_s = grown.candidates, self.deadline.score_patience_s
+        spared, patience_s = self._reasoning(grown), self.deadline.score_patience_s
+        candidates = [one for one in grown.candidates if one.id not in spared]
         try:
             scored = await self.scorer.score(candidates, patience_s, lambda i, _: i in vetoing)
         except TimeoutError:
@@ -537,7 +587,7 @@ class _Run:
         vetoing = self._vetoing
 
         def comes_first(index: int, candidate: Candidate) -> bool:
-            if self.rewards[index].stage == "end":
+            if self.rewards[index].stage == "end" or candidate.id in self._spared:
                 return False
             return bool(candidate.finish) or not self._is_check or index in vetoing
 
@@ -595,7 +645,7 @@ class _Run:
         """Cut the ranking, then fork; returns the fraction rejected, the forks and freed slots."""
         state, selection, live = self.state, self.request.selection, self.state.live
         alpha = selection.alpha if self.deadline.can_reject and not selection.branching else 0.0
-        if not live or self.deadline.is_over or self._failure:
+        if live <= self._spared or self.deadline.is_over or self._failure:
             return alpha, {}, 0  # a cut elsewhere than planned could give another answer
         if self._is_check:
             alpha = 0.0
@@ -624,6 +674,7 @@ class _Run:
 
     def _cut(self, ended: Round, alpha: float, live: set[int]) -> set[int]:
         state, selection = self.state, self.request.selection
+        live = live - self._spared
         branching, release = None if self._is_check else selection.branching, 0
         if ended.ended_by is RoundEnd.SLOTS_FULL:
             here = [trace for trace in state.rounds if trace.decision_token == ended.num_tokens]
@@ -632,7 +683,7 @@ class _Run:
         # With branching no finished candidate is ranked out, and there may be thousands.
         scores = state.scores(live if branching else state.ranked)
         cut = selection.confidence_cut
-        return rejection.cut(
+        return self._spared | rejection.cut(
             dict.fromkeys(live, 0.0) | scores,  # without a reward that counts in cuts
             live,
             alpha,

@@ -15,8 +15,12 @@ from orchestrator.loop import rejection
 from orchestrator.loop.composition import LIKELIHOOD, Verdict, combine, is_vetoed
 from orchestrator.loop.scoring import RawScores, fingerprint_of
 from orchestrator.loop.stopping import confidence, least_confidence, threshold
-from orchestrator.loop.votes import Ballot, Choice, tally
+from orchestrator.loop.votes import Ballot, Choice, tally, vote_of_calls
+from specrej.answer_form import answer_text, is_malformed, parts_of
 from specrej.contracts import (
+    PLAIN,
+    AnswerForm,
+    AnswerParts,
     Candidate,
     CandidateTrace,
     ConfidenceCut,
@@ -59,7 +63,8 @@ class Row:
     token, by the rewards that count in cuts; `final`, once it has ended, by those that choose the
     answer. `inherited`: the tokens that a fork has from its `parent`. `drawn`: its rounds, if the
     request has logprobs; forks share them with their parent. `confidences`: of each step, if the
-    request uses them.
+    request uses them. `parts` are those of its text, once it has ended; `is_invalid`: it is no
+    answer that the prompt allows, which counts as a veto.
     """
 
     latest: Candidate
@@ -70,6 +75,8 @@ class Row:
     parent: int | None = None
     inherited: int = 0
     drawn: tuple[Candidate, ...] = ()
+    parts: AnswerParts | None = None
+    is_invalid: bool = False
     confidences: list[float] = field(default_factory=list)
 
     @property
@@ -103,6 +110,7 @@ class RunState:
     n: int
     prompt_tokens: int
     rewards: tuple[WeightedReward, ...]
+    form: AnswerForm = PLAIN
     keeps_tokens: bool = False  # for the log-probabilities of the answers
     keeps_confidences: bool = False
     vote: Vote | None = None
@@ -202,6 +210,16 @@ class RunState:
         if self.keeps_tokens:
             self._token_texts.update((text.token_id, text.token) for text in ended.token_texts)
 
+    def divide(self, row: Row) -> None:
+        """Find the parts of a candidate that has ended. A malformed call makes it invalid, and so
+        does reasoning without an answer after it."""
+        text, form = row.latest.text, self.form
+        is_whole = row.latest.finish is not None
+        row.parts = parts = parts_of(text, form, complete=is_whole, candidate=row.latest.id)
+        if parts:
+            is_empty = parts.reasoning and not (parts.content or parts.tool_calls)
+            row.is_invalid = bool(is_empty) or is_malformed(parts, form)
+
     def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
         """Store the raw scores of these candidates, and compute all verdicts that depend on them. A
         reward that has not scored a candidate leaves its former value.
@@ -248,13 +266,13 @@ class RunState:
 
     def _combined(self, rows: Mapping[int, Row], without: str) -> dict[int, Verdict]:
         """Verdicts by the rewards of other stages than `without`, of the rows that all of them have
-        scored, and of vetoed ones by those that have. Any reward vetoes."""
+        scored, and of vetoed ones by those that have. Any reward vetoes, and invalid ones are."""
         uses = [i for i, reward in enumerate(self.rewards) if reward.stage != without]
         values = {number: [row.raw[i] for i in uses] for number, row in rows.items()}
         scored = {n: of for n, of in values.items() if of and not any(map(math.isnan, of))}
         verdicts = combine(scored, [self.rewards[i] for i in uses])
         for number, row in rows.items():
-            if is_vetoed(row.raw, self.rewards):
+            if row.is_invalid or is_vetoed(row.raw, self.rewards):
                 verdict = verdicts.get(number)
                 verdicts[number] = Verdict(verdict.score if verdict else 0.0, vetoed=True)
         return verdicts
@@ -285,10 +303,16 @@ class RunState:
             if not (row.is_complete and row.final):
                 continue
             if number not in self._votes:
-                self._votes[number] = self.extract(row.latest.text)
+                self._votes[number] = self._vote_of(row)
             if (answer := self._votes[number]) is not None:
                 ballots.append(Ballot(number, answer, _weight(self.vote, row), row.final.score))
         return tally(ballots)
+
+    def _vote_of(self, row: Row) -> str | None:
+        """By the parsed calls, if the prompt has tools, and else by its text without reasoning."""
+        if row.parts and self.form.tool_format and self.vote and self.vote.extractor == "tool_call":
+            return vote_of_calls(row.parts.tool_calls)
+        return self.extract(answer_text(row.latest.text, self.form))
 
     def unconfident(self, cut: ConfidenceCut) -> set[int]:
         """Live candidates of a later wave that are less confident than the first wave's threshold.
@@ -326,6 +350,9 @@ class RunState:
             # Scores of the last decision token; before the first one, the likelihood.
             row.raw = row.raw or (row.latest.mean_logprob,) * len(self.rewards)
             row.final = row.verdict or Verdict(row.latest.mean_logprob, vetoed=False)
+            self.divide(row)
+            if row.is_invalid or (row.parts and row.parts.tool_calls):  # which were not checked
+                row.is_invalid, row.final = True, replace(row.final, vetoed=True)
             row.verdict = row.final
 
     def keep(self, kept: Collection[int]) -> None:
@@ -500,7 +527,14 @@ class RunState:
             tokens=tuple(texts.get(token_id, b"") for token_id in token_ids),
             top_logprobs=tuple(top for part in row.drawn for top in _top_logprobs(part, texts)),
             vote=vote and vote[:_MAX_VOTE],
+            parts=self._parts(row),
         )
+
+    def _parts(self, row: Row) -> AnswerParts | None:
+        """Those of the text; calls that are not valid are content."""
+        if not (row.parts and row.is_invalid and row.parts.tool_calls):
+            return row.parts
+        return AnswerParts(answer_text(row.latest.text, self.form), row.parts.reasoning)
 
     def _usage(self, answer_tokens: int) -> Usage:
         rows = self.rows.values()

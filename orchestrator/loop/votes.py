@@ -5,12 +5,13 @@ Pure functions of numbers: no model, no wire, no clock. Standard library only.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from specrej.contracts import Vote
+from specrej.contracts import ToolCall, Vote
 
 
 class Ballot(NamedTuple):
@@ -35,6 +36,24 @@ class Choice:
     @property
     def count(self) -> int:
         return len(self.voters)
+
+
+def vote_of_calls(calls: Sequence[ToolCall]) -> str:
+    """What an answer with these calls votes for: their names and arguments in order, whatever the
+    spelling of the JSON. All answers without calls agree on "text"."""
+    named = [{"name": call.name, "arguments": _plain(call.arguments)} for call in calls]
+    if not named:
+        return "text"
+    chosen = named[0] if len(named) == 1 else named
+    return json.dumps(chosen, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _plain(arguments: str) -> Any:
+    def number(text: str) -> float:
+        value = float(text)
+        return int(value) if value.is_integer() else value
+
+    return json.loads(arguments, parse_float=number)
 
 
 def tally(ballots: Iterable[Ballot]) -> list[Choice]:

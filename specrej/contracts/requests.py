@@ -132,6 +132,16 @@ class Prompt:
         return self.messages[-1].text if self.continue_final else ""
 
     @property
+    def without_images(self) -> Prompt:
+        """The prompt for readers of text alone; a turn of nothing but images says so."""
+
+        def text_only(turn: Message) -> Message:
+            text = turn.text if turn.text.strip() else "(image)"
+            return replace(turn, content=text, parts=()) if turn.images else turn
+
+        return replace(self, messages=tuple(map(text_only, self.messages)))
+
+    @property
     def turns(self) -> tuple[Message, ...]:
         """The conversation; raw text is one user turn."""
         return self.messages or (Message("user", self.text),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,23 @@ import pytest
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Secret
 from orchestrator.edge.admission import Admission, Limits
-from orchestrator.edge.planning import Defaults, Planner
+from orchestrator.edge.planning import Defaults, Plan, Planner
 from orchestrator.edge.service import Orchestrator
 from specrej.contracts import (
     Branching,
     CandidateForm,
     GenerationRequest,
+    GeneratorDescription,
+    Image,
+    JsonSchema,
+    Message,
     Prompt,
     RewardDescription,
+    Sampling,
     Schedule,
     Selection,
+    TextPart,
+    Tool,
     WeightedReward,
     wire,
 )
@@ -275,6 +283,77 @@ async def test_complete_answers_are_preferred_where_only_they_conform(
     request, generator = wire.request_from_message(message, []), await ToyGenerator().describe()
     expected = structured if given is None else given
     assert Defaults().filled(request, generator).selection.prefer_complete is expected
+
+
+CALL = Tool("ping")
+PNG = Image(b"png")
+
+
+async def planned(
+    prompt: Prompt, *, takes_images: bool = True, tool_format: str = "hermes", **parts: Any
+) -> tuple[Plan, list[Prompt]]:
+    """A plan with the rewards "sees" and "reads", and the prompts that they get."""
+    opened: list[Prompt] = []
+
+    class Described(ToyGenerator):
+        async def describe(self) -> GeneratorDescription:
+            described = await super().describe()
+            return replace(described, tool_format=tool_format, takes_images=takes_images)
+
+    class TwoRewards:
+        def open(self, name: str, prompt: Prompt, data: str = "") -> Any:
+            opened.append(prompt)
+            return nullcontext()
+
+        async def describe(self) -> list[RewardDescription]:
+            sees = RewardDescription("sees", "f", "", takes_images=True)
+            return [sees, RewardDescription("reads", "f", "")]
+
+    selection: dict[str, Any] = {"rewards": (WeightedReward("sees"), WeightedReward("reads"))}
+    selection |= parts.pop("selection", {})
+    request = GenerationRequest(prompt, selection=Selection(**selection), **parts)
+    planner = Planner(Described(), TwoRewards(), secret=Secret())
+    plan = await planner.plan(request, "", Share(), (), 5.0)
+    for scorer in plan.scorers:
+        async with scorer(plan.request.prompt):
+            pass
+    return plan, opened
+
+
+async def test_what_tools_images_and_reasoning_exclude_is_refused() -> None:
+    """Guards against tools that no model sees, and calls that a stop text cuts."""
+    shown = Message("user", parts=(TextPart("a"), PNG, TextPart("b")))
+    prompt = Prompt(messages=(shown, Message("assistant", "x"), shown), tools=(CALL,))
+    sampling = Sampling(stop=("x",), stop_token_ids=(1,), ignore_eos=True)
+    options: dict[str, Any] = {"takes_images": False, "tool_format": ""}
+    with pytest.raises(InvalidRequest) as refused:
+        selection = {"cut_after_thinking": True, "branching": Branching()}
+        await planned(prompt, sampling=sampling, selection=selection, **options)
+    assert {violation.field for violation in refused.value.violations} == {
+        "prompt.tools",
+        *(f"sampling.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")),
+        *(f"prompt.messages[{number}].parts" for number in (0, 2)),
+        "selection.cut_after_thinking",
+    }
+    output = Sampling(structured_output=JsonSchema("{}"))
+    with pytest.raises(InvalidRequest, match=r"sampling.structured_output: must be absent with to"):
+        await planned(prompt, sampling=output)
+    plan, _ = await planned(prompt)
+    assert plan.must_check  # its grammar is compiled, and its images are decoded
+
+
+async def test_rewards_that_read_texts_get_no_images() -> None:
+    """Guards against refusals of prompts, and megabytes of which a reward has no use."""
+    turns = (Message("user", parts=(TextPart("a"), PNG, TextPart("b"))), Message("assistant", "x"))
+    prompt = Prompt(messages=(*turns, Message("user", parts=(PNG,))))
+    _, (reads, sees) = await planned(prompt)
+    assert sees == prompt
+    texts = Message("user", "ab"), turns[1], Message("user", "(image)")
+    assert reads == Prompt(messages=texts)
+    tools = replace(Prompt.from_user("a"), tools=(CALL,))
+    request = GenerationRequest(tools, absent=("prefer_complete",))
+    described = await ToyGenerator().describe()
+    assert Defaults().filled(request, described).selection.prefer_complete
 
 
 @pytest.mark.parametrize(
