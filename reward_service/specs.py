@@ -62,6 +62,7 @@ def _with_places(*places: str) -> AfterValidator:
 Name = Annotated[
     str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$"), AfterValidator(_is_not_reserved)
 ]
+FunctionPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)]
@@ -315,7 +316,7 @@ class FunctionSpec(Spec):
 
     loader = "function:FunctionReward"
     kind: Literal["function"] = "function"
-    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    function: FunctionPath
 
 
 class UnitTestsSpec(Spec):
@@ -387,6 +388,17 @@ class SchemaSpec(Spec):
     kind: Literal["schema"] = "schema"
 
 
+class CallSpec(Spec):
+    """Whether a text's calls are those that its request's data allows.
+
+    function: tries a call, such as "my_tools:dry_run".
+    """
+
+    loader = "call:CallReward"
+    kind: Literal["call"] = "call"
+    function: FunctionPath | None = None
+
+
 class HTTPSpec(ServerSpec):
     """A reward behind HTTP."""
 
@@ -452,6 +464,7 @@ RewardSpec = Annotated[
     | AnswerSpec
     | ChecksSpec
     | SchemaSpec
+    | CallSpec
     | UnitTestsSpec
     | JudgeSpec,
     Field(discriminator="kind"),

@@ -28,13 +28,10 @@ class FunctionReward(Reward):
 
     def __init__(self, spec: FunctionSpec, resources: Resources) -> None:
         path = spec.function
-        self._function = _import(path)
+        self._function, digest = import_function(path)
         self._takes_finished = _has_parameter(self._function, "finished")
         self.takes_data = _has_parameter(self._function, "data")
         description = inspect.getdoc(self._function) or f"The values of {path}."
-        # With the module's file, so that answers cached before an edit are not used after it.
-        file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-        digest = fingerprint.of_file(Path(file)) if file else ""
         self.name = spec.name
         self.fingerprint = fingerprint.of_values(kind="function", path=path, file=digest)
         self.description = description.split("\n")[0]
@@ -58,14 +55,21 @@ class FunctionReward(Reward):
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
 
 
-def _import(path: str) -> Callable[..., Sequence[float]]:
+def import_function(path: str) -> tuple[Callable[..., Any], str]:
+    """The function, and a digest of its module's file: answers that were cached before an edit are
+    not used after it.
+
+    Raises:
+        ValueError: there is no such function.
+    """
     try:
         function: Any = resolve_name(path)
     except Exception as error:  # anything that the module's own code raises
         raise ValueError(f"function {path}: {type(error).__name__}: {error}") from None
     if not callable(function):
         raise ValueError(f"function {path}: cannot be called")
-    return function  # type: ignore[no-any-return]
+    file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
+    return function, fingerprint.of_file(Path(file)) if file else ""
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

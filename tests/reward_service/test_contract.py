@@ -58,12 +58,14 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     "answer": ("answer", None, {}),
     "checks": ("checks", None, {}),
     "schema": ("schema", None, {}),
+    "call": ("call", None, {}),
 }
 # The data of requests, for the kinds that take any.
 DATA = {
     "answer": '{"answer": "Tw|flour", "kind": "regex"}',
     "checks": '{"checks": [{"id": "count:unique_word_count", "kwargs": {"N": 2}}]}',
     "schema": '{"schema": {"type": "object"}, "extract": "first_object"}',
+    "call": '{"tools": {"a": {}}, "required": false}',
 }
 Make = Callable[[str], Any]
 
@@ -182,12 +184,13 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
             assert worker.description.fingerprint and worker.description.description
             assert worker.description.takes_data == (name in DATA or name in REMOTE)
             async with worker.open(PROMPT, data) as session:
-                candidates = batch({0: "one.\n\nTw{}", 1: ""}, FinishReason.LENGTH)
+                text = "one.\n\nTw{}<tool_call>"
+                candidates = batch({0: text, 1: ""}, FinishReason.LENGTH)
                 first = await session.score(candidates)
                 again = await session.score(candidates)
                 assert again.values == pytest.approx(first.values, abs=1e-4)
                 assert len((await session.score(candidates[:1])).values) == 1
-            whole = await worker.score(PROMPT, ["one.\n\nTw{}", ""], data=data)
+            whole = await worker.score(PROMPT, [text, ""], data=data)
             assert whole.values != pytest.approx(first.values[::-1], abs=1e-6)
             assert worker.heartbeat_s() < 30
         finally:

@@ -267,6 +267,63 @@ def test_hostile_schemas_end(schemas: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert scores(schemas, {"schema": True}, "1") == [1.0]
 
 
+# Calls.
+
+
+def dry_run(name: str, arguments: dict[str, Any]) -> float:
+    return 1 / arguments["n"] if name == "add" else 2.0
+
+
+TOOLS = {
+    "add": {"required": ["n"], "properties": {"n": {"enum": [0, 1, 2]}}},
+    "ping": {"maxProperties": 0},
+}
+ONE, TWO = '{"name": "add", "arguments": {"n": 1}}', '{"name": "add", "arguments": {"n": 2}}'
+SUB, NINE = '{"name": "sub", "arguments": {}}', '{"name": "add", "arguments": {"n": 9}}'
+
+
+def hermes(*calls: str) -> str:
+    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("data", "right", "wrong", "beyond_repair"),
+    [
+        ({}, [hermes(ONE), "So: " + hermes(ONE, TWO), ONE, f"[TOOL_CALLS] [{ONE}, {TWO}]",
+              ONE.replace("arguments", "parameters"),
+              '<|python_tag|>{"name": "ping", "parameters": {}}'],
+         ["", "text", "<tool_call>", SUB, '{"n": 1}'],
+         [hermes(SUB), hermes(NINE), hermes(ONE, SUB), f"[TOOL_CALLS] [{NINE}]",
+          hermes('{"name": "add"}')]),
+        ({"required": False}, ["", "text", hermes(TWO)], [ONE[:-1], NINE], [hermes(NINE)]),
+        ({"format": "json"}, [ONE], [hermes(ONE)], [SUB, NINE, '{"n": 1}']),
+    ],
+)  # fmt: skip
+def test_calls(
+    data: dict[str, Any], right: list[str], wrong: list[str], beyond_repair: list[str]
+) -> None:
+    reward, data = load("call"), {"tools": TOOLS, **data}
+    texts = [*right, *wrong, *beyond_repair]
+    assert scores(reward, data, *texts) == [float(text in right) for text in texts]
+    prefixes = [text[:end] for text in (*right, *wrong) for end in range(len(text) + 1)]
+    if "format" not in data:
+        assert min(scores(reward, data, *prefixes, finish=None)) == 1.0
+    assert max(scores(reward, data, *beyond_repair, finish=None)) == 0.0
+
+
+def test_calls_are_tried_by_the_operators_function_once_they_are_final() -> None:
+    """Guards against effects of calls that are never returned, and scores beyond 0 .. 1."""
+    reward, data = load("call", function=f"{__name__}:dry_run"), {"tools": TOOLS}
+    none = ONE.replace("1", "0")  # the function raises
+    ping = '{"name": "ping", "arguments": {}}'
+    texts = [hermes(TWO), hermes(ping), hermes(ping, TWO), hermes(none), hermes(NINE), "text"]
+    assert scores(reward, data, *texts) == [0.5, 1.0, 0.5, 0.0, 0.0, 0.0]
+    assert scores(reward, data, *texts[:4], finish=None) == [1.0] * 4
+    assert reward.fingerprint != load("call").fingerprint
+    with pytest.raises(ValueError, match="function json:nothing"):
+        load("call", function="json:nothing")
+
+
 # Data.
 
 
@@ -283,6 +340,8 @@ def test_hostile_schemas_end(schemas: Any, monkeypatch: pytest.MonkeyPatch) -> N
         ("answer", '{"answer": "a", "kind": "secret", "secret": 1}', {"data.kind", "data"}),
         ("answer", '"secret"', {"data"}),
         ("checks", '{"checks": []}', {"data.checks"}),
+        ("call", '{"tools": {}}', {"data.tools"}),
+        ("call", '{"tools": {"secret": {"type": "secret"}}}', {"data.tools"}),
         ("checks", '{"checks": [{"id": "secret"}]}', {"data.checks[0].id"}),
         ("checks", '{"checks": [{"id": "punctuation:no_comma", "kwargs": {"secret": 1}}]}',
          {"data.checks[0].kwargs"}),
