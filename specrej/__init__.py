@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from specrej.contracts import Admitted as Admitted
 from specrej.contracts import Algorithm as Algorithm
+from specrej.contracts import AnswerParts as AnswerParts
 from specrej.contracts import Branching as Branching
 from specrej.contracts import CacheControl as CacheControl
 from specrej.contracts import ConfidenceCut as ConfidenceCut
@@ -24,6 +25,7 @@ from specrej.contracts import Event as Event
 from specrej.contracts import Finished as Finished
 from specrej.contracts import FinishReason as FinishReason
 from specrej.contracts import Generation as Generation
+from specrej.contracts import Image as Image
 from specrej.contracts import Message as Message
 from specrej.contracts import Normalization as Normalization
 from specrej.contracts import Progress as Progress
@@ -35,7 +37,10 @@ from specrej.contracts import Schedule as Schedule
 from specrej.contracts import ServiceDescription as ServiceDescription
 from specrej.contracts import StopReason as StopReason
 from specrej.contracts import TextDelta as TextDelta
+from specrej.contracts import TextPart as TextPart
 from specrej.contracts import Timings as Timings
+from specrej.contracts import Tool as Tool
+from specrej.contracts import ToolCall as ToolCall
 from specrej.contracts import Usage as Usage
 from specrej.contracts import Vote as Vote
 from specrej.contracts import WeightedReward as WeightedReward

@@ -29,13 +29,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.client import Client, RewardClient, view
 from specrej.client.channel import check_address, open_channel
-from specrej.client.options import add_credentials, add_options, credentials_of, options_of
+from specrej.client.options import (
+    add_credentials,
+    add_options,
+    credentials_of,
+    options_of,
+    with_tools,
+)
 from specrej.contracts import (
     Event,
     Generation,
     Message,
     ModelProbe,
     Prompt,
+    RankedCandidate,
     ServiceDescription,
     WeightedReward,
     errors,
@@ -211,6 +218,15 @@ def _parser() -> argparse.ArgumentParser:
     command.usage = "specrej generate [OPTIONS] PROMPT"
     command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     command.add_argument("--system", default="", help="a system turn before the prompt")
+    command.add_argument(
+        "--tools",
+        type=Path,
+        metavar="FILE",
+        help="functions that answers may call, as for OpenAI",
+    )
+    command.add_argument(
+        "--tool-choice", default="auto", metavar="CHOICE", help="auto, none, required or a name"
+    )
     group = command.add_argument_group("request")
     add_options(group)
     group.add_argument(
@@ -354,7 +370,10 @@ async def _generate(given: argparse.Namespace) -> None:
     if given.reward_data:
         options["rewards"] = _with_data(options.get("rewards", []), given.reward_data)
     async with _client(given) as client:
-        events = client.stream(_prompt(given.system, given.prompt), **options)
+        prompt = _prompt(given.system, given.prompt)
+        if given.tools or given.tool_choice != "auto":
+            prompt = with_tools(prompt, _text_of(given.tools, "--tools"), given.tool_choice)
+        events = client.stream(prompt, **options)
         generation = await _watched(events)
     note(f"request {generation.request_id}")
     if given.json:
@@ -383,11 +402,11 @@ def _with_data(rewards: Sequence[WeightedReward], given: Sequence[str]) -> list[
     return [replace(reward, data=data.get(reward.name, "")) for reward in rewards]
 
 
-def _text_of(path: Path | None) -> str:
+def _text_of(path: Path | None, flag: str = "--reward-data") -> str:
     try:
         return path.read_text() if path else ""
     except UnicodeDecodeError:
-        violation = errors.Violation("--reward-data", f"{path} is no text")
+        violation = errors.Violation(flag, f"{path} is no text")
         raise errors.InvalidRequest([violation]) from None
 
 
@@ -503,12 +522,22 @@ def _prompt(system: str, text: str) -> Prompt:
 
 def _print_answers(generation: Generation) -> None:
     if len(generation.candidates) == 1:
-        print(generation.best.text)
+        if (parts := generation.best.parts) and parts.reasoning:
+            note(parts.reasoning)
+        print(_shown(generation.best))
         return
     for ranked in generation.candidates:
         vote = "" if ranked.vote is None else f", votes {ranked.vote}"
         vetoed = ", vetoed" if ranked.vetoed else ""
-        print(f"[{ranked.score:.4f}, candidate {ranked.id}{vote}{vetoed}] {ranked.text}")
+        print(f"[{ranked.score:.4f}, candidate {ranked.id}{vote}{vetoed}] {_shown(ranked)}")
+
+
+def _shown(ranked: RankedCandidate) -> str:
+    """What is for the user: the text without its reasoning, and a line for each call."""
+    if not (parts := ranked.parts):
+        return ranked.text
+    calls = (f"{call.name}({call.arguments})" for call in parts.tool_calls)
+    return "\n".join(filter(None, (parts.content, *calls)))
 
 
 def _facts(description: ServiceDescription) -> dict[str, str]:
@@ -520,6 +549,8 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
         "context": f"{generator.context_tokens:,} tokens",
         "ends": " ".join(generator.probe.ends) or "unknown",
         "template": _template(generator.probe),
+        "tools": f"calls as {generator.tool_format}" if generator.tool_format else "refused",
+        "images": "taken" if generator.takes_images else "refused",
         "warnings": "; ".join(generator.probe.warnings) or "none",
         "candidates": f"at most {generator.max_candidates:,}",
         "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",

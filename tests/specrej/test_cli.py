@@ -20,7 +20,7 @@ import pytest
 from specrej import contracts as c
 from specrej.client import Client, cli
 from specrej.client.client import build_request
-from specrej.client.options import add_options, parse_reward, parse_schedule
+from specrej.client.options import add_options, parse_reward, parse_schedule, with_tools
 from specrej.client.view import plain_line, summary_line
 from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
@@ -113,6 +113,40 @@ async def test_json_is_one_object(address: str, command: Command) -> None:
     assert json.loads(out) == json.loads(json.dumps(wire.to_plain(GENERATION)))
     best = json.loads(out)["candidates"][0]
     assert (best["token_ids"], best["logprobs"]) == ([3, 1, 2], [-0.5, -0.25, -0.75])
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required", "add"])
+async def test_tools_reach_the_server_and_calls_are_printed(
+    address: str, orchestrator: FakeOrchestrator, command: Command, tmp_path: Path, choice: str
+) -> None:
+    """Guards against a program that must parse the model's own marks."""
+    file, schema = tmp_path / "tools.json", {"type": "object"}
+    add = {"name": "add", "description": "Adds.", "parameters": schema}
+    file.write_text(json.dumps([{"type": "function", "function": add}, {"name": "ping"}]))
+    parts = c.AnswerParts("So:", "I add.", (c.ToolCall("call_3_0", "add", '{"n": 1}'),))
+    best = replace(ONE.candidates[0], text="raw", parts=parts)
+    orchestrator.events = (*EVENTS[:-1], c.Finished(replace(ONE, candidates=(best,))))
+    flags = ("--address", address, "--tools", str(file), "--tool-choice", choice)
+    out, err = await command("generate", "why?", *flags)
+    assert out == 'So:\nadd({"n": 1})\n' and "I add." in err
+    printed, _ = await command("generate", "why?", *flags, "--json")
+    call = {"id": "call_3_0", "name": "add", "arguments": '{"n": 1}'}
+    assert json.loads(printed)["candidates"][0]["parts"] == {
+        "content": "So:", "reasoning": "I add.", "tool_calls": [call]
+    }  # fmt: skip
+    tools = c.Tool("add", "Adds.", json.dumps(schema)), c.Tool("ping")
+    prompt = with_tools(c.Prompt.from_user("why?"), file.read_text(), choice)
+    chosen = ("required", "add") if choice == "add" else (choice, "")
+    assert (prompt.tools, (prompt.tool_choice, prompt.tool_name)) == (tools, chosen)
+    assert orchestrator.requests == [build_request(prompt)] * 2
+
+
+@pytest.mark.parametrize("text", ["{", "{}x", "[1]", "[{}]", '{"name": "a"}', "\\xff"])
+async def test_a_file_without_tools_is_bad_usage(address: str, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tools.json"
+    file.write_bytes(text.encode().replace(b"\\xff", b"\xff"))
+    outcome = await run("generate", "why?", "--address", address, "--tools", str(file))
+    assert outcome.returncode == 2 and outcome.stderr.startswith("specrej: --tools: ")
 
 
 TWO = [errors.Violation("sampling.top_p", "bad"), errors.Violation("selection.n", "too\nbig")]
