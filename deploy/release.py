@@ -1,10 +1,10 @@
 """`make release`: build a release into dist/, and check it by installing it.
 
-`python -m deploy.release [--base IMAGE] [--skip-demo]`, after `make manifests`.
+`python -m deploy.release [--base IMAGE] [--skip-demo]`, after `make chart`.
 dist/ then has the packages for Python and, where npm is, for Node; images/ where buildah or docker
-works; sbom/ (CycloneDX) of the client and of the services, as images contain their own; manifests/
-of every overlay and Helm's chart of them; baseline.binpb, which the schema's next versions must not
-break; CHANGES.md, this version's section of the changelog; SHA256SUMS of all of these.
+works; sbom/ (CycloneDX) of the client and of the services, as images contain their own; Helm's
+chart; baseline.binpb, which the schema's next versions must not break; CHANGES.md, this version's
+section of the changelog; SHA256SUMS of all of these.
 
 SOURCE_DATE_EPOCH is the commit's time, so that equal commits give equal packages.
 """
@@ -51,8 +51,7 @@ def main(arguments: list[str]) -> None:
     buf = str(Path(sys.executable).with_name("buf"))
     _run(buf, "build", "proto", "--exclude-source-info", f"--output={DIST}/baseline.binpb")
     (DIST / "CHANGES.md").write_text(changes_of((ROOT / "CHANGELOG.md").read_text(), version()))
-    shutil.copytree(ROOT / "build" / "manifests", DIST / "manifests")
-    pack_chart(ROOT / "build" / "helm" / "specrej", DIST / f"specrej-{version()}.tgz")
+    pack_chart(ROOT / "deploy" / "chart", DIST / f"specrej-{version()}.tgz")
     client = _environment("client", _wheel("specrej"), tools=tools)
     _run(str(client.with_name("specrej")), "--version", cwd=SCRATCH)
     if not options.skip_demo:
@@ -83,7 +82,16 @@ def pack_chart(chart: Path, target: Path) -> None:
     """Write a chart's archive; equal files give equal bytes."""
     order = ("--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--mode=a+rX,u+w,go-w")
     compressed = ("--use-compress-program=gzip -n", "--file", str(target))
-    _run("tar", "--create", *order, *compressed, "--directory", str(chart.parent), chart.name)
+    _run(
+        "tar",
+        "--create",
+        *order,
+        *compressed,
+        "--directory",
+        str(chart.parent),
+        f"--transform=s,^{chart.name},specrej,",
+        chart.name,
+    )
 
 
 def pack_node(target: Path) -> Path:

@@ -25,7 +25,7 @@ def version() -> str:
 
 
 def name_of(target: str) -> str:
-    """The image name that overlays use; `localhost` prevents a pull from a registry."""
+    """The image name that the chart uses; `localhost` prevents a pull from a registry."""
     return f"localhost/specrej/{target}:{version()}"
 
 

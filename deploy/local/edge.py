@@ -1,4 +1,4 @@
-"""Envoy before the public ports of a local stack: deploy/edge/envoy.yaml with other addresses."""
+"""Envoy before the public ports of a local stack: the chart's envoy.yaml with other addresses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configuration(
     """The file with these ports of loopback: four to listen on, then those of the services."""
     # In an installed package beside this file.
     beside = Path(__file__).with_name(_FILE)
-    text = (beside if beside.exists() else _ROOT / "deploy" / "edge" / _FILE).read_text()
+    text = (beside if beside.exists() else _ROOT / "deploy" / "chart" / "files" / _FILE).read_text()
     for ours, port in ((50050, grpc), (8000, http), (9464, probes)):
         text = _replaced(text, _address("0.0.0.0", ours), _address(HOST, port))
     text = text.replace(_address(HOST, 9901), _address(HOST, admin))

@@ -2,7 +2,7 @@
 
 Handlers raise `SpecrejError`s; this is the only place where they become statuses. grpc would answer
 a message that it cannot decode with the name of a class, so messages are decoded here. What peers
-may hold by silence or by not reading is bounded by deploy/edge.
+may hold by silence or by not reading is bounded by the edge.
 """
 
 from __future__ import annotations

@@ -391,7 +391,7 @@ class ServerGauges:
 def warn_if_exposed(settings: ProcessSettings) -> None:
     """Log that a port which others reach needs the edge in front."""
     if settings.is_exposed:
-        text = "%s is not loopback: put deploy/edge before this port, then set private_network"
+        text = "%s is not loopback: put the edge before this port, then set private_network"
         log.warning(text, settings.host)
 
 

@@ -1,12 +1,12 @@
-"""The overlays and variants, each rendered once."""
+"""The presets and variants, each rendered once."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.deploy.manifests import OVERLAYS, VARIANTS, Manifests, rendered
+from tests.deploy.manifests import PRESETS, VARIANTS, Manifests, rendered
 
 
-@pytest.fixture(params=[*OVERLAYS, *VARIANTS])
+@pytest.fixture(params=[*PRESETS, *VARIANTS])
 def manifests(request: pytest.FixtureRequest) -> Manifests:
     return rendered(request.param)

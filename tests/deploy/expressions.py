@@ -13,8 +13,8 @@ import promql_parser
 import yaml  # type: ignore[import-untyped]
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-DASHBOARDS = sorted((DEPLOY / "dashboards").glob("*.json"))
-RULES = sorted((DEPLOY / "alerts").glob("*.yaml"))
+DASHBOARDS = sorted((DEPLOY / "chart" / "files" / "dashboards").glob("*.json"))
+RULES = sorted((DEPLOY / "chart" / "files").glob("[ar]*.yaml"))
 
 # Values for Grafana's template variables.
 _VARIABLES = {

@@ -1,11 +1,10 @@
-"""Overlays and variants as rendered by kustomize, with accessors for objects, pods, containers."""
+"""The chart as Helm renders it for presets and variants, with accessors for its objects."""
 
 from __future__ import annotations
 
-import shutil
+import json
 import subprocess
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,57 +13,36 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from gateway.settings import GatewaySettings
-from generator_service.settings import GeneratorSettings
-from orchestrator.settings import OrchestratorSettings
-from reward_service.settings import RewardSettings
+from deploy.values_schema import CHART, SETTINGS
 from specrej.settings import ProcessSettings, load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
-_EDGE = {
-    "grpc-host": "grpc.specrej.example.com",
-    "http-host": "specrej.example.com",
-    "controller-namespace": "controllers",
-}
-# Overlays with more components and settings, as an operator writes them.
-VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+HELM = ROOT / ".tools" / "helm"  # make helm
+PRESETS = ("embedded", "gpu", "production", "endpoint")
+RELEASE = NAMESPACE = "specrej"
+# Presets with more values, as an operator gives them.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "production by operators": (
         "production",
-        (
-            *("gateway-api", "gateway-api/gateway", "gateway-api/tls"),
-            *("cert-manager", "monitoring", "model-download"),
-        ),
-        _EDGE
-        | {
-            "gateway": "specrej/edge",
-            "gateway-class": "envoy",
-            "generator-model": "org/generator@0123abc",
-            "reward-model": "org/reward",
+        {
+            "gatewayApi": {"enabled": True, "create": True},
+            "models": {
+                "source": "hub",
+                "generator": "org/generator@0123abc",
+                "reward": "org/reward",
+                "volume": {"existingClaim": ""},
+            },
         },
     ),
     "production by ingress": (
         "production",
-        ("ingress", "ingress/tls", "cert-manager"),
-        _EDGE | {"ingress-class": "nginx"},
+        {"ingress": {"enabled": True}, "gatewayApi": {"enabled": False}},
     ),
-    "plaintext by a shared gateway": (
-        "cpu-embedded",
-        ("gateway-api",),
-        _EDGE | {"gateway": "infrastructure/shared"},
-    ),
-    "servers behind a router": ("gpu", ("vllm-router",), {}),
+    "plaintext by a shared gateway": ("embedded", {"gatewayApi": {"enabled": True}}),
 }
 GRPC = ("orchestrator", "generator", "reward")
 SERVICES = (*GRPC, "gateway")
-SETTINGS: dict[str, type[ProcessSettings]] = {
-    "gateway": GatewaySettings,
-    "orchestrator": OrchestratorSettings,
-    "generator": GeneratorSettings,
-    "reward": RewardSettings,
-}
-WORKER = "generator-worker"  # pods that compute for a generator of several nodes
 DOWNLOAD = "model-download"
 MARGIN_S = 10  # between the end of the last request and SIGKILL
 
@@ -73,50 +51,37 @@ Object = Mapping[str, Any]
 
 @cache
 def rendered(name: str) -> Manifests:
-    """Return all objects of an overlay or a variant, as a cluster would receive them."""
-    if name in OVERLAYS:
-        return Manifests(parsed(kustomized(DEPLOY / "overlays" / name)))
-    overlay, components, settings = VARIANTS[name]
-    with tempfile.TemporaryDirectory() as copy:
-        for part in ("alerts", "base", "components", "dashboards", "edge", "overlays"):
-            shutil.copytree(DEPLOY / part, Path(copy) / part)
-        _extend(Path(copy) / "overlays" / overlay, components, settings)
-        return Manifests(parsed(kustomized(Path(copy) / "overlays" / overlay)))
-
-
-def parsed(text: str) -> tuple[Object, ...]:
-    """Return the objects of YAML documents; empty ones are left out."""
-    documents = yaml.load_all(text, yaml.CSafeLoader)  # 8 times as fast as the loader in Python
-    return tuple(document for document in documents if document)
-
-
-def _extend(overlay: Path, components: Iterable[str], settings: dict[str, str]) -> None:
-    """Add components and settings to a copy of an overlay."""
-    file, values = overlay / "kustomization.yaml", overlay / "settings.yaml"
-    content = yaml.safe_load(file.read_text())
-    content["components"] += [f"../../components/{component}" for component in components]
-    content["resources"] = list(dict.fromkeys([*content["resources"], values.name]))
-    file.write_text(yaml.safe_dump(content))
-    metadata = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "settings"}}
-    given = yaml.safe_load(values.read_text())["data"] if values.exists() else {}
-    values.write_text(yaml.safe_dump({**metadata, "data": given | settings}))
+    """All objects of a preset or a variant, as a cluster would receive them."""
+    preset, values = VARIANTS.get(name, (name, {}))
+    return templated(preset, json.dumps(values))
 
 
 @cache
-def kustomized(directory: Path) -> str:
-    """Return what kustomize builds; skips the test where there is none."""
-    fetched = ROOT / ".tools" / "kustomize"
-    command = [str(fetched), "build"] if fetched.exists() else ["kubectl", "kustomize"]
-    if not shutil.which(command[0]):
-        pytest.skip("no kustomize: make kustomize fetches it")
-    result = subprocess.run([*command, directory], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def templated(preset: str, values: str = "{}") -> Manifests:
+    """The chart with a preset's values, and these in YAML; empty: without a preset.
+
+    Raises:
+        subprocess.CalledProcessError: Helm refuses the values; its reason is `stderr`.
+    """
+    if not HELM.exists():
+        pytest.skip("no Helm: make helm fetches it")
+    files = ["-f", str(CHART / f"values-{preset}.yaml")] if preset else []
+    command = [str(HELM), "template", RELEASE, str(CHART), "--namespace", NAMESPACE]
+    command += ["--kube-version", "1.35", *files, "-f", "-"]
+    result = subprocess.run(command, input=values, capture_output=True, text=True, check=True)
+    # 8 times as fast as the loader in Python.
+    documents = yaml.load_all(result.stdout, yaml.CSafeLoader)
+    return Manifests(tuple(document for document in documents if document))
+
+
+def short(name: str) -> str:
+    """The name of an object without that of its release."""
+    return name.removeprefix(f"{RELEASE}-")
 
 
 @dataclass(frozen=True)
 class Manifests:
-    """The objects of an overlay."""
+    """The objects of a release; names are without its own."""
 
     objects: tuple[Object, ...]
 
@@ -126,24 +91,15 @@ class Manifests:
 
     def named(self, kind: str) -> dict[str, Object]:
         """Return the objects of a kind, by name."""
-        return {item["metadata"]["name"]: item for item in self.of(kind)}
+        return {short(item["metadata"]["name"]): item for item in self.of(kind)}
 
     @property
     def workloads(self) -> dict[str, Object]:
-        """Deployments, StatefulSets, Jobs, and each kind of pods of LeaderWorkerSets, by name."""
-        kinds = ("Deployment", "StatefulSet", "Job")
-        workloads = {item["metadata"]["name"]: item for item in self.of(*kinds)}
-        for group in self.of("LeaderWorkerSet"):
-            for part in ("leaderTemplate", "workerTemplate"):
-                template = group["spec"]["leaderWorkerTemplate"][part]
-                name = {
-                    "app.kubernetes.io/name": template["metadata"]["labels"][
-                        "app.kubernetes.io/name"
-                    ]
-                }
-                spec = {**group["spec"], "template": template, "selector": {"matchLabels": name}}
-                workloads[name["app.kubernetes.io/name"]] = {**group, "spec": spec}
-        return workloads
+        """Deployments, StatefulSets and Jobs, by the component of their pods."""
+        return {
+            item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]: item
+            for item in self.of("Deployment", "StatefulSet", "Job")
+        }
 
     def pod(self, name: str) -> Object:
         """Return the pod spec of a workload."""
@@ -171,7 +127,7 @@ class Manifests:
         """Return the environment variables of a service's container."""
         variables: dict[str, str] = {}
         for source in self.container(name).get("envFrom", ()):
-            variables |= self.named("ConfigMap")[source["configMapRef"]["name"]]["data"]
+            variables |= self.named("ConfigMap")[short(source["configMapRef"]["name"])]["data"]
         for variable in self.container(name).get("env", ()):
             if "value" in variable:
                 variables[variable["name"]] = variable["value"]

@@ -51,7 +51,7 @@ def _allowed(policies: list[Object], way: str, own: Peer, other: Peer, port: Por
         if way.capitalize() in policy["spec"]["policyTypes"]
         and selects(policy["spec"]["podSelector"], dict(own.labels))
     ]
-    rules = (rule for spec in of_own for rule in spec.get(way, ()))
+    rules = (rule for spec in of_own for rule in spec.get(way) or ())
     return not of_own or any(_rule_allows(rule, way, other, port) for rule in rules)
 
 

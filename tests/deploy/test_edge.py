@@ -20,17 +20,17 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import pytest_asyncio
-import yaml  # type: ignore[import-untyped]
 
 from deploy.local import edge
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import Ports, Stack, replies
+from deploy.values_schema import CHART
 from specrej import Client
 from specrej.contracts import Finished, errors
 from specrej.telemetry.names import RPC_METHOD, RPC_STARTED
 from tests import http2
 from tests.certificates import Authority, place
-from tests.deploy.manifests import DEPLOY
+from tests.deploy.manifests import rendered
 from tests.endpoints import prometheus_name, scrape
 from tests.gateway.gateways import (
     BODY,
@@ -99,14 +99,14 @@ async def edge_of(
 
 
 def _with_tls(text: str, folder: Path) -> str:
-    """As kustomize does by the component's replacements."""
-    component = DEPLOY / "components" / "tls"
-    for name, socket_ in yaml.safe_load((component / "sockets.yaml").read_text())["data"].items():
-        parts = text.split(f"# -- {name} --")
-        text = f"# -- {name} --".join((parts[0], socket_, parts[2]))
+    """As the chart does: its parts between the marks, and its files of secrets."""
+    files = rendered("production").named("ConfigMap")["edge"]["data"]
+    for name in ("clients", "services"):
+        mark = f"# -- {name} --"
+        before, _, after = text.split(mark)
+        text = mark.join((before, files["envoy.yaml"].split(mark)[1], after))
     for name in ("authority.yaml", "certificate.yaml"):
-        moved = re.sub(r" /(tls|ca)\b", f" {folder}", (component / name).read_text())
-        (folder / name).write_text(moved)
+        (folder / name).write_text(re.sub(r" /(tls|ca)\b", f" {folder}", files[name]))
     services, mark, admin = text.replace("/etc/envoy", str(folder)).partition("- name: admin")
     return (
         services.replace(
@@ -143,7 +143,7 @@ async def serving(
 
 async def test_the_file_is_valid(envoy: Path) -> None:
     """Guards against a field that Envoy refuses or will drop."""
-    arguments = (envoy, "--mode", "validate", "-c", DEPLOY / "edge" / "envoy.yaml")
+    arguments = (envoy, "--mode", "validate", "-c", CHART / "files" / "envoy.yaml")
     code, _, log = await outcome_of(*map(str, arguments))
     assert code == 0 and "eprecated" not in log, log
 
