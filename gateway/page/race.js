@@ -4,7 +4,7 @@ import './charts.js';
 import './density.js';
 import './lanes.js';
 import { count, h, isStill, seconds, set, setText } from './dom.js';
-import { cost, DENSE, initial, scoreOf, tokensOf } from './reduce.js';
+import { cost, DENSE, initial, scoreOf, shown, tokensOf } from './reduce.js';
 import { checkOf, described, fateOf, fixed, lossOf, markOf, sentence, stopOf } from './words.js';
 
 const EASE_MS = 110;
@@ -118,11 +118,13 @@ export class Race extends HTMLElement {
       said: sentence(state),
       problem: state.error,
       'text-head': state.isCertain ? 'Answer' : 'Best text so far',
-      answer: state.answer.trim(),
+      answer: shown(state).trim(),
+      reasoning: state.parts?.reasoning ?? '',
       'so-far': state.isCertain && !state.answer ? 'Records have no texts.' : soFar,
     });
     set(this.find('chip'), { 'data-phase': state.phase });
     this.find('problem').hidden = !state.error;
+    this.find('thought').hidden = !state.parts?.reasoning;
     if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
     if (state.slots !== this.#seen.state?.slots) this.#slots(state);
     if (state.votes !== this.#seen.state?.votes) this.#votes(state);

@@ -23,6 +23,7 @@ export const initial = () => ({
   best: null,
   bestText: '',
   answer: '',
+  parts: null, // {content, reasoning, tool_calls} of an answer that has parts
   isCertain: false,
   winner: null,
   hasChecks: false, // whether a reward is a verifier
@@ -76,8 +77,25 @@ export function reduce(state, { at, name, data }) {
   }
 }
 
-function certain(state, { candidate_id: winner, text }) {
-  return { ...state, isCertain: true, winner, answer: state.answer + text };
+function certain(state, { candidate_id: winner, text, parts }) {
+  const answer = state.answer + text;
+  return { ...state, isCertain: true, winner, answer, parts: grown(state.parts, parts) };
+}
+
+// Each call is in one delta.
+function grown(parts, delta) {
+  if (!delta || !parts) return delta ?? parts;
+  return {
+    content: parts.content + delta.content,
+    reasoning: parts.reasoning + delta.reasoning,
+    tool_calls: [...parts.tool_calls, ...delta.tool_calls],
+  };
+}
+
+// What the answer says, and a line for each call.
+export function shown({ answer, parts }) {
+  const calls = parts?.tool_calls.map((call) => `${call.name}(${call.arguments})`);
+  return parts ? [parts.content, ...calls].join('\n') : answer;
 }
 
 // End the live lanes where they are: `isHalted` is set, `fate` stays as the service sent it.
@@ -202,6 +220,7 @@ function finished(state, at, data) {
     best: best.score,
     isCertain: true,
     answer: best.text ?? state.answer,
+    parts: best.parts ?? null,
     stoppedBy: (data.stopped_by ?? '').replace(/^STOP_REASON_(UNSPECIFIED)?/, ''),
     votes: data.votes ?? [],
     numDistinct: data.num_distinct ?? 0,

@@ -5,7 +5,7 @@ import { readdirSync, readFileSync } from 'node:fs';
 import test from 'node:test';
 
 const page = new URL('../../../gateway/page/', import.meta.url);
-const { cost, initial, isLive, level, reduce, scoreOf } = await import(new URL('reduce.js', page));
+const { cost, initial, isLive, level, reduce, scoreOf, shown } = await import(new URL('reduce.js', page));
 const { columnsOf } = await import(new URL('columns.js', page));
 const { checkOf, described, lossOf, sentence, stopOf } = await import(new URL('words.js', page));
 const { eventsOf, Player } = await import(new URL('replay.js', page));
@@ -51,6 +51,23 @@ test('a candidate that was above the answer has a reason, others have none', () 
   assert.match(lossOf(states[0], fallen), /fell from \d\.\d+ at token 16 to \d\.\d+ at token 32/);
   assert.match(lossOf(states[0], { ...fallen, fate: 'vetoed', scores: fallen.scores.slice(0, 1) }), /vetoed/);
   assert.ok(states.some((state) => /is the answer.* Candidate \d+ is not: its reward/.test(sentence(state))));
+});
+
+test('calls are lines of the answer, and reasoning is apart', () => {
+  const calls = ['add', 'ping'].map((name, index) => ({ index, id: `call_0_${index}`, name, arguments: '{}' }));
+  const deltas = [
+    { content: '', reasoning: 'I ', tool_calls: [] },
+    { content: 'So:', reasoning: 'add.', tool_calls: calls.slice(0, 1) },
+    { content: '', reasoning: '', tool_calls: calls.slice(1) },
+  ];
+  const events = deltas.map((parts) => ({ at: 0, name: 'text_delta', data: { candidate_id: 0, text: 'raw', parts } }));
+  const state = fold(events);
+  assert.deepEqual([shown(state), state.parts.reasoning, state.answer], ['So:\nadd({})\nping({})', 'I add.', 'rawrawraw']);
+  assert.equal(shown(fold([{ at: 0, name: 'text_delta', data: { candidate_id: 0, text: 'raw' } }])), 'raw');
+  const { events: others } = recorded('certain');
+  const whole = structuredClone(others);
+  whole.at(-1).data.candidates[0].parts = { content: 'Yes', reasoning: '', tool_calls: [] };
+  assert.equal(shown(fold(whole)), 'Yes');
 });
 
 for (const name of names) {
