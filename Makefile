@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n pictures tables experiments right docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -203,14 +203,11 @@ loadtest-ui: $(READY) models ## Locust's page with our users and options; starts
 latency-vs-n: $(READY) models ## Locust with both algorithms at N = 1 .. 256, 20 minutes; CSV and a plot in build/latency-vs-n
 	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)
 
-pictures: $(READY) models ## make the README's picture from runs: docs/memory.svg
-	@$(BIN)/python -m experiments.memory
-
 tables: $(READY) ## write the figures of README and docs from the result files
 	@$(BIN)/python -m benchmarks.tables $(ARGS)
 
-experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
-	@$(BIN)/python -m experiments run $(ARGS)
+experiments: $(READY) models ## which N, alpha and first cut suit your models: ARGS="--prompts FILE --limit 40"
+	@$(BIN)/python -m experiments $(ARGS)
 
 RIGHT := .right/.installed
 $(RIGHT): $(READY)

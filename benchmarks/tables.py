@@ -18,13 +18,12 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.answer import differences
-from experiments.branching import compare, read_runs
-from experiments.frontier import AHEAD
 
 ROOT = Path(__file__).parents[1]
 _STUDIES, _MEASURED = ROOT / "experiments/results", ROOT / "benchmarks/results"
 _REWARDS = ("relevance", "likelihood", "harmless")
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+_AHEAD = "ahead of Best-of-N at equal tokens (95 %)"
 Rows = Iterable[Sequence[object]]
 
 
@@ -107,7 +106,7 @@ def _first_cuts() -> str:
             study = studied(
                 f"{folder}/studies-{limit}-tokens-{name}.md", "The first decision token"
             )
-            leads[name] = study.set_index("first decision token")[AHEAD]
+            leads[name] = study.set_index("first decision token")[_AHEAD]
         rows += [
             (f"{limit}", first, *(leads[name][first] for name in _REWARDS))
             for first in ("8", "16", "32", "64", "128")
@@ -192,27 +191,6 @@ def _paired(name: str) -> Callable[[], str]:
     return table
 
 
-def _branching() -> str:
-    rows = []
-    for limit, reward, system in (
-        (128, "relevance", "32/16,4"),
-        (128, "harmless", "32/16,4"),
-        (512, "relevance", "24/24,2,1"),
-        (512, "harmless", "32/8,2"),
-    ):
-        runs = read_runs(_STUDIES / f"branching_{limit}.jsonl")
-        table = compare(runs, reward)[1].table.set_index("system")
-        cells = [
-            f"{table.loc[name, 'reward'].value:.3f} with {table.loc[name, 'tokens'].value:,.0f}"
-            for name in (f"branching {system}", "N = 64", "N = 128")
-        ]
-        own = table.loc[f"branching {system}"]
-        beyond = f"{own['draws beyond the largest N']:.0%}"
-        rows.append((limit, reward, system, *cells, own["times fewer"], beyond))
-    headings = ("max_tokens", "reward", "setting", "branching", "N = 64", "N = 128")
-    return markdown((*headings, "times fewer tokens (95 %)", "beyond N = 128"), rows)
-
-
 def _gpu() -> str:
     rows = [
         (
@@ -287,7 +265,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired-512": _paired("answer_512"),
     "answers-endpoint": _answers("answer_endpoint"),
     "right-checks": _right("right_checks"),
-    "branching": _branching,
     "gpu": _gpu,
 }
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from benchmarks.harness import provenance, report
-from deploy.local.stack import Stack
-from experiments import right_tasks
+from experiments import candidates, right_tasks
+from experiments.pictures import draw
 from experiments.recorded import Answer, RecordedGenerator
 from experiments.right_tasks import Task
 from experiments.statistics import Estimate, bootstrap, mean
@@ -35,10 +32,8 @@ from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
 from reward_service.reward import Reward, score_batch
 from reward_service.specs import Resources, RewardSpec
-from specrej import Client
 from specrej.contracts import (
     Algorithm,
-    CacheControl,
     Candidate,
     ConfidenceCut,
     Finished,
@@ -164,43 +159,16 @@ def _sampling(study: Study, task: Task) -> Sampling:
 
 async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -> None:
     """Generate the missing tasks' candidates to their ends, and add them to the file."""
-    known = {line["task"] for line in _lines(path)}
-    environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(study.n * study.max_tokens + 4096)}
-    if model:
-        environment["SPECREJ_GENERATOR_MODEL"] = model
+    known = {line["task"] for line in candidates.lines(path)}
     missing = [task for task in tasks if task.id not in known]
     if not missing:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    async with (
-        Stack(environment=environment) as stack,
-        Client(stack.orchestrator_address, timeout_s=3600) as client,
-    ):
+    async with candidates.serving(study.n, study.max_tokens, model) as client:
         for number, task in enumerate(missing, 1):
-            sampling = asdict(_sampling(study, task))
-            generation = await client.generate(
-                task.prompt,
-                n=study.n,
-                return_candidates=study.n,
-                algorithm=_BEST_OF_N,
-                rewards={LIKELIHOOD: 1.0},
-                logprobs=True,
-                top_logprobs=5,
-                cache=CacheControl.BYPASS,
-                **{name: sampling[name] for name in ("max_tokens", "temperature", "seed")},
-            )
-            ranked = sorted(generation.candidates, key=lambda one: one.id)
-            answers = [Answer.of(one).to_json() for one in ranked]
-            with gzip.open(path, "at") as file:
-                file.write(json.dumps({"task": task.id, "answers": answers}) + "\n")
+            sampling = _sampling(study, task)
+            made = await candidates.record(client, task.prompt, study.n, sampling)
+            candidates.add(path, {"task": task.id, "answers": [one.to_json() for one in made]})
             print(f"[{number}/{len(missing)}] {task.id}", file=sys.stderr, flush=True)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with gzip.open(path, "rt") as file:
-        return [json.loads(line) for line in file]
 
 
 def scorer_of(reward: Any, data: str) -> Scorer:
@@ -259,7 +227,7 @@ async def count_wrong_vetoes(task: Task, answers: Sequence[Answer], verifier: An
 
 async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str, Any]:
     """Every policy on every task."""
-    recorded = {line["task"]: line["answers"] for line in _lines(path)}
+    recorded = {line["task"]: line["answers"] for line in candidates.lines(path)}
     tasks = [task for task in tasks if task.id in recorded]
     spec: Any = TypeAdapter(RewardSpec)
     verifier: Any = None
@@ -328,7 +296,12 @@ def main() -> None:
     result = asyncio.run(evaluate(study, tasks, path))
     result |= {"study": study.name, "model": options.model or "embedded", **provenance()}
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    write_picture(options.out / f"{name}.svg", result)
+    points = {
+        row["policy"]: [(row["policy"], row["tokens"], Estimate(*row["right"]))]
+        for row in result["policies"]
+    }
+    title = f"{study.name}: {result['tasks']} tasks, N = {study.n}"
+    draw(options.out / f"{name}.svg", title, "right answers", points)
     head = [*result["policies"][0]]
     rows = [[_shown(row[key]) for key in head] for row in result["policies"]]
     notes = [f"one sample is right in {result['one_sample']:.3f}"]
@@ -337,25 +310,6 @@ def main() -> None:
             f"passing candidates that a prefix vetoes: {result['passing_candidates_vetoed']}"
         )
     report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
-
-
-def write_picture(path: Path, result: Mapping[str, Any]) -> None:
-    """Write an SVG file: right answers against tokens, with 95 % intervals over tasks."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for number, row in enumerate(result["policies"]):
-        value, low, high = row["right"]
-        axes.plot(row["tokens"], value, f"C{number}o", label=row["policy"])
-        axes.vlines(row["tokens"], low, high, f"C{number}", linewidth=1, alpha=0.6)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("tokens per answer")
-    axes.set_ylabel("right answers")
-    axes.set_title(f"{result['study']}: {result['tasks']} tasks, N = {result['n']}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    style: Any = {"font.size": 9, "svg.hashsalt": "specrej", "svg.fonttype": "path"}
-    with matplotlib.rc_context(style):
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _shown(value: Any) -> Any:

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import answer
 from deploy.local import __main__ as local
-from experiments import branching
 from experiments.prompts import Item
 from gateway import page
 from gateway.settings import GatewaySettings
@@ -50,7 +49,6 @@ async def test_what_is_claimed_is_measured_with_the_default_selection() -> None:
         sent[system] = options.intersection(client.generate.call_args.kwargs) - {"n", "rewards"}
     changed = {"specrej-branching": {"branching"}, "specrej-best-of-n": {"algorithm"}}
     assert sent == {"specrej": set(), **changed}
-    assert branching.System(4).selection == Selection(n=4)
     preset = GatewaySettings().presets["sr-32"].model_dump(exclude_none=True)
     assert options.intersection((*preset, *local._OPTIONS)) == {"n"}
     inputs = dict(re.findall(r'<input name="(\w+)" type="number"[^>]* value="([\d.]+)"', PAGE))

@@ -73,7 +73,7 @@ _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "plan": ("server", ("generator_service.budget",), "compute slots, N and settings of a model"),
     "train-reward": ("server", ("reward_service.training",), "fit a reward on pairs of answers"),
     "cache": ("server", ("orchestrator.cache.admin",), "list or purge stored answers"),
-    "experiment": ("", ("experiments",), "reproduce the paper on your models"),
+    "experiment": ("", ("experiments",), "find N, alpha and the first cut for your models"),
 }
 
 
