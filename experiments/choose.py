@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -194,7 +195,7 @@ class Recorded:
             for beginning, final in zip(self.beginnings[position], self.finals, strict=True)
             if beginning is not None
         ]
-        return kendall(*zip(*pairs, strict=True)) if len(pairs) > 1 else float("nan")
+        return kendall(*zip(*pairs, strict=True)) if len(pairs) > 1 else math.nan
 
 
 async def evaluate(
@@ -240,14 +241,14 @@ def _against(kind: str, costs: Any, rewards: Any, own: Any) -> float:
     if kind == "lead":
         return float(value - np.interp(np.log(tokens), costs, rewards))
     if value > rewards[-1] + 1e-12:
-        return float("inf")
+        return math.inf
     return float(np.exp(np.interp(value, rewards, costs)) / tokens)
 
 
 def recommended(rows: Sequence[Mapping[str, Any]]) -> str:
     """The setting with the largest lead that is surely above 0, for at most the default's tokens;
     else Best-of-N."""
-    most = next((row["tokens"] for row in rows if row["setting"] == DEFAULT), float("inf"))
+    most = next((row["tokens"] for row in rows if row["setting"] == DEFAULT), math.inf)
     sure = [row for row in rows if row["tokens"] <= most and row["lead"].low > 0]
     best = max(sure, key=lambda row: row["lead"].value, default=None)
     return str(best["setting"]) if best else "Best-of-N: no setting is surely ahead of it"
@@ -300,5 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(title, [*rows[0]], [[*map(str, row.values())] for row in rows], plain, notes)
 
 
-def _plain(estimate: Estimate) -> list[float]:
-    return [round(value, 4) for value in (estimate.value, estimate.low, estimate.high)]
+def _plain(estimate: Estimate) -> list[float | str | None]:
+    """As JSON, which has neither NaN nor infinity."""
+    values = (estimate.value, estimate.low, estimate.high)
+    return [round(v, 4) if math.isfinite(v) else "beyond" if v > 0 else None for v in values]

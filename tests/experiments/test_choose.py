@@ -90,7 +90,9 @@ def test_the_report_has_every_setting(
         candidates.add(path, line(number, predicts=True))
     size = ["--n", f"{N}", "--max-tokens", f"{MAX_TOKENS}", "--reward", "r"]
     choose.main(["--prompts", str(prompts), "--out", str(tmp_path / "out"), *size])
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "NaN" not in last and "Infinity" not in last
+    printed = json.loads(last)
     names = [str(setting) for setting in choose.settings_of(N, MAX_TOKENS)]
     assert [row["setting"] for row in printed["settings"]] == names
     assert {one.suffix for one in (tmp_path / "out").iterdir()} == {".gz", ".svg", ".json"}
