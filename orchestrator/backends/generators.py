@@ -103,6 +103,7 @@ def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescripti
         slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
         sessions=sum(one.sessions for one in descriptions),
         waiting=sum(one.waiting for one in descriptions),
+        tool_format=descriptions[0].tool_format if all(o.tool_format for o in descriptions) else "",
         takes_images=all(one.takes_images for one in descriptions),
         max_prompt_bytes=min((b for one in descriptions if (b := one.max_prompt_bytes)), default=0),
     )

@@ -554,8 +554,7 @@ class _Run:
             return True
         if not (vetoing := self._vetoing):
             return False
-        spared, patience_s = self._reasoning(grown), self.deadline.score_patience_s
-        candidates = [one for one in grown.candidates if one.id not in spared]
+        candidates, patience_s = grown.candidates, self.deadline.score_patience_s
         try:
             scored = await self.scorer.score(candidates, patience_s, lambda i, _: i in vetoing)
         except TimeoutError:

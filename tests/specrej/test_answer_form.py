@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specrej.answer_form import PartsReader, answer_text, parts_of, written
+from specrej.answer_form import PartsReader, answer_text, is_malformed, parts_of, written
 from specrej.contracts import PLAIN, AnswerForm, AnswerParts, ToolCall
 
 FORMATS = ("hermes", "llama3", "mistral", "json")
@@ -89,11 +89,14 @@ def test_calls_are_read(tools: str, text: str, content: str, calls: list[tuple[s
     text = f"<think>\nHm.\n</think>\n\n{text}"
     parts = parts_of(text, AnswerForm(tools, **THINKS), complete=True, candidate=7)
     assert parts == AnswerParts(content, "Hm.", tuple(expected))
+    assert not is_malformed(parts, form)
 
 
 @pytest.mark.parametrize(("tools", "text"), MALFORMED)
 def test_malformed_calls_are_content(tools: str, text: str) -> None:
-    assert parts_of(text, AnswerForm(tools), complete=True) == AnswerParts(text)
+    parts = parts_of(text, AnswerForm(tools), complete=True)
+    assert parts == AnswerParts(text)
+    assert is_malformed(parts, AnswerForm(tools)) is not text.startswith(("Here", "Call"))
 
 
 def test_a_malformed_call_does_not_hide_the_next_one() -> None:

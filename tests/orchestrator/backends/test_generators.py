@@ -222,6 +222,9 @@ async def test_the_description_adds_the_capacities() -> None:
     assert (description.slots.capacity, description.session_slots) == (500, 300)
     assert description.max_candidates == described[0].max_candidates
     assert description.context_tokens == 4000
+    formats = [replace(one, tool_format="json") for one in described]
+    assert together(formats).tool_format == "json"
+    assert together([formats[0], described[1]]).tool_format == ""
 
 
 class NamedGenerator(HeldGenerator):
