@@ -58,7 +58,7 @@ _LONG_TOKENS = 512
 
 
 def _branching(n: int, max_tokens: int) -> Options:
-    """Settings that docs/branching.md recommends for the length of the answers.
+    """Settings that docs/choosing.md#branching recommends for the length of the answers.
 
     An eighth of N goes on at a decision token, with forks up to half of N; for long answers a
     twelfth, with forks up to N that become fewer as rounds become longer.
