@@ -11,9 +11,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from specrej.contracts import (
     AnswerParts,
@@ -232,6 +232,79 @@ class Answer:
         counts = best.finish is FinishReason.STOP and not best.vetoed
         counts = counts and Degradation.REWARD not in generation.degradations
         return {"verified": counts and best.score >= self._stop_at}
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer; `text`: of a call the arguments."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    id: str = ""  # of a call
+    name: str = ""
+
+
+class BlockAnswer(Answer):
+    """One choice as blocks, each of which begins, grows and ends; subclasses make the events."""
+
+    def __init__(self, model: str, *, stop_at: float | None = None) -> None:
+        super().__init__(model, stop_at=stop_at)
+        self._blocks: list[Block] = []
+
+    def _begun(self, index: int, block: Block) -> Iterator[JSON]:
+        raise NotImplementedError
+
+    def _grown(self, index: int, block: Block, text: str) -> Iterator[JSON]:
+        raise NotImplementedError
+
+    def _ended(self, index: int, block: Block) -> Iterator[JSON]:
+        raise NotImplementedError
+
+    def _closed(self, candidate: RankedCandidate) -> Iterator[JSON]:
+        """The last events."""
+        raise NotImplementedError
+
+    def _whole(self, candidate: RankedCandidate) -> JSON:
+        """The object of the whole answer."""
+        raise NotImplementedError
+
+    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
+        """As of the base class."""
+        self.request_id = generations[0].request_id
+        for _ in self.closing(generations[0]):
+            pass
+        yield _json(self._whole(generations[0].best))
+
+    def delta(self, event: TextDelta, prompt: int = 0) -> Iterator[JSON]:
+        """As of the base class."""
+        return self._add(event.parts or PartsDelta(event.text))
+
+    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
+        """As of the base class."""
+        self._generations[0], best = generation, generation.best
+        parts = best.parts or AnswerParts(best.text)
+        yield from self._add(_rest(self._sent[0], parts))
+        yield from self._end_last()
+        yield from self._closed(best)
+
+    def _add(self, delta: PartsDelta) -> Iterator[JSON]:
+        self._sent[0] = _plus(self._sent[0], delta)
+        pieces = [Block("reasoning", delta.reasoning), Block("text", delta.content)]
+        pieces += [Block("call", call.arguments, call.id, call.name) for call in delta.tool_calls]
+        for piece in pieces:
+            if not piece.text and not piece.id:
+                continue
+            if piece.id or not self._blocks or self._blocks[-1].kind != piece.kind:
+                yield from self._end_last()
+                self._blocks.append(replace(piece, text=""))
+                yield from self._begun(len(self._blocks) - 1, self._blocks[-1])
+            if piece.text:
+                self._blocks[-1].text += piece.text
+                yield from self._grown(len(self._blocks) - 1, self._blocks[-1], piece.text)
+
+    def _end_last(self) -> Iterator[JSON]:
+        if self._blocks:
+            yield from self._ended(len(self._blocks) - 1, self._blocks[-1])
 
 
 class CompletionAnswer(Answer):

@@ -21,9 +21,11 @@ from starlette.types import Receive, Scope, Send
 from gateway import images
 from gateway.answers import JSON, STOPPED_BY, VERIFIED, Answer, in_thread
 from gateway.bodies import Bodies, Disconnected, until_disconnected
-from gateway.errors import HTTPError, for_caller, response_of
+from gateway.errors import MESSAGES, HTTPError, for_caller, response_of
+from gateway.messages import MessagesRequest
 from gateway.page import Page
 from gateway.requests import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
+from gateway.responses import ResponsesRequest
 from gateway.scores import RerankRequest, ScoreRequest, Scoring
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, PackedResponse, answer_stream, raw_stream
@@ -74,6 +76,8 @@ class Gateway:
         handlers: dict[str, Handler] = {
             "POST /v1/chat/completions": self.chat,
             "POST /v1/completions": self.complete,
+            "POST /v1/responses": self.respond,
+            f"POST {MESSAGES}": self.message,
             "POST /v1/score": self.score,
             "POST /v1/rerank": self.rerank,
             "GET /v1/models": self.models,
@@ -117,6 +121,14 @@ class Gateway:
     async def complete(self, request: HTTPRequest) -> Response:
         """Continue a raw text."""
         return await self._complete(request, CompletionRequest)
+
+    async def respond(self, request: HTTPRequest) -> Response:
+        """Answer items, as OpenAI's newer API."""
+        return await self._complete(request, ResponsesRequest)
+
+    async def message(self, request: HTTPRequest) -> Response:
+        """Answer a conversation of Anthropic's API."""
+        return await self._complete(request, MessagesRequest)
 
     async def stream(self, request: HTTPRequest) -> Response:
         """Answer a conversation with every event of the orchestrator."""
@@ -189,7 +201,7 @@ class Gateway:
             telemetry.note(id=response.headers["x-request-id"], n=n)
             return _noted(response, ignored)
         except SpecrejError as error:
-            return response_of(for_caller(error, "a request"), call.name_of)
+            return response_of(for_caller(error, "a request"), call.name_of, http.url.path)
 
     async def _events(
         self, http: HTTPRequest, calls: Sequence[Call], token: str, **shown: Any
@@ -220,9 +232,12 @@ class Gateway:
             Unauthenticated: there is none, and there must be one; or it is too long.
             SpecrejError: the orchestrator does not answer.
         """
-        if len(http.headers.getlist("authorization")) > 1:
-            raise Unauthenticated("two Authorization headers: send one")
-        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        given = http.headers.getlist("authorization")
+        if http.url.path == MESSAGES:  # Anthropic's clients have a header of their own
+            given += [f"Bearer {key}" for key in http.headers.getlist("x-api-key")]
+        if len(given) > 1:
+            raise Unauthenticated("two Authorization headers or keys: send one")
+        scheme, _, token = "".join(given).partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
         if len(token) > _MAX_TOKEN_CHARACTERS:
             raise Unauthenticated(f"the token has more than {_MAX_TOKEN_CHARACTERS} characters")
@@ -370,4 +385,4 @@ class Endpoint:
         except Disconnected:
             raise
         except Exception as error:
-            return response_of(for_caller(error, self._route))
+            return response_of(for_caller(error, self._route), route=self._route)

@@ -39,6 +39,17 @@ _ANSWERS: dict[type[errors.SpecrejError], tuple[int, str, str]] = {
     errors.Unavailable: (503, "service_unavailable_error", "unavailable"),
     errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
 }
+# Anthropic's types.
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+MESSAGES = "/v1/messages"  # the route with Anthropic's bodies
 _BUG = (500, "server_error", "internal_error")
 
 
@@ -70,9 +81,19 @@ def body_of(
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def response_of(error: errors.SpecrejError, name_of: Callable[[str], str] = str) -> JSONResponse:
-    """The response to a request that failed before its answer began."""
+def anthropic_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Anthropic's body for OpenAI's."""
+    kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+def response_of(
+    error: errors.SpecrejError, name_of: Callable[[str], str] = str, route: str = ""
+) -> JSONResponse:
+    """The response to a request of `route` that failed before its answer began."""
     status, body = body_of(error, name_of)
+    if route == MESSAGES:
+        body = anthropic_body(status, body)
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))

@@ -33,6 +33,18 @@ def of_url(url: Any) -> Image:
     return of_base64(media_type, data)
 
 
+def of_source(source: Any) -> Image:
+    """The image in an Anthropic block's `source`.
+
+    Raises:
+        ValueError: as `of_base64`, and for URLs and files.
+    """
+    match source:
+        case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+            return of_base64(media_type, data)
+    raise ValueError("must be of type base64, with media_type and data: nothing is fetched")
+
+
 def of_base64(media_type: str, data: str) -> Image:
     """An image of that type.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -91,8 +91,17 @@ Rule = Maps | Ignored | Refused
 _TOOLS = "is not supported: raw text has no tools"
 _FUNCTIONS = "is not supported: use tools"
 _AUDIO = "is not supported: there is only text"
-_HOSTING = "a feature of OpenAI's hosting"
-_OF_ANSWERS = "part of an answer"
+NO_SETTING = "no setting of the models here"
+SHARED = "equal beginnings are shared without it"
+HOSTING = "a feature of hosting"
+OF_OPENAI = {
+    **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention"), HOSTING),
+    **dict.fromkeys(("safety_identifier", "service_tier"), HOSTING),
+    **dict.fromkeys(("metadata", "store"), "answers are not stored"),
+    "prompt_cache_key": SHARED,
+    "user": "the token identifies the tenant",
+}
+OF_ANSWERS = "part of an answer"
 _OUTPUT = Maps("sampling.structured_output")
 
 # Options that only a field of OpenAI's sets. `specrej` has all others.
@@ -105,10 +114,11 @@ _FORMS: Mapping[type, str] = {str: "(text)", dict: "(by name)"}
 _OTHER, _KEY = "(other)", "[key]"
 
 
-def rules_of(model: type[BaseModel]) -> dict[str, Rule]:
+def rules_of(model: type[Checked]) -> dict[str, Rule]:
     """The rule of each field that has one."""
     rules = {name: _rule_of(info) for name, info in model.model_fields.items()}
-    return {name: rule for name, rule in rules.items() if rule}
+    ignored = {name: Ignored(why) for name, why in model.ignores.items()}
+    return ignored | {name: rule for name, rule in rules.items() if rule}
 
 
 def _rule_of(field: FieldInfo) -> Rule | None:
@@ -117,8 +127,9 @@ def _rule_of(field: FieldInfo) -> Rule | None:
 
 def _note(info: ValidationInfo, names: Iterable[str], *, is_unknown: bool) -> None:
     """Note fields without effect; the context is `ignored` of `parsed`."""
-    if info.context is not None:
-        info.context.update(dict.fromkeys(names, is_unknown))
+    ignored = {} if info.context is None else info.context
+    for name in names:
+        ignored[name] = is_unknown or ignored.get(name, False)
 
 
 class Checked(BaseModel):
@@ -129,9 +140,14 @@ class Checked(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    ignores: ClassVar[Mapping[str, str]] = {}  # fields of the API without effect, and why
+
     @model_validator(mode="after")
-    def _note_unknown(self, info: ValidationInfo) -> Self:
-        _note(info, self.model_extra or (), is_unknown=True)
+    def _note_extra(self, info: ValidationInfo) -> Self:
+        extra = self.model_extra or {}
+        _note(info, extra.keys() - self.ignores, is_unknown=True)
+        known = (name for name in self.ignores if extra.get(name) is not None)
+        _note(info, known, is_unknown=False)
         return self
 
     @field_validator("*")
@@ -141,8 +157,6 @@ class Checked(BaseModel):
         rule = _rule_of(cls.model_fields[name])
         if isinstance(rule, Refused) and value is not None and value not in rule.harmless:
             raise ValueError(rule.why)
-        if isinstance(rule, Ignored) and value is not None:
-            _note(info, (name,), is_unknown=False)
         path = rule.path if isinstance(rule, Maps) else name
         option = declared_options().get(path.rpartition(".")[2])
         accepted = option and option.accepted
@@ -151,9 +165,22 @@ class Checked(BaseModel):
         return value
 
 
+def needs(by: str, **fields: Sequence[str]) -> Any:
+    """A validator: the fields that a value of each kind must have; `by` names its kind."""
+
+    def check(value: Any) -> Any:
+        for name in fields.get(getattr(value, by), ()):
+            if name not in value.model_fields_set:
+                raise ValueError(f"must have {name}")
+        return value
+
+    return model_validator(mode="after")(check)
+
+
 class StreamOptions(Checked):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, Ignored("chunks are not padded")] = None
+
+    ignores: ClassVar = {"include_obfuscation": "chunks are not padded"}
 
 
 def _by_form(name: str, forms: Mapping[str, Any]) -> Any:
@@ -283,8 +310,6 @@ class Request(Checked):
     stream: Annotated[bool | None, Maps("stream")] = None
     specrej: Annotated[Extension | None, Maps("specrej")] = None
 
-    shows_rounds: ClassVar[bool] = False  # in its streams, if a preset does
-
     @property
     def num_prompts(self) -> int:
         """Prompts to answer, each by a call of its own."""
@@ -294,6 +319,15 @@ class Request(Checked):
     def extension(self) -> Any:
         """`specrej`, or an empty one."""
         return self.specrej or Extension()
+
+    def options(self) -> list[tuple[str, str, Any]]:
+        """The fields that set paths of the orchestrator: name, path, value."""
+        rules = rules_of(type(self)).items()
+        return [(f, r.path, getattr(self, f)) for f, r in rules if isinstance(r, Maps)]
+
+    def turns(self) -> list[tuple[str, Message]]:
+        """The conversation; of each turn also the caller's field."""
+        return []
 
     def prompt_of(self, index: int) -> Prompt:
         """Prompt `index`.
@@ -305,7 +339,8 @@ class Request(Checked):
 
     def paths(self) -> dict[str, str]:
         """The caller's fields for paths of the orchestrator that no rule names."""
-        return {}
+        turns = {f"prompt.messages[{n}]": field for n, (field, _) in enumerate(self.turns())}
+        return {**turns, "prompt.tool_name": "tool_choice"}
 
     def answer(self, call: Call) -> Answer:
         """What makes the reply."""
@@ -348,24 +383,20 @@ class CompletionFields(Request):
     tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
     web_search_options: Annotated[Any, Refused("is not supported: there is no search")] = None
 
-    chat_template_kwargs: Annotated[Any, Ignored("raw text has no template")] = None
-    metadata: Annotated[Any, Ignored("it labels stored conversations")] = None
-    parallel_tool_calls: Annotated[Any, Ignored("raw text has no tools")] = None
-    prediction: Annotated[Any, Ignored("it changes the speed only")] = None
-    prompt_cache_key: Annotated[Any, Ignored("equal beginnings are shared without it")] = None
-    prompt_cache_options: Annotated[Any, Ignored(_HOSTING)] = None
-    prompt_cache_retention: Annotated[Any, Ignored(_HOSTING)] = None
-    reasoning_effort: Annotated[Any, Ignored("no setting of the models here")] = None
-    safety_identifier: Annotated[Any, Ignored(_HOSTING)] = None
-    service_tier: Annotated[Any, Ignored(_HOSTING)] = None
-    store: Annotated[Any, Ignored("conversations are not stored")] = None
-    user: Annotated[Any, Ignored("the token identifies the tenant")] = None
-    verbosity: Annotated[Any, Ignored("no setting of the models here")] = None
+    ignores: ClassVar = {
+        **OF_OPENAI,
+        "chat_template_kwargs": "raw text has no template",
+        "parallel_tool_calls": "raw text has no tools",
+        "prediction": "it changes the speed only",
+        "reasoning_effort": NO_SETTING,
+        "verbosity": NO_SETTING,
+    }
 
     def paths(self) -> dict[str, str]:
         """As of the base class, with those of biases."""
         items = enumerate(self.logit_bias or ())
-        return {f"sampling.logit_bias[{n}]": f"logit_bias.{token_id}" for n, token_id in items}
+        biases = {f"sampling.logit_bias[{n}]": f"logit_bias.{token_id}" for n, token_id in items}
+        return super().paths() | biases
 
     def answer(self, call: Call) -> Answer:
         """What makes the reply."""
@@ -381,30 +412,51 @@ class CompletionFields(Request):
         )
 
 
-# Of parts of a text or image; others are ignored.
-PART_FIELDS = {"type", "text", "image_url", "prompt_cache_breakpoint"}
+# Of texts and images; others are ignored. Citations and log-probabilities are those of answers.
+PART_FIELDS = {
+    *("type", "text", "image_url", "source", "detail", "prompt_cache_breakpoint", "cache_control"),
+    *("citations", "annotations", "logprobs"),
+}
 
 
-def _joined(value: object, info: ValidationInfo) -> object:
-    """The text of a message: a string, or the parts of one. With images, all parts."""
-    if not isinstance(value, list):
-        return "" if value is None else value
+def _parts(value: object, info: ValidationInfo) -> object:
+    """The parts of a message's content, a text or a list, in the forms of all APIs."""
+    if isinstance(value, str):
+        return (TextPart(value),)
     parts: list[TextPart | Image] = []
-    for part in value:
+    given: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    for part in given:
         match part:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
                 parts.append(TextPart(text))
-            case {"type": "image_url", "image_url": url}:
+            case {"type": "image_url" | "input_image", "image_url": url}:
                 parts.append(images.of_url(url))
+            case {"type": "image", "source": source}:
+                parts.append(images.of_source(source))
             case _:
-                raise ValueError("must be a text, or parts of type text and image_url")
-    _note(info, {name for part in value for name in part} - PART_FIELDS, is_unknown=True)
+                raise ValueError("must be a text, or parts that are texts and images as data")
+    _note(info, {name for part in given for name in part} - PART_FIELDS, is_unknown=True)
+    return tuple(parts)
+
+
+Content = Annotated[tuple[Any, ...], BeforeValidator(_parts)]
+
+
+def message_of(
+    role: str,
+    parts: Sequence[TextPart | Image],
+    calls: Iterable[ToolCall] = (),
+    call_id: str = "",
+) -> Message:
+    """A turn. Texts are joined; with images, the parts stay."""
     if any(isinstance(part, Image) for part in parts):
-        return tuple(parts)
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
+        return Message(role, "", tuple(calls), call_id, tuple(parts))
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
+    return Message(role, text, tuple(calls), call_id)
 
 
-def _role(value: object) -> object:
+def role_of(value: object) -> object:
+    """The role; developer is system."""
     if value == "function":
         raise ValueError(f"function {_FUNCTIONS}, and the role tool")
     return "system" if value == "developer" else value
@@ -414,7 +466,7 @@ class CalledFunction(Checked):
     name: str
     arguments: Annotated[str, BeforeValidator(lambda value: value or "{}")]
 
-    parsed_arguments: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+    ignores: ClassVar = {"parsed_arguments": OF_ANSWERS}
 
 
 class ChatCall(Checked):
@@ -424,35 +476,31 @@ class ChatCall(Checked):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    index: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+    ignores: ClassVar = {"index": OF_ANSWERS}
 
 
 class ChatMessage(Checked):
-    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
-    content: Annotated[str | tuple[Any, ...], BeforeValidator(_joined)] = ""
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(role_of)]
+    content: Content = ()
     tool_calls: list[ChatCall] | None = None
     tool_call_id: str | None = None
 
     function_call: Annotated[Any, Refused(_FUNCTIONS)] = None
     audio: Annotated[Any, Refused(_AUDIO)] = None
 
-    name: Annotated[Any, Ignored("chat templates have no names")] = None
-    refusal: Annotated[Any, Ignored(_OF_ANSWERS)] = None
-    parsed: Annotated[Any, Ignored(_OF_ANSWERS)] = None
-    annotations: Annotated[Any, Ignored(_OF_ANSWERS)] = None
-    reasoning_content: Annotated[Any, Ignored(_OF_ANSWERS)] = None
+    ignores: ClassVar = {
+        "name": "chat templates have no names",
+        **dict.fromkeys(("refusal", "parsed", "annotations", "reasoning_content"), OF_ANSWERS),
+    }
 
     @property
     def turn(self) -> Message:
         """The turn of the conversation."""
-        calls = tuple(
+        calls = (
             ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls or ()
         )
-        made = Message(self.role, "", calls, self.tool_call_id or "")
-        if isinstance(self.content, str):
-            return replace(made, content=self.content)
-        return replace(made, parts=self.content)
+        return message_of(self.role, self.content, calls, self.tool_call_id or "")
 
 
 class Function(Checked):
@@ -461,7 +509,8 @@ class Function(Checked):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Any, Ignored("all arguments conform")] = None
+
+    ignores: ClassVar = {"strict": "all arguments conform"}
 
     @property
     def tool(self) -> Tool:
@@ -515,22 +564,6 @@ def with_tools(
     )
 
 
-def _of_template(values: dict[str, Any] | None, info: ValidationInfo) -> bool | None:
-    """Whether the model reasons; other variables of templates have no effect."""
-    flags = {"enable_thinking", "thinking"} & (values := values or {}).keys()
-    _note(
-        info,
-        (f"{info.field_name}.{name}" for name in values if name not in flags),
-        is_unknown=True,
-    )
-    match {values[name] for name in flags if values[name] is not None}:
-        case found if not found:
-            return None
-        case found if found in ({True}, {False}):
-            return bool(*found)
-    raise ValueError("must have enable_thinking: true or false")
-
-
 def effort_of(value: str | None, info: ValidationInfo) -> bool | None:
     """False if the model does not reason; models here have no other efforts."""
     if value not in (None, "none"):
@@ -541,7 +574,7 @@ def effort_of(value: str | None, info: ValidationInfo) -> bool | None:
 class SchemaFormat(Checked):
     """A JSON schema with its name; answers always conform, also where `strict` is false."""
 
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
@@ -564,21 +597,50 @@ class ResponseFormat(Checked):
         return JsonObject() if self.type == "json_object" else None
 
 
+def _nested(value: object) -> object:
+    """The format of the newer APIs as that of chats."""
+    match value:
+        case {"type": "json_schema", **schema}:
+            return {"type": "json_schema", "json_schema": schema}
+    return value
+
+
+class OutputConfig(Checked):
+    format: Annotated[ResponseFormat | None, BeforeValidator(_nested)] = None
+
+    ignores: ClassVar = dict.fromkeys(("effort", "verbosity"), NO_SETTING)
+
+    @property
+    def output(self) -> StructuredOutput | None:
+        return self.format.output if self.format else None
+
+
+_output = AfterValidator(lambda given: given and given.output)
+Output = Annotated[OutputConfig | None, _OUTPUT, _output]
+
+
+class TemplateVariables(Checked):
+    """Of chat templates that know whether the model reasons; others have no effect."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+    @property
+    def flag(self) -> bool | None:
+        return self.thinking if self.enable_thinking is None else self.enable_thinking
+
+
 class ChatRequest(CompletionFields):
     """A conversation."""
 
-    response_format: Annotated[
-        ResponseFormat | None, _OUTPUT, AfterValidator(lambda given: given and given.output)
-    ] = None
+    response_format: Annotated[ResponseFormat | None, _OUTPUT, _output] = None
     messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
     tools: Annotated[list[ChatTool] | None, Maps("prompt.tools")] = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Maps("prompt.parallel_tool_calls")] = None
     max_completion_tokens: _MaxTokens = None
     max_thinking_tokens: Annotated[int | None, Maps("sampling.max_thinking_tokens")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Maps("prompt.thinking"), AfterValidator(_of_template)
-    ] = None
+    chat_template_kwargs: Annotated[TemplateVariables | None, Maps("prompt.thinking")] = None
     reasoning_effort: Annotated[str | None, Maps("prompt.thinking"), AfterValidator(effort_of)] = (
         None
     )
@@ -587,7 +649,9 @@ class ChatRequest(CompletionFields):
     logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
-    shows_rounds = True
+    def turns(self) -> list[tuple[str, Message]]:
+        """The conversation."""
+        return [(f"messages[{n}]", message.turn) for n, message in enumerate(self.messages)]
 
     def prompt_of(self, index: int) -> Prompt:
         """The conversation."""
@@ -595,15 +659,12 @@ class ChatRequest(CompletionFields):
         if self.add_generation_prompt is False and not continues:
             text = "false needs continue_final_message: true"
             raise InvalidRequest([Violation("add_generation_prompt", text)])
-        flags: set[Any] = {self.chat_template_kwargs, self.reasoning_effort} - {None}
-        if len(flags) > 1:
-            text = "none contradicts chat_template_kwargs"
-            raise InvalidRequest([Violation("reasoning_effort", text)])
+        flag = self.chat_template_kwargs.flag if self.chat_template_kwargs else None
         prompt = Prompt(
-            messages=tuple(message.turn for message in self.messages),
+            messages=tuple(turn for _, turn in self.turns()),
             allow_special_tokens=bool(self.extension.allow_special_tokens),
             continue_final=continues,
-            thinking=flags.pop() if flags else None,
+            thinking=flag if self.reasoning_effort is None else False,
         )
         tools = [tool.function.tool for tool in self.tools or ()]
         return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
@@ -611,12 +672,8 @@ class ChatRequest(CompletionFields):
     def paths(self) -> dict[str, str]:
         """As of the base class, with those of tools."""
         tools = range(len(self.tools or ()))
-        return {
-            **super().paths(),
-            **{f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools},
-            "prompt.tool_name": "tool_choice",
-            "prompt": "messages",
-        }
+        named = {f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools}
+        return {**super().paths(), **named, "prompt": "messages"}
 
 
 _PROMPTS = Field(min_length=1, max_length=16)
@@ -733,7 +790,6 @@ def call_of(
     """
     paths = {name: option.path for name, option in declared_options().items()}
     by_path = {path: name for name, path in paths.items()}
-    mapped = [(f, r.path) for f, r in rules_of(type(request)).items() if isinstance(r, Maps)]
     options: dict[str, Any] = {}
     sources = request.paths()
     model, _, preset = request.model.rpartition(":")
@@ -741,7 +797,7 @@ def call_of(
     chosen = presets[preset] if has_preset else Preset()
     fields = [
         *((f"model: {preset}.{name}", paths.get(name), value) for name, value in chosen),
-        *((name, path, getattr(request, name)) for name, path in mapped),
+        *request.options(),
         *((f"specrej.{name}", paths.get(name), value) for name, value in request.extension),
     ]
     for field, path, value in fields:
@@ -772,8 +828,10 @@ def call_of(
     if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
         raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
     _fill_in(options)
-    shown = request.extension.events or (request.shows_rounds and chosen.events)
+    shown = request.extension.events or (isinstance(request, ChatRequest) and chosen.events)
     events = "" if shown == "none" else shown or ""
+    if events and not isinstance(request, CompletionFields):
+        raise InvalidRequest([Violation("specrej.events", "is for streams of completions")])
     call = Call(request.prompt_of(index), options, request.extension.timeout_s, sources, events)
     if 0 < call.options.get("n", 0) < call.num_choices:
         text = f"must be at least n, the number of choices ({call.num_choices})"

@@ -233,6 +233,8 @@ def _named_part(event: Event) -> bytes:
 
 
 def _part(value: Any, name: str = "") -> bytes:
+    """An event; those that have a type are named by it."""
+    name = name or value.get("type", "")
     # In ASCII: some clients take U+2028 and U+0085 for ends of lines.
     data = json.dumps(value, separators=(",", ":"))
     return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()

@@ -175,4 +175,4 @@ async def test_reasoning_is_chosen_and_bounded(
     assert orchestrator.requests[-1].sampling.max_thinking_tokens == bound
     ignored = reply.headers.get("x-specrej-ignored", "")
     assert ("reasoning_effort" in ignored) == (fields.get("reasoning_effort") == "high")
-    assert ("chat_template_kwargs.x" in ignored) == ("'x'" in str(fields))
+    assert ("x" in ignored.split(", ")) == ("'x'" in str(fields))

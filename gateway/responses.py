@@ -1,0 +1,275 @@
+"""OpenAI's /v1/responses: requests as chats, answers as items. No response is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from gateway.answers import JSON, Answer, Block, BlockAnswer
+from gateway.requests import (
+    HOSTING,
+    NO_SETTING,
+    OF_OPENAI,
+    Call,
+    Checked,
+    Content,
+    Function,
+    Maps,
+    Output,
+    Refused,
+    Request,
+    StreamOptions,
+    ToolChoice,
+    effort_of,
+    message_of,
+    needs,
+    role_of,
+    with_tools,
+)
+from specrej.contracts import FinishReason, Message, Prompt, RankedCandidate, ToolCall
+
+_STATE = "is not supported: responses are not stored, so send all items"
+_BUILT_IN = "there are no built-in tools"
+
+
+def _items(value: object) -> object:
+    """A text is the user's; reasoning has no effect."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
+    pairs = zip(value, kinds, strict=True)
+    return [{"type": kind} if kind == "reasoning" else item for item, kind in pairs]
+
+
+class Item(Checked):
+    """A message, a call, or the result of one."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(role_of)] = "user"
+    content: Content = ()
+    call_id: str = ""
+    name: str = ""
+    arguments: Annotated[str, BeforeValidator(lambda value: value or "{}")] = "{}"
+    output: Content = ()
+
+    ignores: ClassVar = {
+        **dict.fromkeys(("id", "status", "phase"), "items are known by their order"),
+        **dict.fromkeys(("caller", "namespace", "async"), _BUILT_IN),
+    }
+
+    _complete = needs(
+        "type",
+        message=("role", "content"),
+        function_call=("call_id", "name"),
+        function_call_output=("call_id", "output"),
+    )
+
+
+class ResponseTool(Function):
+    type: Literal["function"]
+
+    ignores: ClassVar = {
+        **Function.ignores,
+        **dict.fromkeys(("allowed_callers", "async", "defer_loading", "output_schema"), _BUILT_IN),
+    }
+
+
+class Reasoning(Checked):
+    effort: Annotated[Any, Maps("prompt.thinking"), AfterValidator(effort_of)] = None
+
+    ignores: ClassVar = {
+        **dict.fromkeys(("context", "mode"), NO_SETTING),
+        **dict.fromkeys(("generate_summary", "summary"), "reasoning is returned whole"),
+    }
+
+
+class ResponsesRequest(Request):
+    """The fields of /v1/responses."""
+
+    input: Annotated[
+        list[Item], Maps("prompt.messages"), Field(min_length=1), BeforeValidator(_items)
+    ]
+    instructions: Annotated[str | None, Maps("prompt.messages")] = None
+    max_output_tokens: Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1)] = None
+    text: Output = None
+    tools: Annotated[list[ResponseTool] | None, Maps("prompt.tools")] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, Maps("prompt.parallel_tool_calls")] = None
+    reasoning: Annotated[Reasoning | None, Maps("prompt.thinking")] = None
+    stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
+
+    background: Annotated[Any, Refused(_STATE, (False,))] = None
+    context_management: Annotated[Any, Refused("is not supported: items are not cut")] = None
+    conversation: Annotated[Any, Refused(_STATE)] = None
+    image: Annotated[Any, Refused("is not supported: no images are made")] = None
+    moderation: Annotated[Any, Refused("is not supported: answers are not moderated")] = None
+    previous_response_id: Annotated[Any, Refused(_STATE)] = None
+    prompt: Annotated[Any, Refused("is not supported: there are no stored templates")] = None
+    top_logprobs: Annotated[Any, Refused("is not supported here: use chats", (0,))] = None
+    truncation: Annotated[Any, Refused("is not supported: items are not cut", ("disabled",))] = None
+
+    ignores: ClassVar = {
+        **OF_OPENAI,
+        **dict.fromkeys(("access_programs", "background_options"), HOSTING),
+        "include": "answers have all that there is",
+        "max_tool_calls": _BUILT_IN,
+    }
+
+    def turns(self) -> list[tuple[str, Message]]:
+        """The conversation; calls belong to the assistant's turn before them."""
+        instructions = Message("system", self.instructions or "")
+        turns = [("instructions", instructions)] if self.instructions else []
+        for number, item in enumerate(self.input):
+            field = f"input[{number}]"
+            match item.type:
+                case "message":
+                    turns.append((field, message_of(item.role, item.content)))
+                case "function_call_output":
+                    turns.append((field, message_of("tool", item.output, call_id=item.call_id)))
+                case "function_call":
+                    call = ToolCall(item.call_id, item.name, item.arguments)
+                    if not turns or turns[-1][1].role != "assistant":
+                        turns.append((field, Message("assistant")))
+                    field, last = turns.pop()
+                    turns.append((field, replace(last, tool_calls=(*last.tool_calls, call))))
+        return turns
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The conversation."""
+        turns = tuple(turn for _, turn in self.turns())
+        prompt = Prompt(turns, thinking=self.reasoning.effort if self.reasoning else None)
+        tools = [tool.tool for tool in self.tools or ()]
+        return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
+
+    def paths(self) -> dict[str, str]:
+        """As of the base class."""
+        schema = "sampling.structured_output.json_schema"
+        return {**super().paths(), schema: "text.format", "prompt": "input"}
+
+    def answer(self, call: Call) -> Answer:
+        """What makes the reply."""
+        return ResponsesAnswer(self, call)
+
+
+class ResponsesAnswer(BlockAnswer):
+    """A response, or its events."""
+
+    def __init__(self, request: ResponsesRequest, call: Call) -> None:
+        super().__init__(request.model, stop_at=call.options.get("stop_at"))
+        tools = [tool.model_dump(by_alias=True, exclude_none=True) for tool in request.tools or ()]
+        self._echo = {
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "parallel_tool_calls": call.prompt.parallel_tool_calls,
+            "temperature": request.temperature,
+            "tool_choice": call.prompt.tool_choice,
+            "tools": tools,
+            "top_p": request.top_p,
+        }
+        self._num_events = 0
+
+    def opening(self) -> Iterator[JSON]:
+        """The response without output."""
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+
+    def failure(self, status: int, body: JSON) -> JSON:
+        """As of the base class."""
+        return self._event("error", **body, **body["error"] | {"type": "error"})
+
+    def _begun(self, index: int, block: Block) -> Iterator[JSON]:
+        item = self._item(index, block, "in_progress")
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        if block.kind != "call":
+            yield self._part_event("content_part.added", index, block, part=_part(block))
+
+    def _grown(self, index: int, block: Block, text: str) -> Iterator[JSON]:
+        yield self._part_event(f"{_NAMES[block.kind]}.delta", index, block, delta=text)
+
+    def _ended(self, index: int, block: Block) -> Iterator[JSON]:
+        field = {"arguments": block.text, "name": block.name}
+        whole = field if block.kind == "call" else {"text": block.text}
+        yield self._part_event(f"{_NAMES[block.kind]}.done", index, block, **whole)
+        if block.kind != "call":
+            yield self._part_event("content_part.done", index, block, part=_part(block))
+        item = self._item(index, block, "completed")
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _closed(self, candidate: RankedCandidate) -> Iterator[JSON]:
+        response = self._whole(candidate)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _whole(self, candidate: RankedCandidate) -> JSON:
+        is_whole = candidate.finish is FinishReason.STOP
+        output = [self._item(n, block, "completed") for n, block in enumerate(self._blocks)]
+        prompt, completion = self._num_tokens()
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + completion,
+        }
+        details = None if is_whole else {"reason": "max_output_tokens"}
+        response = self._response("completed" if is_whole else "incomplete")
+        changes = {"output": output, "usage": usage, "incomplete_details": details}
+        return {**response, **changes, **self._about()}
+
+    def _response(self, status: str) -> JSON:
+        return {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._model,
+            "output": [],
+            "previous_response_id": None,
+            "store": False,
+            **self._echo,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> JSON:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _part_event(self, kind: str, index: int, block: Block, **fields: Any) -> JSON:
+        place: JSON = {"item_id": self._id(index, block), "output_index": index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        if block.kind == "text" and "part" not in fields:
+            place["logprobs"] = []
+        return self._event(f"response.{kind}", **place, **fields)
+
+    def _id(self, index: int, block: Block) -> str:
+        return f"{_IDS[block.kind]}_{self.request_id}_{index}"
+
+    def _item(self, index: int, block: Block, status: str) -> JSON:
+        item: JSON = {"id": self._id(index, block), "status": status}
+        content = [] if status == "in_progress" else [_part(block)]
+        match block.kind:
+            case "text":
+                return {**item, "type": "message", "role": "assistant", "content": content}
+            case "reasoning":
+                return {**item, "type": "reasoning", "summary": [], "content": content}
+            case "call":
+                call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+                return {**item, "type": "function_call", **call}
+
+
+_NAMES = {
+    "reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"
+}  # fmt: skip
+_IDS = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+def _part(block: Block) -> JSON:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

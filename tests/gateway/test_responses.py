@@ -1,0 +1,253 @@
+"""/v1/responses with the official client and scripted answers, and the table of its fields."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args, get_type_hints
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types import responses as types
+from openai.types import shared_params
+from openai.types.responses import response_create_params, response_format_text_config_param
+
+from gateway.requests import (
+    PART_FIELDS,
+    Ignored,
+    OutputConfig,
+    Refused,
+    SchemaFormat,
+    StreamOptions,
+    call_of,
+    parsed,
+    rules_of,
+)
+from gateway.requests import ResponseFormat as ChatFormat
+from gateway.responses import Item, Reasoning, ResponsesRequest, ResponseTool
+from specrej import contracts as c
+from specrej.contracts.errors import InvalidRequest, Unavailable
+from tests.gateway.scripted import (
+    ALL,
+    CALLS,
+    ONLY_CALLS,
+    ONLY_TEXT,
+    SCHEMA,
+    documented,
+    kinds_of,
+    known,
+    script,
+)
+from tests.gateway.test_tools import Weather, client, prompt_of
+from tests.specrej.fakes import FakeOrchestrator
+
+__all__ = ["client"]  # a fixture
+
+TOOL: Any = {
+    "type": "function", "name": "weather", "description": "Of a city.", "parameters": SCHEMA,
+    "strict": True,
+}  # fmt: skip
+FIELDS: dict[str, Any] = {"model": "toy", "input": "How is the weather?", "tools": [TOOL]}
+TABLE = rules_of(ResponsesRequest)
+
+
+def call(**fields: Any) -> Any:
+    body = {"model": "m", "input": "x", **fields}
+    return call_of(parsed(ResponsesRequest, json.dumps(body).encode()), {})
+
+
+def shown(response: Any) -> list[Any]:
+    """The kinds and contents of the items of an answer."""
+    items: list[Any] = []
+    for item in response.output:
+        if item.type == "function_call":
+            items.append((item.call_id, item.name, item.arguments))
+        else:
+            items.append((item.type, "".join(part.text for part in item.content)))
+    return items
+
+
+def expected(parts: c.AnswerParts) -> list[Any]:
+    texts = [("reasoning", parts.reasoning), ("message", parts.content)]
+    calls = [(call.id, call.name, call.arguments) for call in parts.tool_calls]
+    return [*(item for item in texts if item[1]), *calls]
+
+
+@pytest.mark.parametrize("parts", [ALL, ONLY_CALLS, ONLY_TEXT, c.AnswerParts()])
+async def test_items_are_returned(
+    client: AsyncOpenAI, orchestrator: FakeOrchestrator, parts: c.AnswerParts
+) -> None:
+    script(orchestrator, parts)
+    response = await client.responses.create(**FIELDS)
+    assert (response.status, response.output_text) == ("completed", parts.content)
+    assert shown(response) == expected(parts)
+    assert response.usage and response.usage.total_tokens == 12
+    assert response.id == "resp_r1"
+    script(orchestrator, parts, finish=c.FinishReason.LENGTH)
+    response = await client.responses.create(**FIELDS)
+    assert response.status == "incomplete" and response.incomplete_details
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("parts", [ALL, ONLY_CALLS, ONLY_TEXT, c.AnswerParts()])
+@pytest.mark.parametrize("num_sent", [0, 3, 7, 13, 1000])
+async def test_events_have_the_whole_response(
+    client: AsyncOpenAI, orchestrator: FakeOrchestrator, parts: c.AnswerParts, num_sent: int
+) -> None:
+    """Guards the order of events, on which the client's own accumulation depends."""
+    script(orchestrator, parts, num_sent)
+    deltas, numbers = "", []
+    async with client.responses.stream(**FIELDS) as stream:
+        async for event in stream:
+            numbers.append(event.sequence_number)
+            if event.type == "response.function_call_arguments.delta":
+                deltas += event.delta
+            elif event.type == "response.output_text.done":
+                assert event.text == parts.content
+        final = await stream.get_final_response()
+    assert numbers == [*range(len(numbers))]
+    assert deltas == "".join(call.arguments for call in parts.tool_calls)
+    whole = await client.responses.create(**FIELDS)
+    assert shown(final) == shown(whole) == expected(parts)
+    assert [item.id for item in final.output] == [item.id for item in whole.output]
+    assert final.usage == whole.usage
+
+
+async def test_an_object_is_parsed(client: AsyncOpenAI, orchestrator: FakeOrchestrator) -> None:
+    script(orchestrator, c.AnswerParts('{"city":"Oslo"}'))
+    answer = await client.responses.parse(model="toy", input="x", text_format=Weather)
+    assert answer.output_parsed == Weather(city="Oslo")
+    schema = orchestrator.requests[-1].sampling.structured_output.json_schema.schema
+    assert json.loads(schema)["required"] == ["city"]
+
+
+async def test_answers_become_turns(client: AsyncOpenAI, orchestrator: FakeOrchestrator) -> None:
+    """A tool of pydantic, and its answer with all items as the next request's input."""
+    script(orchestrator, ALL)
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    response = await client.responses.parse(**FIELDS | {"tools": [tool]})
+    made = [item.parsed_arguments for item in response.output if item.type == "function_call"]
+    assert made == [Weather(city="Oslo"), Weather(city="Rome")]
+    given: list[Any] = [{"role": "user", "content": "How is the weather?"}, *response.output]
+    given += [
+        {"type": "function_call_output", "call_id": call.id, "output": "wet"} for call in CALLS
+    ]
+    await client.responses.create(**FIELDS | {"input": given}, instructions="Be brief.")
+    assert prompt_of(orchestrator).messages == (
+        c.Message("system", "Be brief."),
+        c.Message("user", "How is the weather?"),
+        c.Message("assistant", "Let me see.", CALLS),
+        *(c.Message("tool", "wet", tool_call_id=call.id) for call in CALLS),
+    )
+
+
+async def test_a_failure_in_mid_stream_is_an_exception(
+    client: AsyncOpenAI, orchestrator: FakeOrchestrator
+) -> None:
+    script(orchestrator, ONLY_TEXT)
+    orchestrator.events, orchestrator.after_events = (
+        orchestrator.events[:2],
+        Unavailable("away", retry_after_s=0.01),
+    )
+    with pytest.raises(openai.APIError) as failed:
+        async for _ in await client.responses.create(**FIELDS, stream=True):
+            pass
+    assert failed.value.code == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "names"),
+    [
+        (
+            [
+                response_create_params.ResponseCreateParamsNonStreaming,
+                response_create_params.ResponseCreateParamsStreaming,
+            ],
+            known(ResponsesRequest),
+        ),
+        (
+            [
+                types.EasyInputMessageParam,
+                types.response_input_item_param.Message,
+                types.ResponseOutputMessageParam,
+                types.ResponseFunctionToolCallParam,
+                types.response_input_item_param.FunctionCallOutput,
+            ],
+            known(Item),
+        ),
+        ([types.ResponseInputTextParam], PART_FIELDS),
+        ([types.FunctionToolParam], known(ResponseTool)),
+        ([shared_params.Reasoning], known(Reasoning)),
+        ([types.ResponseTextConfigParam], known(OutputConfig)),
+        (
+            get_args(response_format_text_config_param.ResponseFormatTextConfigParam),
+            known(ChatFormat) | known(SchemaFormat),
+        ),
+        ([response_create_params.StreamOptions], known(StreamOptions)),
+    ],
+)
+def test_every_field_of_the_official_types_has_a_rule(kinds: Any, names: set[str]) -> None:
+    for kind in kinds:
+        assert get_type_hints(kind).keys() <= names, kind
+
+
+@pytest.mark.parametrize("name", [n for n, rule in TABLE.items() if isinstance(rule, Refused)])
+def test_refused_fields_are_refused_unless_they_change_nothing(name: str) -> None:
+    rule = TABLE[name]
+    assert isinstance(rule, Refused)
+    for harmless in (None, *rule.harmless):
+        call(**{name: harmless})
+    with pytest.raises(InvalidRequest) as refused:
+        call(**{name: {"some": "thing"}})
+    assert [(v.field, v.description) for v in refused.value.violations] == [(name, rule.why)]
+
+
+def test_ignored_fields_change_nothing() -> None:
+    fields = {name: "x" for name, rule in TABLE.items() if isinstance(rule, Ignored)}
+    seed = {"specrej": {"cache": "use"}}
+    ones, others = call(**fields, **seed), call(**seed)
+    assert {**ones.options, "seed": 0} == {**others.options, "seed": 0}
+    assert ones.prompt == others.prompt
+
+
+def test_options_and_names_of_errors() -> None:
+    made = call(
+        max_output_tokens=9, temperature=0.5, top_p=0.9, reasoning={"effort": "none"},
+        text={"format": {"type": "json_schema", "name": "a", "schema": {}}}, tools=[TOOL],
+        instructions="x", tool_choice={"type": "function", "name": "weather"},
+        parallel_tool_calls=False, specrej={"n": 3},
+    )  # fmt: skip
+    del made.options["seed"], made.options["cache"]
+    assert made.options == c.Options(
+        model="m", max_tokens=9, temperature=0.5, top_p=0.9, n=3,
+        structured_output=c.JsonSchema("{}"),
+    )  # fmt: skip
+    prompt = made.prompt
+    assert (prompt.tool_choice, prompt.tool_name) == ("required", "weather")
+    assert (prompt.parallel_tool_calls, prompt.thinking) == (False, False)
+    assert made.name_of("prompt.messages[1].content") == "input[0].content"
+    assert made.name_of("prompt.messages[0].content") == "instructions.content"
+    assert made.name_of("sampling.max_tokens") == "max_output_tokens"
+    assert made.name_of("prompt.tools[0].name") == "tools[0].name"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "message", "content": "x"}]}, "input[0]"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content"),
+        ({"specrej": {"events": "rounds"}}, "specrej.events"),
+    ],
+)
+def test_what_is_not_supported_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        call(**fields)
+    assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_the_documented_table_is_the_table() -> None:
+    assert documented("/v1/responses") == kinds_of(ResponsesRequest)
