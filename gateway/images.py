@@ -64,6 +64,6 @@ def of_base64(media_type: str, data: str) -> Image:
 
 async def upright(prompt: Prompt) -> Prompt:
     """As `specrej.images.upright`, in a thread."""
-    if not any(message.images for message in prompt.messages):
+    if not prompt.images:
         return prompt
     return await asyncio.get_running_loop().run_in_executor(_DECODER, images.upright, prompt)

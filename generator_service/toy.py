@@ -39,6 +39,7 @@ from specrej.contracts import (
     SlotGauge,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
+from specrej.contracts.validation import refuse_images
 from specrej_models.slots import SlotLedger
 
 # Of different lengths, so that texts shifted by a word are noticed.
@@ -213,6 +214,7 @@ class ToyGenerator:
             self.ledger.evict(session.prompt_tokens)
 
     async def check(self, spec: SessionSpec) -> None:
+        refuse_images(spec.prompt)
         if spec.sampling.structured_output:
             refused = "is not supported: the toy has no tokenizer"
             raise InvalidRequest([Violation("sampling.structured_output", refused)])

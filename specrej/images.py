@@ -10,6 +10,7 @@ import io
 import struct
 import threading
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,9 @@ from PIL import Image as Pillow
 from PIL import ImageOps, PngImagePlugin
 
 from specrej.contracts import Image, Prompt
-from specrej.contracts.errors import InvalidRequest, Violation
-from specrej.contracts.validation import IMAGE_TYPES
+from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
+from specrej.contracts.validation import IMAGE_TYPES, check_images
 
-MAX_IMAGES = 16  # of a prompt
 # WebP's decoder holds four copies.
 MAX_PIXELS = {**dict.fromkeys(IMAGE_TYPES, 2**22), "image/webp": 2**21}
 MIN_SIDE, MAX_RATIO = 8, 100  # models' processors cannot read smaller or longer ones
@@ -39,25 +39,23 @@ def upright(prompt: Prompt) -> Prompt:
     Raises:
         InvalidRequest: there are too many, or one cannot be used.
     """
-    num_images = sum(len(message.images) for message in prompt.messages)
-    if num_images > MAX_IMAGES:
-        text = f"must have at most {MAX_IMAGES} images, has {num_images}"
-        raise InvalidRequest([Violation("prompt.messages", text)])
-    messages = list(prompt.messages)
-    for number, message in enumerate(messages):
-        parts = tuple(
-            _upright(part, f"prompt.messages[{number}].parts[{index}]")
-            if isinstance(part, Image)
-            else part
-            for index, part in enumerate(message.parts)
+    raise_if_any(check_images(prompt.images))
+    turned = iter([_upright(image, path) for path, image in prompt.images.items()])
+    messages = tuple(
+        replace(
+            message,
+            parts=tuple(
+                next(turned) if isinstance(part, Image) else part for part in message.parts
+            ),
         )
-        messages[number] = replace(message, parts=parts)
-    return replace(prompt, messages=tuple(messages)) if num_images else prompt
+        for message in prompt.messages
+    )
+    return replace(prompt, messages=messages)
 
 
 def _upright(image: Image, path: str) -> Image:
     with _DECODING:
-        decoded = decode(image, path)
+        decoded = opened(image, path)
         if decoded.getexif().get(_ORIENTATION, _UPRIGHT) == _UPRIGHT:
             return image
         kind, output = decoded.format, io.BytesIO()
@@ -66,8 +64,21 @@ def _upright(image: Image, path: str) -> Image:
         return Image(output.getvalue(), image.media_type)
 
 
-def decode(image: Image, path: str) -> Any:
-    """Pillow's image, with its pixels; `path`: in errors.
+def checked(images: Mapping[str, Image]) -> None:
+    """Decode images, one at a time, and forget them.
+
+    Raises:
+        InvalidRequest: there are too many, or one cannot be used.
+    """
+    raise_if_any(check_images(images))
+    for path, image in images.items():
+        with _DECODING:
+            opened(image, path)
+
+
+def opened(image: Image, path: str, *, decodes: bool = True) -> Any:
+    """Pillow's image, of which the header is read, and the pixels if it `decodes`; `path`: in
+    errors.
 
     Raises:
         InvalidRequest: it is damaged, of another type, too large or small, or has several frames.
@@ -81,7 +92,8 @@ def decode(image: Image, path: str) -> Any:
             decoded = Pillow.open(io.BytesIO(image.data), formats=[kind])
             problem = _problem(decoded, image)
             if not problem:
-                decoded.load()
+                if decodes:
+                    decoded.load()
                 return decoded
     except (OSError, ValueError, SyntaxError, MemoryError, struct.error, IndexError, EOFError):
         # Without the decoder's text, which may have bytes of the file.

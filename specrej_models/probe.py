@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from specrej.contracts import Message, ModelProbe
+from specrej.contracts import Image, Message, ModelProbe, TextPart
 from specrej.contracts.errors import InvalidRequest, Violation
 
 log = logging.getLogger(__name__)
@@ -307,6 +307,20 @@ class ChatTemplate:
                 f" model's vocabulary of {vocabulary}"
             )
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether it writes something for an image, between the texts that are around it."""
+        first, second = TextPart(_text(0)), TextPart(_text(1))
+        written = []
+        for parts in ((first, Image(), second), (first, second)):
+            try:
+                (text,) = self._write([[Message("user", parts=parts)]], answers=True)
+            except Exception:  # templates may do anything with what they do not know
+                return False
+            written.append(text.partition(first.text)[2].partition(second.text))
+        (image, *found), (nothing, *_) = written
+        return bool(all(found[:1]) and len(image) > len(nothing) and "{" not in image)
+
     def write(
         self,
         conversations: Sequence[Sequence[Message]],
@@ -331,11 +345,18 @@ class ChatTemplate:
     def _write(
         self, conversations: Sequence[Sequence[Message]], *, answers: bool, continues: bool = False
     ) -> list[str]:
-        def content(text: str) -> Any:
-            return [{"type": "text", "text": text}] if self._takes_parts else text
+        def content(turn: Message) -> Any:
+            if any(isinstance(part, Image) for part in turn.parts):
+                return [
+                    {"type": "text", "text": part.text}
+                    if isinstance(part, TextPart)
+                    else {"type": "image"}
+                    for part in turn.parts
+                ]
+            return [{"type": "text", "text": turn.text}] if self._takes_parts else turn.text
 
         turns = [
-            [{"role": turn.role, "content": content(turn.content)} for turn in conversation]
+            [{"role": turn.role, "content": content(turn)} for turn in conversation]
             for conversation in conversations
         ]
         written: list[str] = self._tokenizer.apply_chat_template(

@@ -16,6 +16,7 @@ PUBLIC = {
     ("vllm", "AsyncLLMEngine"),
     ("vllm", "PoolingParams"),
     ("vllm", "SamplingParams"),
+    ("vllm.inputs", "TokensPrompt"),
     ("vllm.inputs", "tokens_input"),
     ("vllm.lora.request", "LoRARequest"),
     ("vllm.platforms", "current_platform"),

@@ -322,9 +322,9 @@ async function route() {
 async function describe() {
   try {
     const description = await get('v1/specrej/describe');
-    const { model, device, form: made = 'in_place' } = description.generator;
+    const { model, device, form: made = 'in_place', takes_images: sees } = description.generator;
     const how = made === 'in_place' ? '' : `, ${made.replace('_', ' ')}`;
-    setText($('service'), `${model} on ${device}${how}`);
+    setText($('service'), `${model} on ${device}${how}${sees ? ', takes images' : ''}`);
     offer(form, description);
     arrange(form);
     set($('docs'), { href: description.docs_url || null });

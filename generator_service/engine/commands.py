@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from generator_service.admission import Demand
 from specrej.contracts import Candidate, FinishReason, RoundEnd, Sampling, SlotGauge, TokenText
@@ -60,6 +60,7 @@ class OpenCommand:
     texts: Callable[[], GrowingText] | None = None
     weight: float = 1.0  # of the tenant, whose sessions have equal salts
     first_id: int = 0
+    images: Any = None  # of the prompt, as the program that computes wants them
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from generator_service.engine.commands import (
@@ -29,6 +29,7 @@ from specrej.contracts import (
     Forks,
     Generator,
     GeneratorDescription,
+    Image,
     Prompt,
     Pruned,
     Report,
@@ -37,7 +38,7 @@ from specrej.contracts import (
     SessionSpec,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
-from specrej.contracts.validation import check_prompt_bytes
+from specrej.contracts.validation import check_prompt_bytes, refuse_images
 from specrej.threads import WorkClock
 
 T = TypeVar("T")
@@ -48,11 +49,29 @@ _MEASUREMENTS = 2
 _LONG_CHARACTERS = 50_000
 
 
+class ReadImages(Protocol):
+    """Converts a prompt's images for the program that computes."""
+
+    async def __call__(
+        self, prompt_ids: Sequence[int], images: Mapping[str, Image], cache_salt: str
+    ) -> tuple[Sequence[int], Any]:
+        """The prompt's tokens with those of its images, and `OpenCommand.images`. No tokens: the
+        program is a server that is sent messages, and counts them.
+
+        Raises:
+            InvalidRequest: the model cannot read them; `images` has their paths in errors.
+        """
+
+
 class Frontend:
     """A model's text and limits; tokenizer work is done off the event loop."""
 
-    def __init__(self, text: Text, card: GeneratorDescription) -> None:
-        """`card` has no sessions: `description` adds those of a moment."""
+    def __init__(
+        self, text: Text, card: GeneratorDescription, read_images: ReadImages | None = None
+    ) -> None:
+        """`card` has no sessions: `description` adds those of a moment. Without `read_images`,
+        prompts with images are refused."""
+        self._read_images = read_images
         self._text = text
         most = card.context_tokens * text.longest_token()
         self._card = replace(card, max_prompt_bytes=most)
@@ -93,21 +112,28 @@ class Frontend:
         """A session's spec in tokens.
 
         Raises:
-            InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens; the
-                structured output is not supported.
+            InvalidRequest: the prompt has no tokens, has images that cannot be read, or exceeds the
+                context with max_tokens; the structured output is not supported.
         """
         text, words = self._text, spec.sampling.bad_words
-        output = spec.sampling.structured_output
+        output, images = spec.sampling.structured_output, spec.prompt.images
+        if not self._read_images:
+            refuse_images(spec.prompt)
         check_prompt_bytes(spec.prompt, self._card.max_prompt_bytes, self._card.context_tokens)
         # A long prompt takes a second of the processor: a tenant has one at a time read.
         is_long = sum(len(turn.text) for turn in spec.prompt.turns) > _LONG_CHARACTERS
         turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
         async with turn if is_long else nullcontext():
-            prompt_ids, bad_words = await self._in_thread(
+            encoded, bad_words = await self._in_thread(
                 lambda: (text.encode(spec.prompt), text.sequences(words))
             )
+        prompt_ids: Sequence[int] = encoded
+        read: Any = None
+        if images and self._read_images:
+            prompt_ids, read = await self._read_images(prompt_ids, images, spec.cache_salt)
         sampling = spec.sampling_after(len(prompt_ids), self._card.context_tokens)
-        self._check_context(len(prompt_ids), sampling.max_tokens)
+        if prompt_ids or not images:  # else only a server counts them
+            self._check_context(len(prompt_ids), sampling.max_tokens)
         return OpenCommand(
             prompt_ids,
             spec.n,
@@ -121,6 +147,7 @@ class Frontend:
             text.answers(spec.sampling),
             spec.weight,
             spec.first_id,
+            read,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:

@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from generator_service.engine.commands import CompletesStop
 from generator_service.engine.grammar import Grammars, TokenizerSpec
-from specrej.contracts import FinishReason, Message, Prompt, Sampling
+from specrej.contracts import FinishReason, Prompt, Sampling
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.control_tokens import ControlTokens
 from specrej_models.probe import ChatTemplate, Examined
@@ -80,7 +80,7 @@ class Text:
             raise InvalidRequest(
                 [Violation("prompt.messages", "the model has no chat template: use prompt.text")]
             )
-        turns = [Message(turn.role, as_text(turn.content)) for turn in prompt.messages]
+        turns = [turn.with_texts(as_text) for turn in prompt.messages]
         continues = prompt.continue_final
         (rendered,) = self._template.write([turns], answers=not continues, continues=continues)
         # The template has written the special tokens already.

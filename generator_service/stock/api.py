@@ -18,8 +18,10 @@ from specrej.contracts import (
     FinishReason,
     JsonObject,
     JsonSchema,
+    Message,
     Sampling,
     StructuredOutput,
+    TextPart,
 )
 from specrej.contracts.requests import MAX_INT32
 
@@ -31,6 +33,7 @@ _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
 _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
 _LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
 _LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
+_WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 
 
@@ -40,7 +43,7 @@ class Abilities:
 
     `kind`: "vllm", "llamacpp", or what its list of models says. `ids`: it takes token ids and
     returns them. `least_logprobs`: to be requested; None: it has none. `structured`: the field for
-    structured outputs, or empty.
+    structured outputs, or empty. `images`: chats may have them.
     """
 
     kind: str = ""
@@ -51,6 +54,7 @@ class Abilities:
     seeds: bool = False
     least_logprobs: int | None = None
     structured: str = ""
+    images: bool = False
 
     @property
     def form(self) -> CandidateForm:
@@ -95,20 +99,36 @@ def request_of(ask: Ask, model: str, able: Abilities) -> tuple[str, dict[str, An
 def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
     """The path, and the fields that depend on the form of the prompt."""
     sampling, prompt, least = ask.command.sampling, ask.prompt, able.least_logprobs
-    if able.ids:
+    if able.ids and ask.command.prompt_ids:
         ids = [*ask.command.prompt_ids, *ask.token_ids]
         logprobs = max(least or 0, sampling.top_logprobs)
-        more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return "/completions", {"prompt": ids, "logprobs": logprobs, **more}
-    fields: dict[str, Any] = {"stop": list(sampling.stop)} if sampling.stop else {}
+        return "/completions", {"prompt": ids, "logprobs": logprobs, **_WITH_IDS}
+    # Of tokens, they are found here.
+    ends = () if able.ids else sampling.stop
+    fields: dict[str, Any] = {"stop": list(ends)} if ends else {}
     if prompt.text:
         fields |= {} if least is None else {"logprobs": least}
         return "/completions", {**fields, "prompt": prompt.text}
     fields |= {} if least is None else {"logprobs": True}
+    if able.ids:
+        most = max(least or 0, sampling.top_logprobs)
+        fields |= {"top_logprobs": most, **_WITH_IDS}
     if prompt.continue_final:  # as vLLM's API has it
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    turns = [{"role": turn.role, "content": content_of(turn)} for turn in prompt.messages]
     return "/chat/completions", {**fields, "messages": turns}
+
+
+def content_of(turn: Message) -> str | list[dict[str, Any]]:
+    """A turn's text, or its parts in order if it has images."""
+    if not turn.images:
+        return turn.text
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image_url", "image_url": {"url": part.data_uri}}
+        for part in turn.parts
+    ]
 
 
 def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
@@ -195,12 +215,17 @@ def _tokens(given: Mapping[str, Any], most: int) -> tuple[list[int], list[float]
     """Ids, if `given` has them, log-probabilities, and the most probable tokens of each step."""
     if content := given.get("content"):  # of chats, and of llama.cpp
         ids = [_count(one["id"]) for one in content if "id" in one]
-        steps = [[(t["id"], t["logprob"]) for t in one["top_logprobs"]] for one in content if most]
+        steps = [[(_id(t), t["logprob"]) for t in one["top_logprobs"]] for one in content if most]
         return ids, [_logprob(one["logprob"]) for one in content], [_top(s, most) for s in steps]
     logprobs = [_logprob(one) for one in given.get("token_logprobs") or ()]
     named = given.get("top_logprobs") or () if most else ()
     pairs = [[(name.rpartition(":")[2], value) for name, value in one.items()] for one in named]
     return [], logprobs, [_top(step, most) for step in pairs]
+
+
+def _id(token: Mapping[str, Any]) -> Any:
+    """llama.cpp has ids, and vLLM texts such as "token_id:5"."""
+    return token["id"] if "id" in token else str(token["token"]).rpartition(":")[2]
 
 
 def _top(step: list[tuple[Any, Any]], most: int) -> Top:

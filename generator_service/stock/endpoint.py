@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from generator_service.engine.commands import Load, OnStep, OpenCommand, PrefixBatch
 from generator_service.engine.generator import Frontend
@@ -29,6 +30,7 @@ from specrej.contracts import (
     CandidateForm,
     Generator,
     GeneratorDescription,
+    Image,
     JsonObject,
     JsonSchema,
     Round,
@@ -37,6 +39,7 @@ from specrej.contracts import (
     SlotGauge,
 )
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable, Violation
+from specrej.contracts.validation import check_images, refuse_images
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +142,15 @@ class TextFrontend:
 
 
 def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
-    """What a session's spec requires of the server that it cannot do."""
+    """What a session's spec requires of the server that it cannot do.
+
+    Raises:
+        InvalidRequest: there are images, and it takes none.
+    """
     sampling, output = spec.sampling, spec.sampling.structured_output
+    if not able.images:
+        refuse_images(spec.prompt)
+    yield from check_images(spec.prompt.images)
     lacks: dict[str, str] = {}
     if not able.ids:
         lacks |= dict.fromkeys(("logprobs", "top_logprobs", "stop_token_ids"), _NO_IDS)
@@ -160,6 +170,13 @@ def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
     for name, why in lacks.items():
         if getattr(sampling, name):
             yield Violation(f"sampling.{name}", f"must be absent: {why}")
+
+
+async def _as_messages(
+    prompt_ids: Sequence[int], images: Mapping[str, Image], cache_salt: str
+) -> tuple[Sequence[int], Any]:
+    """As `ReadImages`, for a server, which alone knows how many tokens an image has."""
+    return (), images
 
 
 async def open_endpoint(
@@ -203,11 +220,12 @@ async def open_endpoint(
         form=able.form,
         ignores_seeds=not able.seeds,
         abilities=able.names,
+        takes_images=able.images,
     )
     log.info("%s: %s; %s", server.url, able.form.value, ", ".join(able.names) or "nothing else")
     return StockGenerator(
         EndpointRequests(server, settings.model, able, end_ids),
-        Frontend(Text.of(examined), card) if examined else TextFrontend(card),
+        Frontend(Text.of(examined), card, _as_messages) if examined else TextFrontend(card),
         end_ids,
         card,
         can_stream=able.streams,

@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from base64 import b64decode
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 from generator_service.engine.text import Text, TokenDecoder
-from generator_service.stock.api import KNOWN, Abilities, part_of, structured_field, text_of
+from generator_service.stock.api import (
+    KNOWN,
+    Abilities,
+    content_of,
+    part_of,
+    structured_field,
+    text_of,
+)
 from generator_service.stock.server import Server, reading
-from specrej.contracts import JsonSchema, Prompt
+from specrej.contracts import Image, JsonSchema, Message, Prompt, TextPart
 from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
 from specrej_models.hub import find
 from specrej_models.probe import Examined, examine
@@ -25,6 +34,18 @@ _CHAT = {"messages": [{"role": "user", "content": "Count from one to nine in wor
 _PROBE_TOKENS = 8
 # Drawn at once, as the candidates of a session are: batches change the numbers of some servers.
 _SEEDS = (1, 1, 1, 1, 2)
+# 64 x 64 white pixels.
+_PICTURE = b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAAFElEQVR42mP8zwABTAyjjFEGyQwAzx8Bf7QK4E8A"
+    "AAAASUVORK5CYII="
+)
+_COMMENT = b"tEXtComment\0" + bytes(1000)
+_LONGER = b"".join(
+    (
+        *(_PICTURE[:33], (len(_COMMENT) - 4).to_bytes(4), _COMMENT),
+        *(crc32(_COMMENT).to_bytes(4), _PICTURE[33:]),
+    )
+)
 _SEVEN = JsonSchema(
     '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"],'
     ' "additionalProperties": false}'
@@ -66,6 +87,7 @@ class Examiner:
             await self._examine_seeds(self._text)
         await self._examine_streams()
         await self._examine_structured()
+        await self._examine_images()
 
     async def _entry(self) -> Mapping[str, Any]:
         """The server's entry of the model; empty if it has no list of models."""
@@ -165,6 +187,18 @@ class Examiner:
                 if json.loads(text_of(reply))["a"] == 7:
                     self.able = replace(self.able, structured=name)
                     return
+
+    async def _examine_images(self) -> None:
+        """Whether an image adds to the tokens of a prompt, and as many if its file is longer: else
+        the URI is text to the model."""
+        text, counts = TextPart("Why?"), list[int]()
+        with suppress(InvalidRequest, InternalError, Unavailable, LookupError, TypeError):
+            for images in ([], [Image(_PICTURE)], [Image(_LONGER)]):
+                content = content_of(Message("user", parts=(text, *images)))
+                reply = await self._ask({"messages": [{"role": "user", "content": content}]})
+                counts.append(reply["usage"]["prompt_tokens"])
+            nothing, image, longer = counts
+            self.able = replace(self.able, images=nothing < image == longer)
 
     async def _ask(self, body: Mapping[str, Any]) -> Any:
         """The one message of a request that is no stream."""

@@ -124,7 +124,7 @@ class StockSession:
         self.prompt_tokens = len(command.prompt_ids)
         self.max_tokens = command.sampling.max_tokens
         self.blocks = Blocks(generator.block_tokens, max(1, self.prompt_tokens))
-        self.form = generator.form_of(command.sampling)
+        self.form = generator.form_of(command)
         self.answer_form = PLAIN
         self.costly_rounds = self.form is CandidateForm.ROUNDS
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
@@ -431,9 +431,10 @@ class StockGenerator:
         """End the program, or the connections to it."""
         await self.requests.close()
 
-    def form_of(self, sampling: Sampling) -> CandidateForm:
-        """The form of a session's candidates."""
-        if self._form is CandidateForm.ROUNDS and not continues_exactly(sampling):
+    def form_of(self, command: OpenCommand) -> CandidateForm:
+        """The form of a session's candidates; messages with images cannot be continued."""
+        continues = continues_exactly(command.sampling) and command.prompt_ids
+        if self._form is CandidateForm.ROUNDS and not continues:
             return CandidateForm.STREAMS if self._can_stream else CandidateForm.WHOLE_ANSWERS
         return self._form
 

@@ -11,6 +11,7 @@ llguidance, after the generator has compiled and tried them.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -18,15 +19,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
 import vllm
 from transformers import AutoConfig
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensPrompt, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -41,8 +43,15 @@ from generator_service.loading import vllm_fingerprint
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.generator import StockGenerator
 from generator_service.stock.requests import Ask, Part, Places, structured_fields
-from specrej.contracts import CandidateForm, FinishReason, GeneratorDescription, SlotGauge
-from specrej.contracts.errors import InternalError, Unavailable
+from specrej.contracts import (
+    CandidateForm,
+    FinishReason,
+    GeneratorDescription,
+    Image,
+    SlotGauge,
+)
+from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable, Violation
+from specrej.images import checked, opened
 from specrej_models.probe import check_tensors, examine
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
@@ -106,10 +115,15 @@ class VLLMRequests:
     async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """As `Requests.generate`."""
         command, params = ask.command, self._params(ask)
-        ids = [*command.prompt_ids, *ask.token_ids]
-        prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
+        num_prompt = len(command.prompt_ids) + len(ask.token_ids)
         adapter = self._adapters[command.adapter] if command.adapter else None
         async with self._places.take(ask.session, command.cache_salt):
+            prompt: Any
+            if command.images:
+                prompt = await command.images.rendered(ask.token_ids)
+            else:
+                ids = [*command.prompt_ids, *ask.token_ids]
+                prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
             outputs = self.llm.generate(prompt, params, next(self._names), lora_request=adapter)
             if not self._num_running:
                 self._last_part = time.monotonic()
@@ -120,7 +134,7 @@ class VLLMRequests:
                     self._last_part = time.monotonic()
                     part = _part(output.outputs[0], command.sampling.top_logprobs)
                     if is_first:
-                        part.prompt_tokens = len(ids)
+                        part.prompt_tokens = num_prompt
                         part.cached_tokens = output.num_cached_tokens
                         is_first = False
                     yield part
@@ -193,6 +207,65 @@ def _top(flat: Any, start: int, most: int) -> Top:
     return flat.token_ids[best], [max(one, LEAST_LOGPROB) for one in flat.logprobs[best]]
 
 
+class PromptImages:
+    """The images of a prompt, for vLLM. `ids`: the prompt's tokens, with one for each image.
+
+    An image's name is a digest of the tenant's salt and the file. vLLM decodes, processes and
+    encodes an image of a name that it does not have, once for all requests.
+    """
+
+    def __init__(
+        self, renderer: Any, ids: Sequence[int], images: Collection[Image], salt: str
+    ) -> None:
+        self._renderer = renderer
+        self._ids, self._images, self._salt = ids, images, salt
+        key = salt.encode()
+        self._names = [sha256(key + b" " + image.data).hexdigest() for image in images]
+
+    async def rendered(self, token_ids: Sequence[int] = (), **options: Any) -> Any:
+        """vLLM's input: the prompt with all tokens of its images, and a candidate's tokens."""
+        images = [opened(image, "prompt", decodes=False) for image in self._images]
+        prompt = TokensPrompt(
+            prompt_token_ids=[*self._ids, *token_ids],
+            multi_modal_data={"image": images},
+            multi_modal_uuids={"image": self._names},
+        )
+        if self._salt:
+            prompt["cache_salt"] = self._salt
+        (rendered,) = await self._renderer.render_cmpl_async([prompt], **options)
+        return rendered
+
+
+class Processor:
+    """A `ReadImages` by the model's processor in vLLM."""
+
+    def __init__(self, llm: Any) -> None:
+        self._renderer = llm.renderer
+
+    async def __call__(
+        self, prompt_ids: Sequence[int], images: Mapping[str, Image], cache_salt: str
+    ) -> tuple[Sequence[int], PromptImages]:
+        """As `ReadImages`: images are checked, and counted in tokens."""
+        await asyncio.to_thread(checked, images)
+        read = PromptImages(self._renderer, prompt_ids, images.values(), cache_salt)
+        try:
+            # Not by the cache of requests: the engine would have to receive what that returns.
+            rendered = await read.rendered(skip_mm_cache=True)
+        except ValueError as error:  # too many, or too large for the model
+            log.info("images are refused: %s", error)
+            text = "the model's processor refuses the images"
+            raise InvalidRequest([Violation(path, text) for path in images]) from error
+        return rendered["prompt_token_ids"], read
+
+
+def _takes_images(llm: Any) -> bool:
+    """Whether the model has a processor of images, and the options allow one."""
+    if not llm.vllm_config.model_config.supports_multimodal_inputs:
+        return False
+    limits = llm.renderer.get_mm_processor().info.allowed_mm_limits
+    return bool(limits.get("image"))
+
+
 def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> StockGenerator:
     """A generator on a vLLM that is started for it; takes a minute.
 
@@ -209,7 +282,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         shape = replace(shape, context_tokens=config.model_config.max_model_len)
     block_tokens = config.cache_config.block_size
     capacity = (config.cache_config.num_gpu_blocks - SPARE_BLOCKS) * block_tokens
-    device = current_platform.device_name
+    device, template = current_platform.device_name, examined.template
     card = GeneratorDescription(
         model=settings.files.name,
         fingerprint=vllm_fingerprint(settings, shape.dtype, vllm.__version__),
@@ -224,10 +297,11 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         can_fork=True,
         probe=examined.probe,
         form=CandidateForm.ROUNDS,
+        takes_images=_takes_images(llm) and bool(template and template.takes_images),
     )
     return StockGenerator(
         VLLMRequests(llm, examined.end_ids, settings.adapters),
-        Frontend(Text.of(examined), card),
+        Frontend(Text.of(examined), card, Processor(llm) if card.takes_images else None),
         examined.end_ids,
         card,
         block_tokens=block_tokens,

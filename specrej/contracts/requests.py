@@ -7,6 +7,7 @@ does not depend on other values, its accepted range: `option`. The client, the c
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -51,6 +52,11 @@ class Image:
     data: bytes = field(default=b"", repr=False)
     media_type: str = "image/png"
 
+    @property
+    def data_uri(self) -> str:
+        """The file in a URI, as OpenAI's API has it."""
+        return f"data:{self.media_type};base64,{b64encode(self.data).decode()}"
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -93,6 +99,14 @@ class Message:
     def images(self) -> tuple[Image, ...]:
         return tuple(part for part in self.parts if isinstance(part, Image))
 
+    def with_texts(self, convert: Callable[[str], str]) -> Message:
+        """The turn with its texts converted."""
+        parts = tuple(
+            TextPart(convert(part.text)) if isinstance(part, TextPart) else part
+            for part in self.parts
+        )
+        return replace(self, content=convert(self.content), parts=parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -118,6 +132,16 @@ class Prompt:
     def from_user(cls, content: str) -> Prompt:
         """A conversation of one user turn."""
         return cls(messages=(Message("user", content),))
+
+    @property
+    def images(self) -> dict[str, Image]:
+        """All images in their order, by their paths in errors."""
+        return {
+            f"prompt.messages[{number}].parts[{index}]": part
+            for number, message in enumerate(self.messages)
+            for index, part in enumerate(message.parts)
+            if isinstance(part, Image)
+        }
 
     @property
     def question(self) -> Prompt:

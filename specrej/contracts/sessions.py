@@ -198,7 +198,8 @@ class GeneratorDescription:
         """How candidates are made, for people."""
         rejects = "no early rejection" if self.whole_answers else "rejected at decision tokens"
         seeds = ("equal seeds draw other tokens",) if self.ignores_seeds else ()
-        return "; ".join((self.form.value, rejects, *self.abilities, *seeds))
+        images = ("images in prompts",) if self.takes_images else ()
+        return "; ".join((self.form.value, rejects, *self.abilities, *seeds, *images))
 
 
 @dataclass(frozen=True, slots=True)

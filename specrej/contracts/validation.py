@@ -109,6 +109,7 @@ _WITHOUT_PATH = "GenerateStreamRequest.request"
 
 ROLES = ("system", "user", "assistant", "tool")
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+MAX_IMAGES = 16  # of a prompt
 MAX_IMAGE_BYTES = 6 << 20  # of all images of a prompt
 _TOOL_NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
 # Closer to 1, computing the next decision token would take very many steps.
@@ -169,10 +170,7 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
     size = len(prompt.text) + sum(len(message.text) for message in prompt.messages)
     if size > MAX_PROMPT_CHARACTERS:
         yield Violation(path, f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {size}")
-    images = sum(len(image.data) for message in prompt.messages for image in message.images)
-    if images > MAX_IMAGE_BYTES:
-        text = f"must have at most {MAX_IMAGE_BYTES} bytes in images, has {images}"
-        yield Violation(path, text)
+    yield from check_images(prompt.images, path)
     yield from _check_tools(prompt, path)
 
 
@@ -224,6 +222,20 @@ def _check_tools(prompt: Prompt, path: str) -> Iterator[Violation]:
     if prompt.tool_name and (prompt.tool_choice != "required" or prompt.tool_name not in names):
         text = 'must be the name of a tool, with the choice "required"'
         yield Violation(f"{path}.tool_name", text)
+
+
+def check_images(images: Mapping[str, Image], path: str = "prompt") -> Iterator[Violation]:
+    """Not too many, nor of too many bytes together; their files are `specrej.images`'s."""
+    if len(images) > MAX_IMAGES:
+        yield Violation(path, f"must have at most {MAX_IMAGES} images, has {len(images)}")
+    if (size := sum(len(image.data) for image in images.values())) > MAX_IMAGE_BYTES:
+        yield Violation(path, f"must have at most {MAX_IMAGE_BYTES} bytes in images, has {size}")
+
+
+def refuse_images(prompt: Prompt) -> None:
+    """For models that take none. Raises InvalidRequest: the prompt has images."""
+    if violations := [Violation(path, "the model takes no images") for path in prompt.images]:
+        raise InvalidRequest(violations)
 
 
 def prompt_bytes(prompt: Prompt) -> int:

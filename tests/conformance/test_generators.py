@@ -15,11 +15,14 @@ from generator_service.engine.commands import ReportRate
 from specrej.contracts import (
     Candidate,
     FinishReason,
+    Message,
+    Prompt,
     Regex,
     Round,
     RoundEnd,
     Sampling,
     SessionSpec,
+    TextPart,
     TokenBias,
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
@@ -41,6 +44,7 @@ from tests.conformance.sessions import (
     without_cuts,
 )
 from tests.conformance.subjects import CAPACITY, ENDING, PROMPT, Subject
+from tests.images import image
 from tests.reward_service.tiny import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -307,6 +311,25 @@ async def test_a_session_that_never_fits_is_refused(subject: Subject) -> None:
     assert 1 <= most < 30
     async with subject.generator.open(SessionSpec(PROMPT, most, sampling, 150)) as session:
         assert (await session.extend(150)).ended_by is RoundEnd.ALL_FINISHED
+
+
+@also_remote_own
+async def test_images_are_refused_by_their_paths(subject: Subject) -> None:
+    """No generator here has a model that takes them. Parts of text alone are text."""
+    turns = (Message("user", "Why?"), Message("user", parts=(TextPart("Is "), image(), image())))
+    with pytest.raises(InvalidRequest) as refused:
+        await subject.generator.check(SessionSpec(Prompt(turns), 2, ENDLESS, 8))
+    paths = [f"prompt.messages[1].parts[{index}]" for index in (1, 2)]
+    assert [one.field for one in refused.value.violations] == paths
+    assert not (await subject.generator.describe()).takes_images
+    text = Message("user", parts=(TextPart("Is it "), TextPart("so?")))
+    prompts = Prompt((text,)), Prompt.from_user("Is it so?")
+    numbers = []
+    for prompt in prompts:
+        async with subject.generator.open(SessionSpec(prompt, 1, ENDLESS, 8)) as session:
+            await session.extend(24)
+            numbers.append(session.prompt_tokens)
+    assert numbers[0] == numbers[1]
 
 
 @also_remote_own

@@ -18,7 +18,8 @@ from PIL import Image as Pillow
 from gateway.requests import ChatRequest, call_of, parsed
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
-from specrej.images import MAX_IMAGES, upright
+from specrej.contracts.validation import MAX_IMAGES
+from specrej.images import upright
 from tests.images import data_uri, image_part, picture
 from tests.programs import ROOT
 

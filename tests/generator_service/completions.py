@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from base64 import b64decode
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -73,6 +74,16 @@ def top_of(count: int) -> dict[int, float]:
     return {one: -(number + 1) / 16 for number, one in enumerate(_SIGNS[:count])}
 
 
+def _flat(content: Any) -> str:
+    """A turn's content; an image is four signs of its pixels."""
+    if isinstance(content, str):
+        return content
+    urls = [part.get("image_url", {}).get("url", "") for part in content]
+    data = [b64decode(url.partition(",")[2]) for url in urls]
+    signs = [chr(ord("A") + sum(one[-40:]) % 26) * 4 for one in data]
+    return "".join(p.get("text") or sign for p, sign in zip(content, signs, strict=True))
+
+
 @dataclass
 class Completions:
     """The server; `kind` is "vllm", "llamacpp", or "chat": of conversations only.
@@ -86,6 +97,7 @@ class Completions:
     ids: bool = True  # it returns token ids
     seeds: str = "honoured"  # or "ignored", or "constant": the same tokens whatever the seed is
     logprobs: bool = True
+    images: bool = False  # chats may have them; each is four tokens
     usages: list[dict[str, Any]] = field(default_factory=list)
     _cached: set[tuple[int, ...]] = field(default_factory=set)
     _draws: Iterator[int] = field(default_factory=itertools.count)
@@ -141,7 +153,10 @@ class Completions:
             return Reply({"error": {"message": "not here"}}, 404)
         prompt = body.get("prompt")
         if is_chat:
-            ids = _TOKENIZER.apply_chat_template(body["messages"])["input_ids"]
+            turns = [turn | {"content": _flat(turn["content"])} for turn in body["messages"]]
+            if not self.images and turns != body["messages"]:
+                return Reply({"error": {"message": "texts only"}}, 400)
+            ids = _TOKENIZER.apply_chat_template(turns)["input_ids"]
         else:
             ids = _TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
         made = self._made(ids, body)
@@ -187,8 +202,12 @@ class Completions:
             named = [{f"token_id:{one}": step[one] for one in step} for step in steps]
             given = {"token_logprobs": values, "top_logprobs": named}
         elif top and ids:
-            most = [{"id": one, "logprob": value} for one, value in best.items()]
-            pairs = [{"id": one, "logprob": value} for one, value in zip(ids, values, strict=True)]
+            best = top_of(int(body.get("top_logprobs", 0))) if self.kind == "vllm" else best
+            most = [self._named(one) | {"logprob": value} for one, value in best.items()]
+            pairs = [
+                self._named(one) | {"logprob": value}
+                for one, value in zip(ids, values, strict=True)
+            ]
             given = {"content": [one | {"top_logprobs": most} for one in pairs]}
         choice = {"index": 0, "logprobs": given, "finish_reason": finish}
         if self.ids and self.kind == "vllm" and body.get("return_token_ids"):
@@ -196,6 +215,9 @@ class Completions:
         if not is_chat:
             return choice | {"text": text}
         return choice | {"delta" if body.get("stream") else "message": {"content": text}}
+
+    def _named(self, token_id: int) -> dict[str, Any]:
+        return {"token": f"token_id:{token_id}"} if self.kind == "vllm" else {"id": token_id}
 
     def _lines(
         self, body: Any, made: list[int], finish: str, usage: dict[str, Any]

@@ -42,6 +42,7 @@ from tests.generator_service.completions import (
     text_of,
     top_of,
 )
+from tests.images import image
 from tests.orchestrator.runs import LetterScorer
 from tests.reward_service.endpoint import Reply, served
 from tests.serving import serving, turns, until
@@ -155,6 +156,51 @@ async def test_the_key_is_a_line_of_a_file_that_may_change(
             await session.extend(2)
     headers = [request.headers for request in server.endpoint.requests]
     assert [header["authorization"] for header in headers] == ["Bearer next"] * 2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "chat"])
+async def test_images_are_sent_in_messages(servers: Servers, kind: str) -> None:
+    """In their order, in one request per candidate, whose prompt the server counts."""
+    first, second = image(), image(kind="jpeg")
+    parts = (c.TextPart("is "), first, c.TextPart(" or "), second)
+    prompt = c.Prompt((c.Message("user", "Hm."), c.Message("user", parts=parts)))
+    sampling = replace(SAMPLING, logprobs=kind == "vllm", top_logprobs=2 if kind == "vllm" else 0)
+    async with started(Completions(servers.directory, kind, images=True)) as server:
+        card = await server.generator.describe()
+        assert card.takes_images
+        spec = c.SessionSpec(prompt, 3, sampling, 8)
+        async with server.generator.open(spec) as session:
+            made = await session.extend(8)
+            assert (await session.prune([0, 1], {3: 0})).refused == (3,)
+            ended = await session.extend(24)
+            assert session.prompt_tokens == server.model.usages[-1]["prompt_tokens"]
+        assert [len(one.text) for one in ended.candidates] == [24, 24]
+        if kind == "vllm":
+            assert ended.candidates[0].new_token_ids
+            assert [len(one.new_top_logprobs) for one in ended.candidates] == [32, 32]
+        urls = [{"url": one.data_uri} for one in (first, second)]
+        content = [
+            {"type": "text", "text": "is "},
+            {"type": "image_url", "image_url": urls[0]},
+            {"type": "text", "text": " or "},
+            {"type": "image_url", "image_url": urls[1]},
+        ]
+        turns = [{"role": "user", "content": "Hm."}, {"role": "user", "content": content}]
+        assert [body["messages"] for body in server.sent] == [turns] * 3
+        assert len({one.text for one in made.candidates}) == 3
+        with pytest.raises(InvalidRequest, match="at most 16 images"):
+            many = c.Prompt((c.Message("user", parts=(first,) * 17),))
+            await server.generator.check(replace(spec, prompt=many))
+
+
+@ALL_KINDS
+async def test_images_are_refused_where_the_model_takes_none(servers: Servers, kind: str) -> None:
+    server = await servers.get(kind)
+    assert not (await server.generator.describe()).takes_images
+    prompt = c.Prompt((c.Message("user", parts=(c.TextPart("is "), image())),))
+    with pytest.raises(InvalidRequest) as caught:
+        await server.generator.check(replace(SPEC, prompt=prompt))
+    assert [one.field for one in caught.value.violations] == ["prompt.messages[0].parts[1]"]
 
 
 @KINDS

@@ -27,15 +27,16 @@ _PORT = "PORT"  # in commands
 
 
 def vllm_server(
-    *flags: str, model: Path = MODEL, kv_gib: int = 1
+    *flags: str, model: Path = MODEL, kv_gib: int = 1, **more: str
 ) -> AbstractAsyncContextManager[str]:
-    """The base URL, without /v1, of `vllm serve` on a CPU; its name of the model is the path."""
+    """The base URL, without /v1, of `vllm serve` on a CPU; its name of the model is the path.
+    `more`: variables of its environment."""
     python = _found(".vllm/bin/python", "make vllm")
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     command += ["--block-size", "32", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     cache = ROOT / ".vllm" / "numba"
-    variables = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "NUMBA_CACHE_DIR": str(cache)}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "NUMBA_CACHE_DIR": str(cache), **more}
     command += ["--host", "127.0.0.1", "--port", _PORT, *flags]
     return _running(command, "/health", **variables)
 

@@ -1,0 +1,185 @@
+"""Prompts with images, on vLLM in this process and on an unmodified server.
+
+`make conformance-images` runs both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from specrej.contracts import (
+    Candidate,
+    CandidateForm,
+    Generator,
+    Image,
+    Message,
+    Prompt,
+    Round,
+    Sampling,
+    SessionSpec,
+    TextPart,
+)
+from specrej.contracts.errors import InvalidRequest
+from tests.conformance.sessions import Tokens, add, ids
+from tests.conformance.subjects import metric, stock, sums, vllm
+from tests.images import image, picture
+from tests.programs import ROOT
+from tests.servers.starting import vllm_server
+from tests.vision import CONTEXT, IMAGE_TOKENS, SIDE, save_vision_model
+
+_HAS_VLLM = importlib.util.find_spec("vllm") is not None
+_VISION = ROOT / ".vision"
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(not _VISION.exists(), reason="no .vision: make conformance-images"),
+]
+
+_RED, _BLUE = (image(size=(SIDE, SIDE), colour=colour) for colour in ((250, 9, 9), (9, 9, 250)))
+_TEXTS = ("Look at this, then at that one: ", " and ", ", and say which one you like better.")
+_SAMPLING = Sampling(max_tokens=24, seed=3, ignore_eos=True)
+_GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+_BLOCK = 32
+
+
+def prompt_of(*images: Image) -> Prompt:
+    """The texts with images between them."""
+    parts: list[TextPart | Image] = [TextPart(_TEXTS[0])]
+    for text, one in zip(_TEXTS[1:], images, strict=False):
+        parts += [one, TextPart(text)]
+    return Prompt(messages=(Message("user", parts=tuple(parts)),))
+
+
+PROMPT = prompt_of(_RED, _BLUE)
+NUM_TOKENS = len("<user></s><assistant>") - 3 + sum(map(len, _TEXTS)) + 2 * IMAGE_TOKENS
+
+
+class Seeing(NamedTuple):
+    """A generator that takes images; `counter` returns a counter of vLLM's."""
+
+    generator: Generator
+    counter: Callable[[str], Awaitable[float]]
+    is_server: bool
+
+
+@asynccontextmanager
+async def _in_process(directory: Path) -> AsyncIterator[Seeing]:
+    async with vllm(directory, context_tokens=CONTEXT, kv_slots=4096) as subject:
+
+        async def counter(name: str) -> float:
+            return metric(name)
+
+        yield Seeing(subject.generator, counter, is_server=False)
+
+
+@asynccontextmanager
+async def _at_server(directory: Path) -> AsyncIterator[Seeing]:
+    limits = ("--max-model-len", f"{CONTEXT}", "--limit-mm-per-prompt", '{"video": 0}')
+    async with vllm_server(*limits, model=directory, PYTHONPATH=f"{_VISION}") as url:
+        about: dict[str, Any] = {"form": CandidateForm.ROUNDS}
+        async with stock(url, f"{directory}", **about) as subject:
+            yield Seeing(subject.generator, partial(sums, url), is_server=True)
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="session",
+    params=["process"] if _HAS_VLLM else ["server"],
+)
+async def seeing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Seeing]:
+    directory = save_vision_model(tmp_path_factory.mktemp("vision"))
+    async with (_in_process if _HAS_VLLM else _at_server)(directory) as made:
+        yield made
+
+
+def add_to(tokens: Tokens, ended: Round) -> tuple[Candidate, ...]:
+    add(tokens, ended)
+    return ended.candidates
+
+
+async def drawn(generator: Generator, prompt: Prompt, n: int, sampling: Sampling) -> Tokens:
+    """The tokens of all candidates, in one round."""
+    async with generator.open(SessionSpec(prompt, n, sampling, 8)) as session:
+        return add({}, await session.extend(sampling.max_tokens))
+
+
+async def test_it_says_that_it_takes_images(seeing: Seeing) -> None:
+    described = await seeing.generator.describe()
+    assert described.takes_images
+    assert "images in prompts" in described.form_summary
+
+
+async def test_eight_candidates_with_cuts_and_forks(seeing: Seeing) -> None:
+    """Survivors have the tokens of a session without cuts where rounds begin at equal tokens."""
+
+    async def run(keep: list[int], forks: dict[int, int]) -> tuple[Tokens, list[int]]:
+        tokens: Tokens = {}
+        async with seeing.generator.open(SessionSpec(PROMPT, 8, _SAMPLING, 8)) as session:
+            add(tokens, await session.extend(8))
+            refused = (await session.prune(keep, forks)).refused
+            tokens |= {number: tokens[forks[number]] for number in forks if number not in refused}
+            live = ids(add_to(tokens, await session.extend(16)))
+            await session.prune(live[:2])
+            ended = add_to(tokens, await session.extend(24))
+            assert session.prompt_tokens == NUM_TOKENS
+            return tokens, ids(ended)
+
+    cut, last = await run([1, 3, 6], {8: 3})
+    kept, _ = await run([*range(8)], {})
+    assert len(cut) == (8 if seeing.is_server else 9)  # streams are not forked
+    assert last == [1, 3]
+    assert all(len(cut[number]) == 24 for number in last)
+    for number in (1, 3, 6):
+        assert cut[number][:16] == kept[number][:16]
+    assert len({tokens[:8] for tokens in kept.values()}) == 8
+    if 8 in cut:
+        assert cut[8][:8] == cut[3][:8]
+        assert cut[8] != cut[3][:16]
+
+
+async def test_images_and_their_order_change_the_tokens(seeing: Seeing) -> None:
+    prompts = [PROMPT, prompt_of(_BLUE, _RED), prompt_of(_RED, _RED), prompt_of(_RED)]
+    greedy = [(await drawn(seeing.generator, one, 1, _GREEDY))[0] for one in prompts]
+    assert len({*greedy}) == 4
+    assert (await drawn(seeing.generator, PROMPT, 1, _GREEDY))[0] == greedy[0]
+
+
+async def test_the_prompt_is_computed_once_for_all_candidates(seeing: Seeing) -> None:
+    """Its keys and values, in which images are tokens, and what the processor makes of images."""
+    green = image(size=(SIDE, SIDE), colour=(9, 250, 9))
+    names = (
+        "vllm:prompt_tokens",
+        "vllm:prefix_cache_hits",
+        "vllm:mm_cache_hits",
+        "vllm:mm_cache_queries",
+    )
+    before = {name: await seeing.counter(f"{name}_total") for name in names}
+    await drawn(seeing.generator, prompt_of(green, _RED), 8, _SAMPLING)
+    tokens, reused, hits, queries = [
+        await seeing.counter(f"{name}_total") - before[name] for name in names
+    ]
+    assert tokens == 8 * NUM_TOKENS
+    assert reused >= 7 * (NUM_TOKENS // _BLOCK * _BLOCK)
+    assert queries - hits == 1  # of the image that no request had before
+
+
+async def test_refuses_too_many_images_and_damaged_ones(seeing: Seeing) -> None:
+    with pytest.raises(InvalidRequest, match="at most 16 images"):
+        parts = tuple([_RED] * 17)
+        await seeing.generator.check(
+            SessionSpec(Prompt((Message("user", parts=parts),)), 1, _GREEDY, 8)
+        )
+    damaged = Image(picture()[:-30])
+    with pytest.raises(InvalidRequest):
+        await drawn(seeing.generator, prompt_of(_RED, damaged), 1, _GREEDY)
+    assert await drawn(seeing.generator, PROMPT, 1, _GREEDY)
