@@ -12,11 +12,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from specrej.contracts import NO_PROBE, Candidate, FinishReason, ModelProbe, Prompt, Scores
+from specrej.answer_form import written
+from specrej.contracts import (
+    NO_PROBE,
+    AnswerForm,
+    Candidate,
+    FinishReason,
+    Message,
+    ModelProbe,
+    Prompt,
+    Scores,
+)
 from specrej.threads import settle
 
 T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
+
+_CALLS = AnswerForm("json")
 
 
 class RewardLost(Exception):
@@ -176,6 +188,11 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str], data: str = "") 
         return score_batch(session, reward, as_candidates(texts, FinishReason.STOP))
     finally:
         reward.free(session)
+
+
+def text_of(turn: Message) -> str:
+    """All that a turn says, its calls in JSON."""
+    return "\n".join(filter(None, (turn.text, written(turn.tool_calls, _CALLS))))
 
 
 def as_candidates(texts: Sequence[str], finish: FinishReason | None = None) -> list[Candidate]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reward_service.kinds.http import Server
-from reward_service.reward import distinct, mean_preferences, pairs_of
+from reward_service.reward import distinct, mean_preferences, pairs_of, text_of
 from reward_service.specs import Criterion, JudgeSpec, Resources
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
@@ -154,7 +154,7 @@ class JudgeReward:
 def _text_of(prompt: Prompt) -> str:
     if len(prompt.turns) == 1:
         return prompt.turns[0].text
-    return "\n\n".join(f"{turn.role}: {turn.text}" for turn in prompt.turns)
+    return "\n\n".join(f"{turn.role}: {text_of(turn)}" for turn in prompt.turns)
 
 
 def _part(name: str, text: str) -> str:

@@ -19,7 +19,7 @@ from reward_service.checkpoint import load_model
 from reward_service.conversation import Tokens, in_parts, load_conversation, single_token
 from reward_service.kinds.causal import CausalReward, KeptSession
 from reward_service.kinds.lm_head import LMHead
-from reward_service.reward import Task, distinct, mean_preferences, pairs_of
+from reward_service.reward import Task, distinct, mean_preferences, pairs_of, text_of
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
 from specrej_models.token_prefix import common_length
@@ -55,7 +55,7 @@ class PairwiseReward(CausalReward):
             InvalidRequest: the model cannot take this prompt.
         """
         contents = self.conversation.contents(prompt)
-        context = "\n\n".join(message.content for message in contents)
+        context = "\n\n".join(map(text_of, contents))
         one, other = self._encode(context, [("a", "a"), ("b", "b")])
         self.conversation.check_length(one)
         return KeptSession(context, one[: common_length(one, other)], keeps_texts=False)

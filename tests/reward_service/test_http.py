@@ -14,7 +14,7 @@ import pytest
 from reward_service.kinds import http
 from reward_service.specs import HTTPSpec
 from reward_service.worker import Worker
-from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
+from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores, ToolCall
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from tests.certificates import place
 from tests.reward_service.endpoint import Endpoint, Reply, served
@@ -67,6 +67,21 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
         "responses": ["abc", "", "é"],
         "finished": [False, True, False],
     }
+
+
+async def test_turns_of_tools_are_sent_as_in_openais_api() -> None:
+    """Guards against a conversation in which nothing was called."""
+    calls = (ToolCall("c1", "add", '{"n": 1}'),)
+    turns = Message("assistant", tool_calls=calls), Message("tool", "2", tool_call_id="c1")
+    async with served() as endpoint, worker_of(endpoint) as worker:
+        await worker.score(Prompt(messages=(*PROMPT.messages, *turns)), ["a"])
+        sent = endpoint.requests[-1].body["messages"][2:]
+    function = {"name": "add", "arguments": '{"n": 1}'}
+    made = {"id": "c1", "type": "function", "function": function}
+    assert sent == [
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
 
 
 async def test_what_is_for_this_machine_is_sent_to_no_proxy(

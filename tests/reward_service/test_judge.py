@@ -12,7 +12,7 @@ import pytest
 
 from reward_service.kinds.judge import JudgeReward
 from reward_service.worker import Worker
-from specrej.contracts import FinishReason, Scores
+from specrej.contracts import FinishReason, Message, Prompt, Scores, ToolCall
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Unavailable
 from tests.reward_service.endpoint import Endpoint, Replies, Reply, served
 from tests.reward_service.tiny import PROMPT, batch, load
@@ -97,6 +97,17 @@ async def test_a_text_stays_inside_its_delimiters() -> None:
         assert name.startswith("response ") and name.removeprefix("response ") not in attack
         assert sent.partition(f"<{name}>\n")[2] == f"{attack}\n</{name}>"
         assert attack not in endpoint.requests[0].body["messages"][0]["content"]
+
+
+async def test_a_judge_reads_calls_and_their_results() -> None:
+    """Guards against a conversation in which nothing was called."""
+    calls = (ToolCall("c1", "add", '{"n": 1}'),)
+    turns = Message("assistant", tool_calls=calls), Message("tool", "2", tool_call_id="c1")
+    async with judged(lambda *_: Reply(chat('{"quality": 1}'))) as (judge, endpoint):
+        prompt = Prompt(messages=(Message("user", "1 + 1?"), *turns))
+        await judge.answer(prompt, batch({0: "Two."}, FinishReason.STOP))
+        text = 'user: 1 + 1?\n\nassistant: {"name": "add", "arguments": {"n": 1}}\n\ntool: 2'
+        assert text in user(endpoint.requests[0].body)
 
 
 async def test_pairs_are_compared_in_both_orders() -> None:
