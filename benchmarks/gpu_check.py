@@ -44,7 +44,7 @@ from generator_service.stock.generator import StockGenerator
 from specrej.contracts import Prompt, Round, Sampling, SessionSpec
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import prepare_environment
-from tests.conformance.subjects import VLLM_OPTIONS, own, save_model, vllm
+from tests.conformance.subjects import own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
 
 ON_CUDA = torch.cuda.is_available()
@@ -143,7 +143,7 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         model=str(arguments.out / arguments.shape),
         max_candidates=max(arguments.n),
         memory_fraction=0.9 if ON_CUDA else 0.2,
-        vllm_options={"load_format": "dummy", "enforce_eager": not ON_CUDA} | VLLM_OPTIONS,
+        vllm_options={"load_format": "dummy", "enforce_eager": not ON_CUDA},
         kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new),
     )
     log(f"loading random weights in the shape of {arguments.shape}")

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 def main() -> None:
     """Serve until a signal."""
     settings = load(GeneratorSettings)
-    if settings.node_rank:
-        prepare_environment(settings.threads)
-        from generator_service.stock.vllm import run_node
-
-        run_node(settings)
     threads.bound_spinning()
     try:
         with telemetry.configured("generator", settings):

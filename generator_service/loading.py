@@ -28,9 +28,6 @@ log = logging.getLogger(__name__)
 # they only make other sessions wait (benchmarks/results/linear.json).
 _ROWS_ON_CPU = 128
 
-# Engine arguments that name the nodes of one generator, and change no token.
-_OF_NODES = ("node_rank", "master_addr", "master_port")
-
 
 def device_of(setting: str) -> str:
     """The device of the setting, which may be "auto": CUDA if there is one."""
@@ -120,9 +117,8 @@ def vllm_fingerprint(settings: GeneratorSettings, dtype: str, version: str) -> s
     settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
     for name, adapter in settings.adapters.items():
         settings_of_engine[f"adapter {name}"] = fingerprint.of_directory(adapter)
-    options = {k: v for k, v in settings.vllm_options.items() if k not in _OF_NODES}
-    if options:
-        settings_of_engine["options"] = options
+    if settings.vllm_options:
+        settings_of_engine["options"] = settings.vllm_options
     return fingerprint.of_directory(settings.model_directory, settings_of_engine)
 
 

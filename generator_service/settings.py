@@ -64,8 +64,7 @@ class GeneratorSettings(ServiceSettings):
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
         description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4}; they override'
-        " other settings except kv_slots, which bounds max_model_len; with a node_rank above 0 the"
-        " process computes for node 0's generator",
+        " other settings except kv_slots, which bounds max_model_len",
     )
     adapters: dict[str, Path] = Field(
         default_factory=dict,
@@ -150,11 +149,6 @@ class GeneratorSettings(ServiceSettings):
         if self.files.gguf_file:
             raise ValueError("a GGUF file needs the own engine: set engine to own")
         return self.files.directory
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this node if vLLM divides the model over several; node 0 has the port."""
-        return int(self.vllm_options.get("node_rank", 0))
 
     def auto_candidates_of(self, device: str) -> int:
         """Most candidates where N is left open, on a device of type "cpu" or another."""

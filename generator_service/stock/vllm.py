@@ -16,14 +16,12 @@ import itertools
 import json
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import vllm
 from transformers import AutoConfig
@@ -308,28 +306,6 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         max_waiting=settings.max_waiting,
         on_step=on_step,
     )
-
-
-def run_node(settings: GeneratorSettings) -> NoReturn:
-    """Become vLLM's process of a node without a port; it ends with one of its workers."""
-    command = node_command(settings)
-    os.execv(command[0], command)
-
-
-def node_command(settings: GeneratorSettings) -> list[str]:
-    """The command of a node that computes for the generator of node 0, with equal arguments."""
-    arguments = _arguments(settings, _shape(settings))
-    model = arguments.pop("model")
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--headless"]
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            words += [f"--{flag}", *value]
-        else:
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words
 
 
 def _shape(settings: GeneratorSettings) -> Shape:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -36,8 +35,6 @@ from tests.reward_service.tiny import CONTEXT, make_config, make_tokenizer, save
 from tests.servers.starting import MODEL, llama_server, vllm_server
 from tests.serving import listening
 
-# More engine arguments, such as those of `make conformance-distributed`.
-VLLM_OPTIONS = json.loads(os.environ.get("SPECREJ_VLLM_OPTIONS", "{}"))
 # bfloat16 on CUDA: several tokens may be the most probable one, and logits differ with the batch.
 IS_FLOAT32 = not torch.cuda.is_available()
 CAPACITY = 1024
@@ -123,7 +120,7 @@ async def own(directory: Path, device: str = "cpu") -> AsyncIterator[Subject]:
 async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
     """As the service starts it, with `more` settings."""
     # Compiling takes minutes.
-    options = {"enforce_eager": True, "disable_log_stats": False, **VLLM_OPTIONS}
+    options = {"enforce_eager": True, "disable_log_stats": False}
     options |= more.pop("vllm_options", {})
     own = {"threads": 1, "kv_slots": CAPACITY, "max_candidates": MAX_CANDIDATES}
     settings = GeneratorSettings(

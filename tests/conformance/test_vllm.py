@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +33,7 @@ from specrej_models.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started
 from tests.conformance.subjects import (
     CAPACITY,
-    MAX_CANDIDATES,
     PROMPT,
-    VLLM_OPTIONS,
     Subject,
     metric,
     own,
@@ -114,7 +110,6 @@ async def test_memory_decides_n_and_nothing_is_preempted(started: Started) -> No
     assert metric("vllm:num_preemptions_total") == preempted
 
 
-@pytest.mark.skipif("tensor_parallel_size" in VLLM_OPTIONS, reason="it has nine heads")
 async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
     """Covers properties that a tiny model lacks: thirty layers, shared key heads, a chat template,
     its own end tokens and vocabulary. Greedy, as their draws differ."""
@@ -204,63 +199,6 @@ async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path
 
 def _has_ended(generator: StockGenerator) -> bool:
     return generator.heartbeat_s() == math.inf
-
-
-async def test_nodes_of_one_generator_draw_the_tokens_of_one(
-    started: Started, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model is divided over two processes that were started apart, as on two machines. The loss
-    of one ends sessions with a status."""
-    for name, value in _ONE_MACHINE.items():
-        monkeypatch.setenv(name, value)
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    nodes = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **nodes}
-    with _node(model_directory, {**options, "node_rank": 1}, tmp_path) as process:
-        async with vllm(model_directory, vllm_options={**options, "node_rank": 0}) as subject:
-            made = await _tokens(subject.generator, _GREEDY)
-            _kill([*psutil.Process(process.pid).children(recursive=True), process])
-            with pytest.raises((Unavailable, InternalError)):
-                await _tokens(subject.generator, _GREEDY)
-            assert isinstance(subject.generator, StockGenerator)
-            await until(partial(_has_ended, subject.generator), bound_s=_BOUND_S)
-    assert made == await _tokens((await started.get("own")).generator, _GREEDY)
-
-
-_ONE_MACHINE = {
-    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # In a step without rows, vLLM notices a lost node by this bound only; its own is 300 s.
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",
-}
-
-
-@contextmanager
-def _node(model: Path, options: dict[str, Any], scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A node without a port."""
-    # vLLM's command looks up the version of the package vllm, and its CPU build is vllm-cpu.
-    about = scratch / "vllm-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
-    settings = {
-        "engine": "vllm",
-        "model": model,
-        "threads": 1,
-        "kv-slots": CAPACITY,
-        "max-candidates": MAX_CANDIDATES,
-        "vllm-options": json.dumps({"enforce_eager": True, **options}),
-    }
-    flags = [f"--{name}={value}" for name, value in settings.items()]
-    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{scratch}"}
-    command = [sys.executable, "-m", "generator_service", *flags]
-    process = subprocess.Popen(command, env=environment)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(_BOUND_S)
 
 
 def _kill(processes: Iterable[Any]) -> None:
