@@ -352,10 +352,11 @@ class _Run:
         is_lenient = request.allow_degraded
         patience_s = self.deadline.patience_s * (_OPENING_PART if is_lenient else 1.0)
         form = session.answer_form
+        reads_part = form.thinking_end and not selection.score_thinking
         self.scorer = RequestScorer(
             self.scorers,
             request.prompt,
-            read=str if selection.score_thinking else partial(answer_text, form=form),
+            read=partial(answer_text, form=form) if reads_part else None,
             may_fall_back=is_lenient,
             patience_s=patience_s,
         )
@@ -393,6 +394,7 @@ class _Run:
             opening = stack.enter_async_context(self.generator.open(spec))
             self.session = await _in_time(opening, self.deadline.patience_s)
         if spec.sampling.max_thinking_tokens and not self.session.answer_form.thinking_end:
+            await stack.aclose()
             text = "must be 0: the model does not mark its reasoning"
             raise InvalidRequest([Violation("sampling.max_thinking_tokens", text)])
         return self.session

@@ -72,12 +72,12 @@ class RequestScorer:
         scorers: Sequence[Scorer],
         prompt: Prompt,
         *,
-        read: Callable[[str], str] = str,
+        read: Callable[[str], str] | None = None,
         may_fall_back: bool = False,
         patience_s: float = math.inf,
     ) -> None:
-        """`scorers`: at least one. `read`: what of a text they score. `patience_s`: the longest
-        wait for their opening."""
+        """`scorers`: at least one. `read`: what of a text they score; None: all. `patience_s`: the
+        longest wait for their opening."""
         self._scorers = scorers
         self._prompt, self._beginning = prompt.question, prompt.beginning
         self._read = read
@@ -152,7 +152,9 @@ class RequestScorer:
     def _begun(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates with what is scored of their texts, after the text that they continue."""
         before, read = self._beginning, self._read
-        return [replace(c, text=before + read(c.text)) for c in candidates]
+        if not (before or read):
+            return candidates
+        return [replace(c, text=before + (read(c.text) if read else c.text)) for c in candidates]
 
     def replaced(self, candidates: Sequence[Candidate], error: Exception) -> RawScores:
         """The likelihoods in place of late scores, or of an invalid sum; raises `error` if not

@@ -64,7 +64,11 @@ class Scripted:
     async def open(self, spec: SessionSpec) -> AsyncIterator[Scripted]:
         self.n, self.max_tokens, self._position = spec.n, spec.sampling.max_tokens, 0
         self._live = {*range(spec.n)}
-        yield self
+        self.is_open = True
+        try:
+            yield self
+        finally:
+            self.is_open = False
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         live, until = sorted(self._live), min(until_tokens, self.max_tokens)
@@ -124,7 +128,10 @@ async def answer_of(
         run_options["clock"] = generator.clock
     wanted = replace(request(len(texts), options.pop("max_tokens", 400), **options), prompt=asked)
     checks = await CHECKS.of(asked)
-    return await answer(wanted, generator, scorer, are_valid=checks, **run_options)
+    try:
+        return await answer(wanted, generator, scorer, are_valid=checks, **run_options)
+    finally:
+        assert not generator.is_open
 
 
 @pytest.mark.parametrize(
