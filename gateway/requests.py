@@ -417,6 +417,7 @@ PART_FIELDS = {
     *("type", "text", "image_url", "source", "detail", "prompt_cache_breakpoint", "cache_control"),
     *("citations", "annotations", "logprobs"),
 }
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text")
 
 
 def _parts(value: object, info: ValidationInfo) -> object:
@@ -427,7 +428,7 @@ def _parts(value: object, info: ValidationInfo) -> object:
     given: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for part in given:
         match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            case {"type": kind, "text": str(text)} if kind in _TEXTS:
                 parts.append(TextPart(text))
             case {"type": "image_url" | "input_image", "image_url": url}:
                 parts.append(images.of_url(url))

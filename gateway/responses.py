@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -29,21 +28,14 @@ from gateway.requests import (
     role_of,
     with_tools,
 )
-from specrej.contracts import FinishReason, Message, Prompt, RankedCandidate, ToolCall
+from specrej.contracts import FinishReason, Message, Prompt, RankedCandidate, TextPart, ToolCall
 
 _STATE = "is not supported: responses are not stored, so send all items"
 _BUILT_IN = "there are no built-in tools"
 
 
 def _items(value: object) -> object:
-    """A text is the user's; reasoning has no effect."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        return value
-    kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
-    pairs = zip(value, kinds, strict=True)
-    return [{"type": kind} if kind == "reasoning" else item for item, kind in pairs]
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class Item(Checked):
@@ -59,6 +51,7 @@ class Item(Checked):
 
     ignores: ClassVar = {
         **dict.fromkeys(("id", "status", "phase"), "items are known by their order"),
+        **dict.fromkeys(("summary", "encrypted_content"), "reasoning is not repeated"),
         **dict.fromkeys(("caller", "namespace", "async"), _BUILT_IN),
     }
 
@@ -122,22 +115,20 @@ class ResponsesRequest(Request):
 
     def turns(self) -> list[tuple[str, Message]]:
         """The conversation; calls belong to the assistant's turn before them."""
-        instructions = Message("system", self.instructions or "")
-        turns = [("instructions", instructions)] if self.instructions else []
+        drafts: list[tuple[str, str, Any, list[ToolCall], str]] = []
+        if self.instructions:
+            drafts.append(("instructions", "system", [TextPart(self.instructions)], [], ""))
         for number, item in enumerate(self.input):
             field = f"input[{number}]"
-            match item.type:
-                case "message":
-                    turns.append((field, message_of(item.role, item.content)))
-                case "function_call_output":
-                    turns.append((field, message_of("tool", item.output, call_id=item.call_id)))
-                case "function_call":
-                    call = ToolCall(item.call_id, item.name, item.arguments)
-                    if not turns or turns[-1][1].role != "assistant":
-                        turns.append((field, Message("assistant")))
-                    field, last = turns.pop()
-                    turns.append((field, replace(last, tool_calls=(*last.tool_calls, call))))
-        return turns
+            if item.type == "message":
+                drafts.append((field, item.role, item.content, [], ""))
+            elif item.type == "function_call_output":
+                drafts.append((field, "tool", item.output, [], item.call_id))
+            elif item.type == "function_call":
+                if not drafts or drafts[-1][1] != "assistant":
+                    drafts.append((field, "assistant", (), [], ""))
+                drafts[-1][3].append(ToolCall(item.call_id, item.name, item.arguments))
+        return [(field, message_of(*draft)) for field, *draft in drafts]
 
     def prompt_of(self, index: int) -> Prompt:
         """The conversation."""
@@ -161,15 +152,10 @@ class ResponsesAnswer(BlockAnswer):
 
     def __init__(self, request: ResponsesRequest, call: Call) -> None:
         super().__init__(request.model, stop_at=call.options.get("stop_at"))
-        tools = [tool.model_dump(by_alias=True, exclude_none=True) for tool in request.tools or ()]
         self._echo = {
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
             "parallel_tool_calls": call.prompt.parallel_tool_calls,
-            "temperature": request.temperature,
             "tool_choice": call.prompt.tool_choice,
-            "tools": tools,
-            "top_p": request.top_p,
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
         }
         self._num_events = 0
 

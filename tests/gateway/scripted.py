@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from gateway.requests import Checked, Ignored, Maps, Refused, rules_of
+from gateway.requests import Checked
 from specrej import contracts as c
 from tests.specrej.fakes import EVENTS, ONE, FakeOrchestrator
 
@@ -20,7 +18,6 @@ CALLS = (
 ALL = c.AnswerParts("Let me see.", "It may rain.", CALLS)
 ONLY_CALLS = c.AnswerParts(tool_calls=CALLS)
 ONLY_TEXT = c.AnswerParts("the best")
-PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
 
 
 def deltas(parts: c.AnswerParts) -> Iterator[c.PartsDelta]:
@@ -52,16 +49,3 @@ def known(model: type[Checked]) -> set[str]:
     """All fields of a model, by the names that callers use."""
     named = {field.alias or name for name, field in model.model_fields.items()}
     return named | {*model.ignores}
-
-
-def documented(route: str) -> dict[str, str]:
-    """What docs/gateway.md says of each field of a route."""
-    _, _, table = PAGE.partition(f"| `{route}` | fields |\n|---|---|\n")
-    rows = [re.match(r"\| (\w+) \| (.*) \|", line) for line in table.splitlines()[:3]]
-    return {n: row[1] for row in rows if row for n in re.findall(r"`(\w+)`", row[2])}
-
-
-def kinds_of(model: type[Checked]) -> dict[str, str]:
-    """As `documented`, of the rules."""
-    kinds = {Maps: "mapped", Ignored: "ignored", Refused: "refused"}
-    return {name: kinds[type(rule)] for name, rule in rules_of(model).items()}

@@ -17,6 +17,7 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming,
 )
 
+from gateway.messages import MessagesRequest
 from gateway.requests import (
     MAX_LOGPROBS,
     PART_FIELDS,
@@ -37,9 +38,10 @@ from gateway.requests import (
     parsed,
     rules_of,
 )
+from gateway.responses import ResponsesRequest
 from gateway.settings import GatewaySettings
 from specrej import contracts as c
-from specrej.contracts.errors import InvalidRequest
+from specrej.contracts.errors import InvalidRequest, Violation
 from tests.gateway.scripted import known
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
@@ -56,9 +58,22 @@ OUTPUTS: list[tuple[str, Any, Any]] = [
 ]
 
 
+# The least request of each endpoint.
+ASK = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[Any, dict[str, Any]] = {
+    ChatRequest: ASK,
+    CompletionRequest: {"model": "m", "prompt": "x"},
+    ResponsesRequest: {"model": "m", "input": "x"},
+    MessagesRequest: {**ASK, "max_tokens": 9},
+}
+
+
+def made(model: Any, /, **fields: Any) -> Any:
+    return parsed(model, json.dumps({**BODIES[model], **fields}).encode())
+
+
 def chat(**fields: Any) -> Any:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return parsed(ChatRequest, json.dumps(body).encode())
+    return made(ChatRequest, **fields)
 
 
 def violations(**fields: Any) -> dict[str, str]:
@@ -100,18 +115,35 @@ def test_every_field_of_the_official_types_has_a_rule(kinds: Any, known: set[str
         assert get_type_hints(kind).keys() <= known, kind
 
 
-@pytest.mark.parametrize("name", [n for n, rule in TABLE.items() if isinstance(rule, Refused)])
-def test_refused_fields_are_refused_unless_they_change_nothing(name: str) -> None:
-    rule = TABLE[name]
-    assert isinstance(rule, Refused)
+def rules(kind: type[Any]) -> list[Any]:
+    """The fields of all endpoints with a rule of that kind: the request, name and rule."""
+    pairs = ((model, rules_of(model).items()) for model in BODIES)
+    return [(model, n, rule) for model, items in pairs for n, rule in items if type(rule) is kind]
+
+
+@pytest.mark.parametrize(("model", "name", "rule"), rules(Refused))
+def test_refused_fields_are_refused_unless_they_change_nothing(
+    model: Any, name: str, rule: Refused
+) -> None:
     for harmless in (None, *rule.harmless):
-        call_of(chat(**{name: harmless}), PRESETS)
-    assert violations(**{name: {"some": "thing"}}) == {name: rule.why}
+        call_of(made(model, **{name: harmless}), PRESETS)
+    with pytest.raises(InvalidRequest) as refused:
+        made(model, **{name: {"some": "thing"}})
+    assert [*map(str, refused.value.violations)] == [str(Violation(name, rule.why))]
 
 
-def test_ignored_fields_change_nothing() -> None:
-    fields = {name: "x" for name, rule in TABLE.items() if isinstance(rule, Ignored)}
-    assert call_of(chat(**fields, seed=1), PRESETS) == call_of(chat(seed=1), PRESETS)
+@pytest.mark.parametrize("model", BODIES)
+def test_ignored_fields_change_nothing(model: Any) -> None:
+    """Guards strict clients, too: fields that are known are no error."""
+    fields = {name: "x" for one, name, _ in rules(Ignored) if one is model}
+    extension = {"specrej": {"cache": "use"}}
+    ignored: dict[str, bool] = {}
+    body = json.dumps({**BODIES[model], **fields, **extension}).encode()
+    request = call_of(parsed(model, body, ignored, strict=True), PRESETS)
+    assert ignored == dict.fromkeys(fields, False)
+    plain = call_of(made(model, **extension), PRESETS)
+    assert request.prompt == plain.prompt
+    assert {**request.options, "seed": 0} == {**plain.options, "seed": 0}
 
 
 def test_all_bad_fields_are_reported_at_once() -> None:
@@ -443,3 +475,13 @@ def test_the_last_turn_of_the_assistant_can_be_continued() -> None:
     assert (prompt.continue_final, prompt.beginning) == (True, "Because")
     fields["continue_final_message"] = False
     assert violations(**fields).keys() == {"add_generation_prompt"}
+
+
+@pytest.mark.parametrize(
+    ("route", "model"), [("/v1/responses", ResponsesRequest), ("/v1/messages", MessagesRequest)]
+)
+def test_the_documented_lists_are_the_tables(route: str, model: Any) -> None:
+    _, _, table = PAGE.partition(f"| `{route}` | fields |\n|---|---|\n")
+    rows = re.findall(r"^\| (\w+) \| (.*) \|$", table, re.MULTILINE)[:3]
+    named = {name: kind for kind, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert named == {name: KINDS[type(rule)] for name, rule in rules_of(model).items()}

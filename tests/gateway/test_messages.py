@@ -11,14 +11,11 @@ import pytest
 
 from gateway.messages import ContentBlock, MessagesRequest, Thinking, Tool, ToolChoice, Turn
 from gateway.requests import (
-    Ignored,
     OutputConfig,
-    Refused,
     ResponseFormat,
     SchemaFormat,
     call_of,
     parsed,
-    rules_of,
 )
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Unavailable
@@ -29,8 +26,6 @@ from tests.gateway.scripted import (
     ONLY_CALLS,
     ONLY_TEXT,
     SCHEMA,
-    documented,
-    kinds_of,
     known,
     script,
 )
@@ -44,7 +39,6 @@ types = anthropic.types
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
 FIELDS: dict[str, Any] = {"model": "toy", "max_tokens": 64, "messages": ASK, "tools": [TOOL]}
-TABLE = rules_of(MessagesRequest)
 
 
 def client_at(port: int, **arguments: Any) -> Any:
@@ -244,18 +238,6 @@ def test_every_field_of_the_official_types_has_a_rule(kinds: Any, model: Any) ->
     assert names <= known(ResponseFormat) | known(SchemaFormat)
 
 
-def test_fields_are_refused_or_ignored_by_name() -> None:
-    for name, rule in TABLE.items():
-        if isinstance(rule, Refused):
-            assert refused(**{name: "x"}) == [name]
-    fields = {name: "x" for name, rule in TABLE.items() if isinstance(rule, Ignored)}
-    given: dict[str, bool] = {}
-    body = {"model": "m", "max_tokens": 9, "messages": ASK, **fields}
-    request = parsed(MessagesRequest, json.dumps(body).encode(), given, strict=True)
-    assert given == dict.fromkeys(fields, False)
-    assert call_of(request, {}).prompt == call().prompt
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -321,7 +303,3 @@ def test_options_and_names_of_errors() -> None:
 def test_what_is_not_supported_is_named(fields: dict[str, Any], field: str) -> None:
     place = "messages[0].content[0]" if "messages" in fields else ""
     assert refused(**fields) == [place + field]
-
-
-def test_the_documented_table_is_the_table() -> None:
-    assert documented("/v1/messages") == kinds_of(MessagesRequest)

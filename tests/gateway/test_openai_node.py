@@ -1,4 +1,4 @@
-"""The official client for Node, under its own test runner, against all services on toys."""
+"""The official client for Node, under its own test runner."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ import pytest
 
 from deploy.local.stack import Stack
 from specrej import Client
+from tests.gateway.gateways import gateway_at
+from tests.gateway.scripted import ALL, script
 from tests.programs import ROOT, run
 from tests.serving import until, until_slots_are_free
+from tests.specrej.fakes import FakeOrchestrator
 
 SOURCE = Path(__file__).with_name("node")
 INSTALLED = ROOT / ".tools" / "node"  # make node-client
 
 
-@pytest.mark.asyncio(loop_scope="session")
-async def test_the_official_client_for_node(stack: Stack) -> None:
+async def run_tests(name: str, url: str) -> None:
     node = shutil.which("node")
     if not node or not (INSTALLED / "node_modules").exists():
         pytest.skip("no client for Node: make node-client installs it")
-    test = INSTALLED / "openai.test.js"
-    shutil.copy(SOURCE / test.name, test)  # beside its packages, where Node looks for them
-    await run(node, "--test", test, GATEWAY_URL=stack.gateway_url)
+    shutil.copy(SOURCE / name, INSTALLED / name)  # beside its packages, where Node looks for them
+    await run(node, "--test", INSTALLED / name, GATEWAY_URL=url)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_all_services_on_toys(stack: Stack) -> None:
+    await run_tests("openai.test.js", stack.gateway_url)
     await until_slots_are_free(stack.generator_address)
     async with Client(stack.orchestrator_address) as client:
 
@@ -32,3 +38,9 @@ async def test_the_official_client_for_node(stack: Stack) -> None:
             return latest.outcome == "CANCELLED"  # of the last test, which aborts
 
         await until(is_cancelled)
+
+
+async def test_calls_and_items(address: str, orchestrator: FakeOrchestrator) -> None:
+    script(orchestrator, ALL)
+    async with gateway_at(address) as server:
+        await run_tests("tools.test.js", f"http://127.0.0.1:{server.port}")

@@ -14,14 +14,11 @@ from openai.types.responses import response_create_params, response_format_text_
 
 from gateway.requests import (
     PART_FIELDS,
-    Ignored,
     OutputConfig,
-    Refused,
     SchemaFormat,
     StreamOptions,
     call_of,
     parsed,
-    rules_of,
 )
 from gateway.requests import ResponseFormat as ChatFormat
 from gateway.responses import Item, Reasoning, ResponsesRequest, ResponseTool
@@ -33,8 +30,6 @@ from tests.gateway.scripted import (
     ONLY_CALLS,
     ONLY_TEXT,
     SCHEMA,
-    documented,
-    kinds_of,
     known,
     script,
 )
@@ -48,7 +43,6 @@ TOOL: Any = {
     "strict": True,
 }  # fmt: skip
 FIELDS: dict[str, Any] = {"model": "toy", "input": "How is the weather?", "tools": [TOOL]}
-TABLE = rules_of(ResponsesRequest)
 
 
 def call(**fields: Any) -> Any:
@@ -191,25 +185,6 @@ def test_every_field_of_the_official_types_has_a_rule(kinds: Any, names: set[str
         assert get_type_hints(kind).keys() <= names, kind
 
 
-@pytest.mark.parametrize("name", [n for n, rule in TABLE.items() if isinstance(rule, Refused)])
-def test_refused_fields_are_refused_unless_they_change_nothing(name: str) -> None:
-    rule = TABLE[name]
-    assert isinstance(rule, Refused)
-    for harmless in (None, *rule.harmless):
-        call(**{name: harmless})
-    with pytest.raises(InvalidRequest) as refused:
-        call(**{name: {"some": "thing"}})
-    assert [(v.field, v.description) for v in refused.value.violations] == [(name, rule.why)]
-
-
-def test_ignored_fields_change_nothing() -> None:
-    fields = {name: "x" for name, rule in TABLE.items() if isinstance(rule, Ignored)}
-    seed = {"specrej": {"cache": "use"}}
-    ones, others = call(**fields, **seed), call(**seed)
-    assert {**ones.options, "seed": 0} == {**others.options, "seed": 0}
-    assert ones.prompt == others.prompt
-
-
 def test_options_and_names_of_errors() -> None:
     made = call(
         max_output_tokens=9, temperature=0.5, top_p=0.9, reasoning={"effort": "none"},
@@ -247,7 +222,3 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], field: str) -> N
     with pytest.raises(InvalidRequest) as refused:
         call(**fields)
     assert [violation.field for violation in refused.value.violations] == [field]
-
-
-def test_the_documented_table_is_the_table() -> None:
-    assert documented("/v1/responses") == kinds_of(ResponsesRequest)
