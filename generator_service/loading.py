@@ -68,7 +68,12 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         torch.set_num_threads(settings.threads)
     device = device_of(settings.device)
     files = settings.files
-    examined = examine(files.directory, files.gguf_file)
+    examined = examine(
+        files.directory,
+        files.gguf_file,
+        tool_format=settings.tool_format,
+        thinking_marks=settings.thinking_marks,
+    )
     model = CausalLM.load(examined, device)
     context_tokens = settings.context_of(model.sizes.context_tokens)
     dtype = str(model.shape.dtype).removeprefix("torch.")

@@ -66,6 +66,17 @@ class GeneratorSettings(ServiceSettings):
         description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4}; they override'
         " other settings except kv_slots, which bounds max_model_len",
     )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
+        "auto",
+        description="how the model's answers call tools (docs/tools.md); auto: as its chat template"
+        " writes calls, json where that takes no tools",
+    )
+    thinking_marks: str = Field(
+        "auto",
+        pattern=r"^(auto|none|\S+ \S+)$",
+        description="texts around the model's reasoning, such as '<think> </think>'; auto: those of"
+        " its chat template; none: it does not reason",
+    )
     adapters: dict[str, Path] = Field(
         default_factory=dict,
         description="directories of LoRA adapters by name, as JSON, for vLLM: a request names one"

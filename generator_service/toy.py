@@ -2,9 +2,11 @@
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
 neighbours. Of the sampling it follows ends, stop tokens and log-probabilities, ignores what would
-change the draws, and refuses structured outputs. No model, no torch; a session that does not fit
-is refused and never waits. Options make its steps slow or fail, so that tests can interrupt a
-request under way.
+change the draws, and refuses structured outputs. With tools it makes the calls that the last turn
+of the user names, such as `call add {"a": 1}`, those after a "then" in a turn of their own, and
+answers with their results; with `Prompt.thinking` it reasons first. No model, no torch; a session
+that does not fit is refused and never waits. Options make its steps slow or fail, so that tests can
+interrupt a request under way.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -25,18 +28,22 @@ from generator_service.engine.commands import (
     Step,
     named_tokens,
 )
+from specrej.answer_form import written
 from specrej.contracts import (
     NO_FORKS,
-    PLAIN,
+    AnswerForm,
     FinishReason,
     Forks,
     GeneratorDescription,
+    Prompt,
     Pruned,
     Report,
     Round,
     RoundEnd,
     SessionSpec,
     SlotGauge,
+    Tool,
+    ToolCall,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import refuse_images
@@ -49,22 +56,78 @@ _TOKENS = [f" {word}".encode() for word in _WORDS]
 _FAILING_STEP = 10
 _AUTO_CANDIDATES = 8
 _CONTEXT_TOKENS = 4096
+_TOOL_FORMAT, _THINKING = "hermes", ("<think>", "</think>")
+_THOUGHTS = 8  # words of its reasoning
+_CALL, _PIECE = re.compile(r"\bcall ([\w.-]+) (?=\{)"), re.compile(r".{1,6}", re.DOTALL)
+_EXAMPLES = {"string": "ash", "integer": 1, "number": 1.5, "boolean": True, "array": []}
 
 
 class _Words:
-    """A `GrowingText`; words of `left_out` are no part of it."""
+    """A `GrowingText`; words of `left_out` are no part of it, and `pieces` have the ids after those
+    of words."""
 
-    def __init__(self, left_out: Collection[int], text: str = "") -> None:
+    def __init__(self, left_out: Collection[int], pieces: Sequence[str], text: str = "") -> None:
         self._left_out = left_out
+        self._pieces = pieces
         self._text = text
 
     def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
-        words = [_WORDS[word] for word in token_ids if word not in self._left_out]
-        self._text = " ".join([self._text, *words] if self._text else words)
+        for token_id in token_ids:
+            if token_id >= len(_WORDS):
+                self._text += self._pieces[token_id - len(_WORDS)]
+            elif token_id not in self._left_out:
+                space = " " if self._text and not self._text[-1].isspace() else ""
+                self._text += space + _WORDS[token_id]
         return self._text
 
     def copy(self) -> _Words:
-        return _Words(self._left_out, self._text)
+        return _Words(self._left_out, self._pieces, self._text)
+
+
+def _script(prompt: Prompt, candidate: int, form: AnswerForm, *, is_wrong: bool) -> str:
+    """What a candidate writes in place of words; empty: words."""
+    tools = {tool.name: tool for tool in prompt.tools if prompt.tool_choice != "none"}
+    turns = prompt.turns
+    asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    if is_wrong and prompt.tool_choice != "required":
+        return ""
+    steps = [_calls(part, tools) for part in re.split(r"\bthen\b", turns[asked].text)]
+    done = sum(bool(turn.tool_calls) for turn in turns[asked + 1 :])
+    calls = next(iter([step for step in steps if step][done:]), [])
+    if prompt.tool_name:
+        calls = [call for call in calls if call.name == prompt.tool_name]
+    if tools and prompt.tool_choice == "required" and (is_wrong or not calls):
+        calls = [_example(tools[prompt.tool_name or next(iter(tools))])]
+    if calls:
+        calls = calls if prompt.parallel_tool_calls else calls[:1]
+        begins = "Let me see.\n" if candidate % 2 and prompt.tool_choice == "auto" else ""
+        return begins + written(calls, form)
+    results = [turn.text for turn in turns[asked + 1 :] if turn.role == "tool"]
+    return f"The result is {', '.join(results)}." if results else ""
+
+
+def _calls(text: str, tools: Collection[str]) -> list[ToolCall]:
+    """The calls of these tools that a text names, each with an object in JSON."""
+    calls = []
+    for match in _CALL.finditer(text):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, match.end())
+        except ValueError:
+            continue
+        if match[1] in tools:
+            calls.append(ToolCall("", match[1], text[match.end() : end]))
+    return calls
+
+
+def _example(tool: Tool) -> ToolCall:
+    """A call with the arguments that are required."""
+    schema = json.loads(tool.parameters or "{}")
+    properties = {name: schema["properties"][name] for name in schema.get("required", ())}
+    arguments = {
+        name: one.get("enum", [one.get("const", _EXAMPLES.get(one.get("type"), {}))])[0]
+        for name, one in properties.items()
+    }
+    return ToolCall("", tool.name, json.dumps(arguments))
 
 
 class ToySession:
@@ -72,12 +135,17 @@ class ToySession:
 
     fingerprint = ""  # the servicer has the generator's
     costly_rounds = False
-    answer_form = PLAIN
 
     def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
         self.id = session_id
         self.n, self.reduced = 0, False  # until it is admitted
-        text = spec.prompt.text or " ".join(message.text for message in spec.prompt.messages)
+        self._prompt = prompt = spec.prompt
+        text = prompt.text or " ".join(message.text for message in prompt.messages)
+        marks = _THINKING if prompt.thinking else ()
+        self.answer_form = AnswerForm(_TOOL_FORMAT if prompt.tools else "", *marks)
+        self._pieces: list[str] = []  # of all scripts; their token ids follow those of words
+        # By candidate: its first tokens, and whether it ends behind them.
+        self._scripts: dict[int, tuple[range, bool]] = {}
         self.prompt_tokens = max(1, len(text.split()))
         self._sampling = spec.sampling_after(self.prompt_tokens, _CONTEXT_TOKENS)
         self.max_tokens = self._sampling.max_tokens
@@ -94,8 +162,9 @@ class ToySession:
     def begin(self, n: int, *, reduced: bool) -> None:
         """It is admitted with `n` candidates."""
         self.n, self.reduced = n, reduced
-        words = _Words(self._sampling.stop_token_ids)
+        words = _Words(self._sampling.stop_token_ids, self._pieces)
         ids = range(self._first_id, self._first_id + n)
+        self._scripts = {number: self._script(number) for number in ids}
         self._live = [GrowingCandidate(number, text=words.copy()) for number in ids]
         self._unreported = list(self._live)
 
@@ -125,6 +194,7 @@ class ToySession:
         self._ledger.give_back(self.id, freed)
         made = self._generator.queue.with_room(self, forks, live, len(survivors), self._num_tokens)
         self._ledger.take(self.id, len(made) * self._num_tokens)
+        self._scripts |= {number: self._scripts[parent] for number, parent in made.items()}
         self._live = [*survivors, *(live[parent].fork(number) for number, parent in made.items())]
         self._unreported = list(self._live)
         return Pruned(freed, self._gauge(), tuple(sorted(forks.keys() - made.keys())))
@@ -141,6 +211,26 @@ class ToySession:
         self._ledger.give_back(self.id, finished * self._num_tokens)
         self._live = [candidate for candidate in self._live if candidate.finish is None]
 
+    def _script(self, candidate: int) -> tuple[range, bool]:
+        """The tokens that a candidate begins with, and whether it ends behind them."""
+        wrong_every = self._generator.wrong_every
+        is_wrong = wrong_every > 0 and candidate % wrong_every == wrong_every - 1
+        text = _script(self._prompt, candidate, self.answer_form, is_wrong=is_wrong)
+        ends = bool(text)
+        if self._prompt.thinking:
+            most = self._sampling.max_thinking_tokens or _THOUGHTS
+            thoughts = [
+                _WORDS[(candidate + at) % len(_WORDS)] for at in range(min(most, _THOUGHTS))
+            ]
+            text = f"<think>\n{' '.join(thoughts)}\n</think>\n\n{text}"
+        first = len(_WORDS) + len(self._pieces)
+        self._pieces += _PIECE.findall(text)
+        return range(first, len(_WORDS) + len(self._pieces)), ends
+
+    def _token(self, token_id: int) -> bytes:
+        words = len(_WORDS)
+        return _TOKENS[token_id] if token_id < words else self._pieces[token_id - words].encode()
+
     def _draw(self, candidate: GrowingCandidate) -> None:
         sampling, step = self._sampling, self._num_tokens
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
@@ -148,12 +238,17 @@ class ToySession:
         stops = sampling.stop_token_ids
         words = [w for w in _IDS if w not in stops or step >= sampling.min_tokens] or _IDS
         word, logprob = words[draw % len(words)], -(draw % 1000) / 500
+        script, ends = self._scripts[candidate.id]
+        is_scripted = step < len(script)
+        word = script[step] if is_scripted else word
+        is_last = ends and step + 1 == len(script)
         candidate.append(word, logprob)
         if sampling.top_logprobs:
-            ids = sorted(_IDS, key=lambda other: other != word)[: sampling.top_logprobs]
+            others = [other for other in _IDS if other != word]
+            ids = [word, *others][: sampling.top_logprobs]
             candidate.new_top.append((ids, [logprob - rank for rank in range(len(ids))]))
-        may_end = not sampling.ignore_eos and step >= sampling.min_tokens
-        if word in stops or (may_end and draw // 1000 % self._generator.end_every == 0):
+        may_end = not sampling.ignore_eos and step >= sampling.min_tokens and not is_scripted
+        if is_last or word in stops or (may_end and draw // 1000 % self._generator.end_every == 0):
             candidate.finish = FinishReason.STOP
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
@@ -166,7 +261,7 @@ class ToySession:
     ) -> Round:
         has_logprobs, position = self._sampling.logprobs, (self._num_tokens, self._gauge())
         candidates = tuple(one.report().candidate(logprobs=has_logprobs) for one in grown)
-        tokens = named_tokens(candidates, _TOKENS.__getitem__) if has_logprobs else ()
+        tokens = named_tokens(candidates, self._token) if has_logprobs else ()
         return Round(candidates, ended_by, *position, tokens, num_live=num_live)
 
     def _gauge(self) -> SlotGauge:
@@ -178,7 +273,8 @@ class ToyGenerator:
     """A `Generator` of words; about one token in `end_every` ends its candidate.
 
     A step of a session takes `step_s` seconds, independent of other sessions. `failing_seed`: a
-    session with this seed fails at its eleventh step.
+    session with this seed fails at its eleventh step. One of `wrong_every` candidates does not make
+    the calls that it should; 0: all do.
     """
 
     def __init__(
@@ -188,12 +284,14 @@ class ToyGenerator:
         end_every: int = 40,
         step_s: float = 0.0,
         failing_seed: int | None = None,
+        wrong_every: int = 0,
         on_step: OnStep = lambda _: None,
     ) -> None:
         self.ledger = SlotLedger(capacity_slots)
         self.end_every = end_every
         self.step_s = step_s
         self.failing_seed = failing_seed
+        self.wrong_every = wrong_every
         self.on_step = on_step
         self._ids = itertools.count(1)
         self.queue: AdmissionQueue[ToySession] = AdmissionQueue(
@@ -243,11 +341,12 @@ class ToyGenerator:
             slots=load.slots,
             sessions=load.sessions,
             can_fork=True,
+            tool_format=_TOOL_FORMAT,
         )
 
 
 def is_toy(model: str) -> bool:
-    """Whether a model's name is a toy's, such as "toy" or "toy:step_ms=5,failing_seed=13"."""
+    """Whether a model's name is a toy's, such as "toy" or "toy:step_ms=5,wrong_every=4"."""
     return model.partition(":")[0] == "toy"
 
 
@@ -257,8 +356,19 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep = lambda _: None) 
     Raises:
         FileNotFoundError: there is none.
     """
-    match = re.fullmatch(r"toy(?::(?:step_ms=([0-9.]+))?,?(?:failing_seed=(\d+))?)?", model)
+    step, seed, wrong = (
+        r"(?:step_ms=([0-9.]+))?",
+        r"(?:failing_seed=(\d+))?",
+        r"(?:wrong_every=(\d+))?",
+    )
+    match = re.fullmatch(f"toy(?::{step},?{seed},?{wrong})?", model)
     if not match:
-        raise FileNotFoundError(f"no such toy: {model}; options: step_ms=5,failing_seed=13")
-    step_s, seed = float(match[1] or 0) / 1e3, int(match[2] or -1)
-    return ToyGenerator(capacity_slots, step_s=step_s, failing_seed=seed, on_step=on_step)
+        options = "step_ms=5,failing_seed=13,wrong_every=4"
+        raise FileNotFoundError(f"no such toy: {model}; options: {options}")
+    return ToyGenerator(
+        capacity_slots,
+        step_s=float(match[1] or 0) / 1e3,
+        failing_seed=int(match[2] or -1),
+        wrong_every=int(match[3] or 0),
+        on_step=on_step,
+    )

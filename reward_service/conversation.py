@@ -17,6 +17,7 @@ from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
 from specrej_models.probe import ChatTemplate, examine
 from specrej_models.token_prefix import common_length
+from specrej_models.tools import JSON_CALLS, as_text, marked
 
 # A placeholder in a response, replaced by `Conversation.splice`. Its characters are of Unicode's
 # private area: templates do not change them, and they are removed from prompts and responses.
@@ -109,10 +110,11 @@ class Conversation:
 
     def contents(self, prompt: Prompt) -> list[Message]:
         """A prompt's turns, in which control tokens are text unless it allows them."""
-        turns = [Message(turn.role, without_splices(turn.content)) for turn in prompt.turns]
-        if prompt.allow_special_tokens:
-            return turns
-        return [Message(turn.role, self.as_text(turn.content)) for turn in turns]
+        turns = Prompt(prompt.turns)
+        marks = () if prompt.allow_special_tokens else (self.as_text,)
+        for mark in (without_splices, *marks):
+            turns = marked(turns, mark)
+        return as_text(turns.messages, JSON_CALLS) if self._plain else [*turns.messages]
 
     def as_text(self, text: str) -> str:
         """A text for a template, in which control tokens are text."""

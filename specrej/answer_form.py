@@ -17,6 +17,8 @@ from specrej.contracts.sessions import PLAIN, AnswerForm
 # What comes before calls; those of "json", and most of "llama3", begin the answer without a mark.
 CALL_MARKS = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
 _AFTER_HERMES = "</tool_call>"
+# All texts beside those of thinking that some tokenizers have as special tokens.
+MARKS = (*CALL_MARKS.values(), _AFTER_HERMES, "[ARGS]", "[CALL_ID]")
 _WITHOUT_MARK = ("json", "llama3")
 
 _NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")

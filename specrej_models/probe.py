@@ -21,8 +21,19 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from specrej.contracts import Image, Message, ModelProbe, TextPart
+from specrej.answer_form import parts_of
+from specrej.contracts import (
+    AnswerForm,
+    Image,
+    Message,
+    ModelProbe,
+    Prompt,
+    TextPart,
+    Tool,
+    ToolCall,
+)
 from specrej.contracts.errors import InvalidRequest, Violation
+from specrej_models.tools import as_text, call_fields, function_of, with_tools
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +50,13 @@ _MOST_NAMES = 3
 _MORE_ROPES = ("default", "mrope", "su")
 # Keys of GGUF files: the scaling of positions, and tokens that end a turn.
 _ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
+# Texts around reasoning, as templates write or remove them.
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# A turn with a call, beside roles, and the tool that it calls.
+_CALLS = "calls"
+_TOOL = Tool(
+    "probe_tool", "A probe.", '{"type": "object", "properties": {"probe": {"type": "string"}}}'
+)
 # Errors whose texts are sentences; others need the names of their types.
 _WITH_REASONS = (TemplateError, SafetensorError, OSError, ValueError)
 
@@ -63,11 +81,14 @@ def examine(
     owner: str = "the model",
     ends: bool = True,
     uses_template: bool = True,
+    tool_format: str = "auto",
+    thinking_marks: str = "auto",
     **options: Any,
 ) -> Examined:
     """Examine a model's files, but for its weights, and log what is found out.
 
-    owner: the name in violations; ends: it needs end tokens; options: of `from_pretrained`.
+    owner: the name in violations; ends: it needs end tokens; tool_format, thinking_marks: as
+    `ChatTemplate` takes them; options: of `from_pretrained`.
 
     Raises:
         OSError, ValueError: a file cannot be read, or is not of a model that can work.
@@ -81,7 +102,7 @@ def examine(
     warnings = _check_vocabulary(tokenizer, sizes.vocab_size)
     template = None
     if uses_template and tokenizer.chat_template:
-        template = ChatTemplate(tokenizer, sizes.vocab_size, owner)
+        template = ChatTemplate(tokenizer, sizes.vocab_size, owner, tool_format, thinking_marks)
         warnings += template.warnings
     end_ids = frozenset[int]()
     if ends:
@@ -266,8 +287,16 @@ def _check_vocabulary(tokenizer: Any, vocabulary: int) -> list[str]:
 class ChatTemplate:
     """A tokenizer's chat template; what it takes is found out by conversations of known texts."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, owner: str = "the model") -> None:
-        """`owner` is named in violations.
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        owner: str = "the model",
+        tool_format: str = "auto",
+        thinking_marks: str = "auto",
+    ) -> None:
+        """`owner` is named in violations; `tool_format`: of calls; `thinking_marks`: the texts
+        around reasoning, with a space between them; "auto": those of the template.
 
         Raises:
             ValueError: it cannot write one user turn, or writes a token beyond the vocabulary.
@@ -306,6 +335,18 @@ class ChatTemplate:
                 f"the chat template writes {_token(tokenizer, ids[0])}, token {ids[0]}, beyond the"
                 f" model's vocabulary of {vocabulary}"
             )
+        found = self._find_tool_format()
+        self.tool_format = found or "json" if tool_format == "auto" else tool_format
+        self._takes_tools = bool(found) and tool_format in ("auto", found)
+        source = str(tokenizer.chat_template)
+        marks = [pair for pair in _THINKING if pair[1] in source]
+        if thinking_marks != "auto":
+            marks = [(begin, end) for begin, _, end in [thinking_marks.partition(" ")] if end]
+        begin, end = marks[0] if marks else ("", "")
+        self.answer_form = AnswerForm(self.tool_format, begin, end)
+        self.can_choose_thinking = "enable_thinking" in source
+        # Whether turns can have several calls.
+        self.repeats_calls = not self._takes_tools or self._can_write(self._turn(_CALLS, 1, 2))
 
     @property
     def takes_images(self) -> bool:
@@ -327,23 +368,66 @@ class ChatTemplate:
         *,
         answers: bool = False,
         continues: bool = False,
+        tools: Sequence[Tool] = (),
+        **variables: Any,
     ) -> list[str]:
         """Conversations as text; `answers`: up to where an answer begins; `continues`: up to the
-        end of the last turn's text.
+        end of the last turn's text; `variables`: of the template.
+
+        Tools and calls are text in a template that does not take them.
 
         Raises:
             InvalidRequest: the template refuses one, or would leave a turn out.
         """
+        if not self._takes_tools:
+            form, system = self.answer_form, self.takes_system
+            conversations = [as_text(turns, form) for turns in conversations]
+            if tools:
+                conversations = [
+                    with_tools(turns, tools, form, takes_system=system) for turns in conversations
+                ]
+            tools = ()
         for turns in conversations:
-            if violation := self._violation(tuple(turn.role for turn in turns)):
+            roles = tuple(_CALLS if turn.tool_calls else turn.role for turn in turns)
+            if violation := self._violation(roles):
                 raise InvalidRequest([violation])
         try:
-            return self._write(conversations, answers=answers, continues=continues)
+            return self._write(conversations, tools, answers, continues, **variables)
         except Exception as error:
             raise InvalidRequest([self._refused((), error)]) from error
 
+    def write_prompt(self, prompt: Prompt) -> tuple[str, AnswerForm]:
+        """A conversation up to where its answer begins or goes on, and how that marks its parts.
+
+        Raises:
+            InvalidRequest: as `write`; there is no choice whether the model reasons.
+        """
+        continues, variables = prompt.continue_final, {}
+        if prompt.thinking is not None:
+            if not self.can_choose_thinking:
+                reason = f"{self._owner}'s chat template has no variable enable_thinking"
+                raise InvalidRequest([Violation("prompt.thinking", f"must be absent: {reason}")])
+            variables = {"enable_thinking": prompt.thinking}
+        (written,) = self.write(
+            [prompt.messages],
+            answers=not continues,
+            continues=continues,
+            tools=prompt.tools,
+            **variables,
+        )
+        form = self.answer_form
+        begin = form.thinking_begin
+        thinks = bool(begin) and not continues and written.rstrip().endswith(begin)
+        kind = form.tool_format if prompt.tools else ""
+        return written, AnswerForm(kind, begin, form.thinking_end, thinks)
+
     def _write(
-        self, conversations: Sequence[Sequence[Message]], *, answers: bool, continues: bool = False
+        self,
+        conversations: Sequence[Sequence[Message]],
+        tools: Sequence[Tool] = (),
+        answers: bool = False,
+        continues: bool = False,
+        **variables: Any,
     ) -> list[str]:
         def content(turn: Message) -> Any:
             if any(isinstance(part, Image) for part in turn.parts):
@@ -356,16 +440,62 @@ class ChatTemplate:
             return [{"type": "text", "text": turn.text}] if self._takes_parts else turn.text
 
         turns = [
-            [{"role": turn.role, "content": content(turn)} for turn in conversation]
+            [
+                {"role": turn.role, "content": content(turn), **fields}
+                for turn, fields in zip(conversation, call_fields(conversation), strict=True)
+            ]
             for conversation in conversations
         ]
         written: list[str] = self._tokenizer.apply_chat_template(
             turns,
+            tools=[function_of(tool) for tool in tools] or None,
             add_generation_prompt=answers,
             continue_final_message=continues,
             tokenize=False,
+            **variables,
         )
         return written
+
+    def _find_tool_format(self) -> str:
+        """The format of calls that the template writes; empty: it takes no tools, or writes calls
+        in a form that is unknown."""
+        user, call = self._turn("user", 0), self._turn(_CALLS, 1)
+        try:
+            (opening,) = self._write([[user]], [_TOOL], answers=True)
+            (whole,) = self._write([[user, call]], [_TOOL])
+        except Exception:
+            return ""
+        if _TOOL.name not in opening:
+            return ""
+        is_there = whole.startswith(opening)
+        answer = whole[len(opening) :] if is_there else whole.partition(user.text)[2]
+        key = "parameters" if '"parameters"' in answer else "arguments"
+        names = ("hermes", "mistral", "llama3" if key == "parameters" else "json")
+        for name in names if not self._violation(("user", _CALLS, "tool")) else ():
+            parts = parts_of(answer, AnswerForm(name), complete=True)
+            calls = parts.tool_calls if parts else ()
+            if [(one.name, json.loads(one.arguments)) for one in calls] == [
+                (one.name, json.loads(one.arguments)) for one in call.tool_calls
+            ]:
+                return name
+        self.warnings.append("the chat template's form of calls is unknown: they are JSON")
+        return ""
+
+    def _can_write(self, turn: Message) -> bool:
+        try:
+            self._write([[self._turn("user", 0), turn]], [_TOOL])
+        except Exception:
+            return False
+        return True
+
+    def _turn(self, role: str, number: int, num_calls: int = 1) -> Message:
+        """A turn of a known text: in the arguments of its calls, or else its content."""
+        text = _text(number)
+        if role == _CALLS:
+            arguments = json.dumps({"probe": text})
+            calls = [ToolCall(str(index), _TOOL.name, arguments) for index in range(num_calls)]
+            return Message("assistant", tool_calls=tuple(calls))
+        return Message(role, text, tool_call_id="0" if role == "tool" else "")
 
     def _find_violation(self, roles: tuple[str, ...]) -> Violation | None:
         """What prevents a conversation of these roles, if anything does."""
@@ -375,7 +505,10 @@ class ChatTemplate:
             return self._refused(roles, error)
         places = [written.find(_text(number)) for number in range(len(roles))]
         before = -1
+        last = max((at for at, role in enumerate(roles) if role == "user"), default=0)
         for number, (role, place) in enumerate(zip(roles, places, strict=True)):
+            if place < 0 and role in (_CALLS, "tool") and number < last:
+                continue  # as some templates of Mistral's do
             if place < 0:
                 reason = f"{self._owner}'s chat template leaves out a {role} turn here"
                 return Violation(f"prompt.messages[{number}].role", reason)
@@ -395,9 +528,9 @@ class ChatTemplate:
         return Violation(f"prompt.messages{where}", reason)
 
     def _probe(self, roles: Sequence[str], *, answers: bool | None = None) -> str:
-        turns = [Message(role, _text(number)) for number, role in enumerate(roles)]
-        answers = roles[-1] != "assistant" if answers is None else answers
-        return self._write([turns], answers=answers)[0]
+        turns = [self._turn(role, number) for number, role in enumerate(roles)]
+        answers = roles[-1] not in ("assistant", _CALLS) if answers is None else answers
+        return self._write([turns], [_TOOL] if _CALLS in roles else (), answers)[0]
 
     def _end_of_turn(self) -> int | None:
         """The added token that closes an assistant's turn."""

@@ -13,7 +13,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from generator_service.admission import Demand
-from specrej.contracts import Candidate, FinishReason, RoundEnd, Sampling, SlotGauge, TokenText
+from specrej.contracts import (
+    PLAIN,
+    AnswerForm,
+    Candidate,
+    FinishReason,
+    RoundEnd,
+    Sampling,
+    SlotGauge,
+    TokenText,
+)
 
 if TYPE_CHECKING:
     from generator_service.engine.grammar import CompiledGrammar
@@ -61,6 +70,7 @@ class OpenCommand:
     weight: float = 1.0  # of the tenant, whose sessions have equal salts
     first_id: int = 0
     images: Any = None  # of the prompt, as the program that computes wants them
+    answer_form: AnswerForm = PLAIN
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+from generator_service.engine.answer_grammar import constrained
 from generator_service.engine.commands import (
     Load,
     OpenCommand,
@@ -21,11 +22,12 @@ from generator_service.engine.commands import (
     PrefixBatch,
     named_tokens,
 )
+from generator_service.engine.grammar import path_of, refusal
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import (
     NO_FORKS,
-    PLAIN,
+    AnswerForm,
     Forks,
     Generator,
     GeneratorDescription,
@@ -36,6 +38,7 @@ from specrej.contracts import (
     Round,
     Sampling,
     SessionSpec,
+    StructuredOutput,
 )
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import check_prompt_bytes, refuse_images
@@ -74,7 +77,7 @@ class Frontend:
         self._read_images = read_images
         self._text = text
         most = card.context_tokens * text.longest_token()
-        self._card = replace(card, max_prompt_bytes=most)
+        self._card = replace(card, max_prompt_bytes=most, tool_format=text.tool_format)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
         self._clock = WorkClock()
         self._grammars = text.grammars(card.vocabulary)
@@ -116,16 +119,18 @@ class Frontend:
                 context with max_tokens; the structured output is not supported.
         """
         text, words = self._text, spec.sampling.bad_words
-        output, images = spec.sampling.structured_output, spec.prompt.images
+        images = spec.prompt.images
         if not self._read_images:
             refuse_images(spec.prompt)
         check_prompt_bytes(spec.prompt, self._card.max_prompt_bytes, self._card.context_tokens)
         # A long prompt takes a second of the processor: a tenant has one at a time read.
-        is_long = sum(len(turn.text) for turn in spec.prompt.turns) > _LONG_CHARACTERS
+        texts = [turn.text for turn in spec.prompt.turns]
+        texts += [part for tool in spec.prompt.tools for part in (tool.description, tool.parameters)]
+        is_long = sum(map(len, texts)) > _LONG_CHARACTERS
         turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
         async with turn if is_long else nullcontext():
-            encoded, bad_words = await self._in_thread(
-                lambda: (text.encode(spec.prompt), text.sequences(words))
+            (encoded, form), bad_words = await self._in_thread(
+                lambda: (text.read(spec.prompt), text.sequences(words))
             )
         prompt_ids: Sequence[int] = encoded
         read: Any = None
@@ -134,6 +139,8 @@ class Frontend:
         sampling = spec.sampling_after(len(prompt_ids), self._card.context_tokens)
         if prompt_ids or not images:  # else only a server counts them
             self._check_context(len(prompt_ids), sampling.max_tokens)
+        output, path = self._output(spec.prompt, sampling, form)
+        sampling = replace(sampling, structured_output=output)
         return OpenCommand(
             prompt_ids,
             spec.n,
@@ -143,12 +150,37 @@ class Frontend:
             spec.cache_salt,
             spec.adapter,
             bad_words,
-            await self._grammars.compiled(output, spec.cache_salt) if output else None,
+            await self._grammars.compiled(output, spec.cache_salt, path) if output else None,
             text.answers(spec.sampling),
             spec.weight,
             spec.first_id,
             read,
+            form,
         )
+
+    def _output(
+        self, prompt: Prompt, sampling: Sampling, form: AnswerForm
+    ) -> tuple[StructuredOutput | None, str]:
+        """What complete answers conform to, and the field that is refused where it cannot be.
+
+        Raises:
+            InvalidRequest: a part is not supported; reasoning cannot be bounded.
+        """
+        output, special_ids = sampling.structured_output, self._grammars.special_ids
+        tokens = {text: id_ for text, id_ in self._text.marks.items() if id_ in special_ids}
+        path = path_of(output) if output else "sampling.max_thinking_tokens"
+        path = "prompt.tools" if form.tool_format else path
+        if sampling.max_thinking_tokens and form.thinking_end not in tokens:
+            reason = "no token of the model marks the end of its reasoning"
+            violation = Violation("sampling.max_thinking_tokens", f"must be absent: {reason}")
+            raise InvalidRequest([violation])
+        if not output and not self._grammars.is_supported:
+            return None, path  # answers are not constrained; what is invalid is vetoed
+        repeats = self._text.repeats_calls
+        try:
+            return constrained(prompt, sampling, form, tokens, may_repeat=repeats), path
+        except ValueError as error:
+            raise InvalidRequest([refusal(path, error)]) from None
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         return await self._in_thread(lambda: self.part(batch, sampling))
@@ -190,7 +222,6 @@ class LocalSession:
 
     fingerprint = ""  # the servicer has the generator's
     costly_rounds = False
-    answer_form = PLAIN
 
     def __init__(
         self,
@@ -205,6 +236,7 @@ class LocalSession:
         self.n, self.reduced = opened.n, opened.reduced
         self.prompt_tokens = len(command.prompt_ids)
         self.max_tokens = command.sampling.max_tokens
+        self.answer_form = command.answer_form
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         loop = asyncio.get_running_loop()

@@ -83,7 +83,7 @@ _UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}
 # A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords
 # that are not supported. White space is at most one space after a comma or a colon: models that
 # repeat it would never end.
-_JSON: JsonCompileOptions = {
+JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ", ?",
     "key_separator": ": ?",
     "whitespace_flexible": False,
@@ -95,21 +95,24 @@ _JSON: JsonCompileOptions = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
-    """A tokenizer of transformers as JSON, the model's number of logits, and an end token."""
+    """A tokenizer of transformers as JSON, the model's number of logits, an end token, and added
+    tokens that mark the parts of answers."""
 
     json: str
     vocabulary: int
     eos_id: int | None
+    mark_ids: Sequence[int] = ()
 
     @classmethod
-    def of(cls, tokenizer: Any, vocabulary: int) -> TokenizerSpec:
+    def of(cls, tokenizer: Any, vocabulary: int, mark_ids: Sequence[int] = ()) -> TokenizerSpec:
         """The spec of a tokenizer; one that is slow has an empty JSON, which is not supported."""
         backend = copy(getattr(tokenizer, "backend_tokenizer", None))
         if backend is None:
             return cls("", vocabulary, None)
         backend.no_padding()
         backend.no_truncation()
-        return cls(backend.to_str(), max(vocabulary, len(tokenizer)), tokenizer.eos_token_id)
+        size = max(vocabulary, len(tokenizer))
+        return cls(backend.to_str(), size, tokenizer.eos_token_id, mark_ids)
 
     def load(self) -> LLTokenizer:
         """llguidance's tokenizer. Holds Python's lock for half a second.
@@ -125,13 +128,16 @@ class TokenizerSpec:
 class Vocabulary:
     """A tokenizer's tokens as bits of masks."""
 
-    def __init__(self, tokenizer: LLTokenizer, end_ids: Collection[int]) -> None:
-        """`end_ids` end a candidate; they and special tokens are part of no text."""
+    def __init__(
+        self, tokenizer: LLTokenizer, end_ids: Collection[int], mark_ids: Collection[int] = ()
+    ) -> None:
+        """`end_ids` end a candidate; they and special tokens but `mark_ids` are part of no text."""
         self.tokenizer = tokenizer
         self.num_words = -(-tokenizer.vocab_size // _BITS)
         self.ends = self.mask(end_ids)
         special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
-        self.texts = ~self.mask({*end_ids, *special})
+        self.special_ids = frozenset(special)
+        self.texts = ~self.mask({*end_ids, *(self.special_ids - {*mark_ids})})
 
     def mask(self, token_ids: Collection[int]) -> Mask:
         """Bits [words] of these tokens, token 0 in the lowest one."""
@@ -157,11 +163,23 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._problem = ""
         try:
-            self._vocabulary = Vocabulary(spec.load(), end_ids)
+            self._vocabulary = Vocabulary(spec.load(), end_ids, spec.mark_ids)
         except ValueError as error:
             self._problem = f"the model's tokenizer: {error}"
 
-    async def compiled(self, output: StructuredOutput, tenant: str = "") -> CompiledGrammar:
+    @property
+    def is_supported(self) -> bool:
+        """Whether the model's tokenizer is."""
+        return self._vocabulary is not None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are part of a text only where a grammar names them."""
+        return self._vocabulary.special_ids if self._vocabulary else frozenset()
+
+    async def compiled(
+        self, output: StructuredOutput, tenant: str = "", path: str = ""
+    ) -> CompiledGrammar:
         """As `compile`, in a thread. Tenants try new outputs by turns, and the next one of a tenant
         waits for as long as the one before took.
 
@@ -170,7 +188,7 @@ class Grammars:
         """
         run = asyncio.get_running_loop().run_in_executor
         if output in self._errors:
-            return await run(self._for_tried, self.compile, output)
+            return await run(self._for_tried, self.compile, output, path)
         if self._num_waiting[tenant] >= _MOST_WAITING:
             raise Overloaded(f"{_MOST_WAITING} structured outputs wait to be compiled already")
         self._num_waiting[tenant] += 1
@@ -179,7 +197,7 @@ class Grammars:
             await turn.acquire()
             began = time.monotonic()
             try:
-                return await run(self._for_trials, self.compile, output)
+                return await run(self._for_trials, self.compile, output, path)
             finally:
                 pause_s = time.monotonic() - began
                 asyncio.get_running_loop().call_later(pause_s, turn.release)
@@ -187,8 +205,9 @@ class Grammars:
             self._num_waiting[tenant] -= 1
             self._num_waiting += Counter()  # without zeros
 
-    def compile(self, output: StructuredOutput) -> CompiledGrammar:
+    def compile(self, output: StructuredOutput, path: str = "") -> CompiledGrammar:
         """Takes milliseconds, and one or two seconds more at first, when the trial process starts.
+        `path`: of the field that is refused; empty: the output's.
 
         Raises:
             InvalidRequest: it is malformed, not supported or too large.
@@ -201,11 +220,7 @@ class Grammars:
                 raise ValueError(error)
             return CompiledGrammar.of(source, self._vocabulary)
         except ValueError as error:
-            line = " ".join(str(error).split())
-            # Such as "regex.pattern": the kind, and its first field if it has one.
-            field = f"{output.kind}.{fields(output)[0].name}".removesuffix(".kind")
-            violation = Violation(f"{_PATH}.{field}", f"is not supported: {line[:200]}")
-            raise InvalidRequest([violation]) from None
+            raise InvalidRequest([refusal(path or path_of(output), error)]) from None
 
     def _error_of(self, output: StructuredOutput, source: str) -> str:
         error = self._errors.get(output)
@@ -221,7 +236,10 @@ class Trials:
     """A process that compiles grammars with bounded time and memory; of one thread at a time."""
 
     def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
-        self._opening = json.dumps([spec.json, spec.vocabulary, spec.eos_id, sorted(end_ids)])
+        marks = list(spec.mark_ids)
+        self._opening = json.dumps(
+            [spec.json, spec.vocabulary, spec.eos_id, marks, sorted(end_ids)]
+        )
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, source: str) -> str:
@@ -395,6 +413,17 @@ class Matchers:
         return matcher
 
 
+def path_of(output: StructuredOutput) -> str:
+    """The field of an output, such as "regex.pattern": the kind, and its first field if any."""
+    return f"{_PATH}.{output.kind}.{fields(output)[0].name}".removesuffix(".kind")
+
+
+def refusal(path: str, error: ValueError) -> Violation:
+    """An output that is not supported."""
+    line = " ".join(str(error).split())
+    return Violation(path, f"is not supported: {line[:200]}")
+
+
 def unpacked(masks: Mask, vocabulary: int) -> NDArray[np.bool_]:
     """Masks as booleans [candidates, vocabulary]."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
@@ -411,9 +440,11 @@ def _source(output: StructuredOutput) -> str:
 
     match output:
         case JsonSchema(schema):
-            return LLMatcher.grammar_from_json_schema(checked_schema(schema), overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema(
+                checked_schema(schema), overrides=JSON_OPTIONS
+            )
         case JsonObject():
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
         case Grammar(lark):
@@ -428,7 +459,7 @@ def json_schema_of(output: JsonSchema | JsonObject) -> str:
     """
     schema = checked_schema(output.schema) if isinstance(output, JsonSchema) else "{}"
     typed = {"type": "object"} if isinstance(output, JsonObject) else {}
-    return json.dumps({**json.loads(schema), **typed, "x-guidance": _JSON})
+    return json.dumps({**json.loads(schema), **typed, "x-guidance": JSON_OPTIONS})
 
 
 def checked_schema(schema: str) -> str:
@@ -511,7 +542,7 @@ def _try_outputs() -> None:
     of_threads = _THREAD_BYTES if given == resource.RLIM_INFINITY else given
     resource.setrlimit(resource.RLIMIT_STACK, (min(_STACK_BYTES, of_threads // 2), most))
     *spec, end_ids = json.loads(sys.stdin.readline())
-    vocabulary = Vocabulary(TokenizerSpec(*spec).load(), end_ids)
+    vocabulary = Vocabulary(TokenizerSpec(*spec).load(), end_ids, spec[-1])
     for line in sys.stdin:
         if not (trial := os.fork()):
             _try_output(line, vocabulary)

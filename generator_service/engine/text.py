@@ -18,10 +18,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from generator_service.engine.commands import CompletesStop
 from generator_service.engine.grammar import Grammars, TokenizerSpec
-from specrej.contracts import FinishReason, Prompt, Sampling
+from specrej.answer_form import MARKS
+from specrej.contracts import PLAIN, AnswerForm, FinishReason, Prompt, Sampling
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.control_tokens import ControlTokens
 from specrej_models.probe import ChatTemplate, Examined
+from specrej_models.tools import marked
 
 # How byte-level vocabularies write bytes, and others spaces and bytes.
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -46,7 +48,12 @@ class Text:
         self._control_tokens = ControlTokens(tokenizer, vocabulary)
         self._end_ids = end_ids
         added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = frozenset(token_id for token_id, token in added if token.special)
+        form = template.answer_form if template else PLAIN
+        marks = {*MARKS, form.thinking_begin, form.thinking_end}
+        # Tokens that mark parts of answers, by text: they are in texts, special or not.
+        self.marks = {t.content: id_ for id_, t in added if t.content in marks and id_ < vocabulary}
+        self._special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.hidden_ids = self._special_ids - {*self.marks.values()}
         self._added_ids = frozenset(token_id for token_id, _ in added)
         # The steps from tokens to text, as JSON.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -60,7 +67,12 @@ class Text:
         return cls(examined.tokenizer, examined.end_ids, examined.template, vocabulary)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids: of raw text, or of messages in the chat template up to the answer.
+        """The token ids of `read`."""
+        return self.read(prompt)[0]
+
+    def read(self, prompt: Prompt) -> tuple[list[int], AnswerForm]:
+        """Token ids: of raw text, or of messages in the chat template up to the answer; and how the
+        answer marks its parts, which that to raw text does not.
 
         Control tokens in either are text, unless the prompt allows them.
 
@@ -75,16 +87,14 @@ class Text:
             if beyond := [token_id for token_id in ids if token_id >= self._vocabulary]:
                 token = self._tokenizer.convert_ids_to_tokens(beyond[0])
                 raise InvalidRequest([Violation("prompt.text", f"the model has no token {token}")])
-            return ids
+            return ids, PLAIN
         if not self._template:
             raise InvalidRequest(
                 [Violation("prompt.messages", "the model has no chat template: use prompt.text")]
             )
-        turns = [turn.with_texts(as_text) for turn in prompt.messages]
-        continues = prompt.continue_final
-        (rendered,) = self._template.write([turns], answers=not continues, continues=continues)
+        rendered, form = self._template.write_prompt(marked(prompt, as_text))
         # The template has written the special tokens already.
-        return self._encode(rendered, add_special_tokens=False)
+        return self._encode(rendered, add_special_tokens=False), form
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (ids,) = self._control_tokens.encode([text], add_special_tokens=add_special_tokens)
@@ -101,7 +111,7 @@ class Text:
         """The UTF-8 bytes of one token, which may be a part of a character. A control token is its
         name; an id without a token is empty."""
         piece: str = self._tokenizer.convert_ids_to_tokens(token_id) or ""
-        if token_id in self.special_ids:
+        if token_id in self._special_ids:
             return piece.encode()
         if "ByteLevel" in self._decoder:
             is_text = token_id in self._added_ids or not _BYTES.keys() >= {*piece}
@@ -128,7 +138,18 @@ class Text:
 
     def grammars(self, vocabulary: int) -> Grammars:
         """A compiler of structured outputs, for a model of so many logits. Takes a second."""
-        return Grammars(TokenizerSpec.of(self._tokenizer, vocabulary), self._end_ids)
+        spec = TokenizerSpec.of(self._tokenizer, vocabulary, tuple(self.marks.values()))
+        return Grammars(spec, self._end_ids)
+
+    @property
+    def tool_format(self) -> str:
+        """How answers call tools; empty without a chat template."""
+        return self._template.tool_format if self._template else ""
+
+    @property
+    def repeats_calls(self) -> bool:
+        """Whether the chat template has several calls in a turn."""
+        return bool(self._template and self._template.repeats_calls)
 
     def answers(self, sampling: Sampling) -> Callable[[], AnswerText]:
         """A factory of one candidate's `AnswerText`."""
@@ -150,8 +171,8 @@ class TokenDecoder:
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         """The text that the next tokens, without special ones, complete."""
-        special_ids, token = self._text.special_ids, self._text.token
-        return self._utf8.decode(b"".join(token(i) for i in token_ids if i not in special_ids))
+        hidden_ids, token = self._text.hidden_ids, self._text.token
+        return self._utf8.decode(b"".join(token(i) for i in token_ids if i not in hidden_ids))
 
     def copy(self) -> TokenDecoder:
         other = TokenDecoder(self._text)

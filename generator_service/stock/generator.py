@@ -35,7 +35,6 @@ from generator_service.engine.commands import (
 from generator_service.stock.requests import Ask, Part, Requests, continues_exactly
 from specrej.contracts import (
     NO_FORKS,
-    PLAIN,
     CandidateForm,
     FinishReason,
     Forks,
@@ -125,7 +124,7 @@ class StockSession:
         self.max_tokens = command.sampling.max_tokens
         self.blocks = Blocks(generator.block_tokens, max(1, self.prompt_tokens))
         self.form = generator.form_of(command)
-        self.answer_form = PLAIN
+        self.answer_form = command.answer_form
         self.costly_rounds = self.form is CandidateForm.ROUNDS
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
         if self.form is not CandidateForm.ROUNDS:  # a stream may reach its end in the first round

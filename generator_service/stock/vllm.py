@@ -272,7 +272,11 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
     """
     if settings.vllm_options.get("load_format", "auto") in ("auto", "safetensors"):
         check_tensors(settings.model_directory, reads_quantized=True)
-    examined = examine(settings.model_directory)
+    examined = examine(
+        settings.model_directory,
+        tool_format=settings.tool_format,
+        thinking_marks=settings.thinking_marks,
+    )
     shape = _shape(settings)
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**_arguments(settings, shape)))
     config = llm.vllm_config

@@ -1,0 +1,93 @@
+"""The toy's scripts: calls that the user names, their results, and reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from generator_service.toy import ToyGenerator, load_toy
+from specrej.answer_form import parts_of
+from specrej.contracts import (
+    AnswerParts,
+    FinishReason,
+    Message,
+    Prompt,
+    Sampling,
+    SessionSpec,
+    Tool,
+    ToolCall,
+)
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+TOOLS = (Tool("add", "", json.dumps(SCHEMA)), Tool("now"))
+ASKED = Message("user", 'Please call add {"a": 1} and call now {} then call now {"b": [2]}')
+
+
+async def answers(
+    *turns: Message, toy: ToyGenerator | None = None, n: int = 4, **of_prompt: Any
+) -> list[AnswerParts]:
+    """What its candidates answer, grown in two rounds, the last of which is a fork's."""
+    prompt = Prompt(turns, **of_prompt)
+    spec = SessionSpec(prompt, n, Sampling(200, logprobs=True), 4)
+    async with (toy or ToyGenerator()).open(spec) as session:
+        await session.extend(4)
+        await session.prune(range(n), {n: 1})
+        ended = await session.extend(200)
+    made = {one.id: one for one in ended.candidates}
+    assert all(one.finish is FinishReason.STOP for one in made.values())
+    spelled = {token.token_id: token.token.decode() for token in ended.token_texts}
+    for one in made.values():
+        spelled_text = "".join(spelled[token_id] for token_id in one.new_token_ids)
+        assert "".join(one.text.split()).endswith("".join(spelled_text.split()))
+    form = session.answer_form
+    parts = [parts_of(made[i].text, form, complete=True, candidate=1) for i in range(n + 1)]
+    answers = [one or AnswerParts(made[i].text) for i, one in enumerate(parts)]
+    fork = answers.pop()
+    assert not form.tool_format or fork == answers[1]
+    return answers
+
+
+def calls(parts: AnswerParts) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in parts.tool_calls]
+
+
+async def test_it_makes_the_calls_of_each_step_and_answers_with_results() -> None:
+    first, second = [("add", '{"a": 1}'), ("now", "{}")], [("now", '{"b": [2]}')]
+    made = await answers(ASKED, tools=TOOLS)
+    assert [calls(one) for one in made] == [first] * 4
+    assert [one.content for one in made] == ["", "Let me see."] * 2
+    done = Message("assistant", "", (ToolCall("x", "now", "{}"),))
+    turns = [ASKED, done, Message("tool", "sunny", tool_call_id="x")]
+    assert [calls(one) for one in await answers(*turns, tools=TOOLS)] == [second] * 4
+    turns += [done, Message("tool", "warm", tool_call_id="x")]
+    assert (await answers(*turns, tools=TOOLS))[0].content == "The result is sunny, warm."
+
+
+async def test_it_follows_the_choice() -> None:
+    one = await answers(ASKED, tools=TOOLS, parallel_tool_calls=False)
+    assert calls(one[0]) == [("add", '{"a": 1}')]
+    named = await answers(ASKED, tools=TOOLS, tool_choice="required", tool_name="now")
+    assert [calls(one) for one in named] == [[("now", "{}")]] * 4
+    asked = Message("user", "Hi")
+    required = await answers(asked, tools=TOOLS, tool_choice="required")
+    assert calls(required[0]) == [("add", '{"a": 7}')]
+    text = await answers(ASKED, tools=TOOLS, tool_choice="none")
+    assert not calls(text[0]) and text[0].content
+
+
+async def test_some_candidates_are_wrong_by_option() -> None:
+    toy = load_toy("toy:wrong_every=4", 10_000)
+    made = await answers(ASKED, toy=toy, tools=TOOLS, n=8)
+    assert [len(one.tool_calls) for one in made] == [2, 2, 2, 0] * 2
+    wrong = (await answers(ASKED, toy=toy, tools=TOOLS, tool_choice="required"))[3]
+    assert calls(wrong) == [("add", '{"a": 7}')]
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS])
+async def test_it_reasons_first(tools: tuple[Tool, ...]) -> None:
+    made = await answers(ASKED, tools=tools, thinking=True)
+    assert [len(one.reasoning.split()) for one in made] == [8] * 4
+    assert made[0].reasoning != made[1].reasoning
+    assert all(calls(one) if tools else one.content for one in made)
