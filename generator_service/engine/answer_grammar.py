@@ -48,9 +48,7 @@ def constrained(
     """
     output = sampling.structured_output
     has_calls = form.tool_format and prompt.tool_choice != "none"
-    if not has_calls and not (
-        form.thinking_end and (output or sampling.max_thinking_tokens)
-    ):
+    if not has_calls and not (form.thinking_end and (output or sampling.max_thinking_tokens)):
         return output
     writer = _Writer(form, tokens)
     lines = writer.start(sampling.max_thinking_tokens)

@@ -125,7 +125,9 @@ class Frontend:
         check_prompt_bytes(spec.prompt, self._card.max_prompt_bytes, self._card.context_tokens)
         # A long prompt takes a second of the processor: a tenant has one at a time read.
         texts = [turn.text for turn in spec.prompt.turns]
-        texts += [part for tool in spec.prompt.tools for part in (tool.description, tool.parameters)]
+        texts += [
+            part for tool in spec.prompt.tools for part in (tool.description, tool.parameters)
+        ]
         is_long = sum(map(len, texts)) > _LONG_CHARACTERS
         turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
         async with turn if is_long else nullcontext():

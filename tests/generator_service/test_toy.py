@@ -45,7 +45,7 @@ async def answers(
     parts = [parts_of(made[i].text, form, complete=True, candidate=1) for i in range(n + 1)]
     answers = [one or AnswerParts(made[i].text) for i, one in enumerate(parts)]
     fork = answers.pop()
-    assert not form.tool_format or fork == answers[1]
+    assert not answers[1].tool_calls or fork == answers[1]
     return answers
 
 
