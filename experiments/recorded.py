@@ -14,6 +14,7 @@ from typing import Any
 from specrej.contracts import (
     NO_FORKS,
     PLAIN,
+    AnswerForm,
     Candidate,
     FinishReason,
     Forks,
@@ -84,12 +85,12 @@ class Answer:
 class RecordedGenerator:
     """A `Generator` of these candidates, which have as many of `confidences` at each step."""
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self._answers = answers
+    def __init__(self, answers: Sequence[Answer], form: AnswerForm = PLAIN) -> None:
+        self._answers, self._form = answers, form
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[RecordedSession]:
-        yield RecordedSession(self._answers, spec)
+        yield RecordedSession(self._answers, spec, self._form)
 
     async def check(self, spec: SessionSpec) -> None:
         return
@@ -102,9 +103,9 @@ class RecordedSession:
     """A `Session`."""
 
     reduced, fingerprint, costly_rounds, prompt_tokens = False, "recorded", False, 1
-    answer_form = PLAIN
 
-    def __init__(self, answers: Sequence[Answer], spec: SessionSpec) -> None:
+    def __init__(self, answers: Sequence[Answer], spec: SessionSpec, form: AnswerForm) -> None:
+        self.answer_form = form
         ids = range(spec.first_id, spec.first_id + spec.n)
         self._live = {number: answers[number] for number in ids}
         self._with_top = spec.sampling.top_logprobs > 0

@@ -34,6 +34,7 @@ from reward_service.reward import Reward, score_batch
 from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import (
     Algorithm,
+    AnswerForm,
     Candidate,
     ConfidenceCut,
     Finished,
@@ -84,6 +85,8 @@ def _verified(**selection: Any) -> Selection:
 _END = WeightedReward("verifier", stage="end")
 _VETO = WeightedReward("verifier", veto_below=1.0)
 _LIKELY = WeightedReward(LIKELIHOOD, stage="cuts")
+_CALLS = Vote("tool_call")
+_SURE_CALLS = Vote("tool_call", stop_probability=0.95)
 _MAJORITY = Selection(algorithm=_BEST_OF_N, rewards=(WeightedReward(LIKELIHOOD),))
 
 
@@ -133,6 +136,22 @@ STUDIES = {
             ),
         ),
     ),
+    "calls": Study(
+        "calls",
+        right_tasks.calls,
+        num_tasks=100,
+        n=16,
+        max_tokens=96,
+        temperature=0.8,
+        policies=(
+            Policy("vote of all", _voting(_CALLS, min_answers=16)),
+            Policy("one sample", replace(_MAJORITY, first=1)),
+            Policy("likelihood", _MAJORITY),
+            Policy("exact stop, waves of 4", _voting(_CALLS, waves=4)),
+            Policy("stop at 0.95, waves of 4", _voting(_SURE_CALLS, waves=4)),
+            Policy("stop at 0.95, waves of 2", _voting(_SURE_CALLS, waves=2)),
+        ),
+    ),
     "humaneval": Study(
         "humaneval",
         right_tasks.humaneval,
@@ -164,10 +183,12 @@ async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -
     if not missing:
         return
     async with candidates.serving(study.n, study.max_tokens, model) as client:
+        about = {"tool_format": (await client.describe()).generator.tool_format}
         for number, task in enumerate(missing, 1):
             sampling = _sampling(study, task)
             made = await candidates.record(client, task.prompt, study.n, sampling)
-            candidates.add(path, {"task": task.id, "answers": [one.to_json() for one in made]})
+            answers = [one.to_json() for one in made]
+            candidates.add(path, {"task": task.id, **about, "answers": answers})
             print(f"[{number}/{len(missing)}] {task.id}", file=sys.stderr, flush=True)
 
 
@@ -204,7 +225,8 @@ async def replay(
         for reward in selection.rewards
     ]
     votes = extractor(task.vote, {}) if selection.vote else (lambda _: None)
-    generator, cheap = RecordedGenerator(answers), {"verifier"}
+    form = AnswerForm(task.tool_format)
+    generator, cheap = RecordedGenerator(answers, form), {"verifier"}
     running = run(request, generator, scorers, cheap=cheap, extract=votes)
     async with aclosing(running) as events:
         *_, last = [event async for event in events]
@@ -227,8 +249,9 @@ async def count_wrong_vetoes(task: Task, answers: Sequence[Answer], verifier: An
 
 async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str, Any]:
     """Every policy on every task."""
-    recorded = {line["task"]: line["answers"] for line in candidates.lines(path)}
-    tasks = [task for task in tasks if task.id in recorded]
+    recorded = {line["task"]: line for line in candidates.lines(path)}
+    known = (task for task in tasks if task.id in recorded)
+    tasks = [replace(one, tool_format=recorded[one.id].get("tool_format", "")) for one in known]
     spec: Any = TypeAdapter(RewardSpec)
     verifier: Any = None
     if study.verifier:
@@ -236,21 +259,24 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
         verifier = parsed.load(Resources())
     right: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
     tokens: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
-    wrong_vetoes, passing = 0, []
+    wrong_vetoes, invalid_calls, passing = 0, 0, []
     for task in tasks:
-        answers = [Answer.from_json(line) for line in recorded[task.id]]
+        answers = [Answer.from_json(line) for line in recorded[task.id]["answers"]]
         passing.append(np.mean([task.is_right(one.text, None) for one in answers]))
         for policy in study.policies:
             generation = await replay(study, policy, task, answers, verifier)
             is_right = task.is_right(generation.best.text, generation.best.vote)
             right[policy.name].append(float(is_right))
             tokens[policy.name].append(generation.usage.generated_tokens)
+            invalid_calls += not right_tasks.are_valid(task.prompt, generation.best.parts)
         if study.name == "checks":
             wrong_vetoes += await count_wrong_vetoes(task, answers, verifier)
     rows = [_row(policy.name, right, tokens, study.policies[0].name) for policy in study.policies]
     about = {"tasks": len(tasks), "n": study.n, "one_sample": float(np.mean(passing))}
     if study.name == "checks":
         about["passing_candidates_vetoed"] = wrong_vetoes
+    if study.name == "calls":
+        about["answers_with_invalid_calls"] = invalid_calls
     return about | {"policies": rows}
 
 
@@ -305,10 +331,8 @@ def main() -> None:
     head = [*result["policies"][0]]
     rows = [[_shown(row[key]) for key in head] for row in result["policies"]]
     notes = [f"one sample is right in {result['one_sample']:.3f}"]
-    if "passing_candidates_vetoed" in result:
-        notes.append(
-            f"passing candidates that a prefix vetoes: {result['passing_candidates_vetoed']}"
-        )
+    counted = ("passing_candidates_vetoed", "answers_with_invalid_calls")
+    notes += [f"{key.replace('_', ' ')}: {result[key]}" for key in counted if key in result]
     report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
 
 

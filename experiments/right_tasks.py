@@ -1,4 +1,4 @@
-"""Tasks with known answers: instructions to check, problems of reasoning-gym, and HumanEval.
+"""Tasks with known answers: instructions, problems of reasoning-gym, HumanEval, and calls of tools.
 
 Problems come from packages that `make right` installs into .right, apart from all others.
 """
@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from pydantic import TypeAdapter
 
 from orchestrator.edge.extractors import extractor
+from orchestrator.loop.votes import vote_of_calls
 from reward_service.reward import Reward, score
 from reward_service.specs import Resources, RewardSpec
-from specrej.contracts import Prompt, Vote
+from specrej.contracts import AnswerParts, Message, Prompt, Tool, ToolCall, Vote
 
 PACKAGES = Path(".right")
 # From an answer's text, and what it votes for.
@@ -36,6 +38,7 @@ class Task:
     is_right: IsRight
     data: str = ""
     vote: Vote = field(default_factory=Vote)
+    tool_format: str = ""  # of the model that answered
 
 
 _TOPICS = (
@@ -158,6 +161,99 @@ def reasoning(count: int) -> list[Task]:
             prompt = Prompt.from_user(text)
             tasks.append(Task(f"{name}-{index:03d}", number, prompt, is_right))
     return tasks
+
+
+_TEXT, _INT = {"type": "string"}, {"type": "integer"}
+_CITIES = ("Oslo", "Lima", "Kyoto", "Porto", "Accra")
+_CURRENCIES = ("EUR", "USD", "JPY", "NOK")
+# Each tool's description and parameters.
+_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "get_weather": (
+        "Current weather of a city.",
+        {"city": _TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    ),
+    "convert_currency": (
+        "Convert an amount of money.",
+        {"amount": _INT, "source": {"enum": [*_CURRENCIES]}, "target": {"enum": [*_CURRENCIES]}},
+    ),
+    "set_timer": ("Start a timer.", {"minutes": _INT, "label": _TEXT}),
+    "book_table": (
+        "Book a table at a restaurant.",
+        {"restaurant": _TEXT, "people": _INT, "hour": {**_INT, "minimum": 0, "maximum": 23}},
+    ),
+    "send_message": ("Send a text to a contact.", {"contact": _TEXT, "text": _TEXT}),
+}
+
+
+def _wanted(drawn: random.Random, number: int) -> tuple[str, str, dict[str, Any]]:
+    """A request, and the tool and the arguments that are right."""
+    pick = drawn.choice
+    match number % 5:
+        case 0:
+            city, unit = pick(_CITIES), pick(("celsius", "fahrenheit"))
+            text = f"What is the weather in {city} in {unit}?"
+            return text, "get_weather", {"city": city, "unit": unit}
+        case 1:
+            source, target = drawn.sample(_CURRENCIES, 2)
+            amount = drawn.randrange(10, 900)
+            text = f"How much is {amount} {source} in {target}?"
+            return text, "convert_currency", {"amount": amount, "source": source, "target": target}
+        case 2:
+            label, hours = pick(("tea", "bread", "laundry")), pick((1, 2, 3))
+            text = f"Remind me of the {label} in {hours * 60} minutes; label it {label}."
+            return text, "set_timer", {"minutes": hours * 60, "label": label}
+        case 3:
+            place, people, hour = (
+                pick(("Sole", "Fuji", "Nord")),
+                drawn.randrange(2, 9),
+                pick((6, 7, 8)),
+            )
+            text = f"A table for {people} at {place} at {hour} in the evening, please."
+            return text, "book_table", {"restaurant": place, "people": people, "hour": hour + 12}
+    contact, words = pick(("Ana", "Bo", "Chi")), pick(("I am late", "see you soon", "call me"))
+    text = f'Tell {contact}: "{words}"'
+    return text, "send_message", {"contact": contact, "text": words}
+
+
+def calls(count: int) -> list[Task]:
+    """Requests with one right call among five tools."""
+    drawn, extract = random.Random(0), extractor(Vote("tool_call"), {})
+    tools = tuple(
+        Tool(
+            name,
+            description,
+            json.dumps(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": [*properties],
+                    "additionalProperties": False,
+                }
+            ),
+        )
+        for name, (description, properties) in _TOOLS.items()
+    )
+    tasks = []
+    for number in range(count):
+        text, name, arguments = _wanted(drawn, number)
+        expected = vote_of_calls([ToolCall("", name, json.dumps(arguments))])
+        prompt = Prompt((Message("user", text),), tools=tools)
+
+        def is_right(answer: str, vote: str | None, expected: str = expected) -> bool:
+            return (extract(answer) if vote is None else vote) == expected
+
+        tasks.append(Task(f"{name}-{number:03d}", number, prompt, is_right))
+    return tasks
+
+
+def are_valid(prompt: Prompt, parts: AnswerParts | None) -> bool:
+    """Whether the calls of an answer conform to their tools, by another validator."""
+    schemas = {tool.name: json.loads(tool.parameters) for tool in prompt.tools}
+    return all(
+        call.name in schemas
+        and Draft202012Validator(schemas[call.name]).is_valid(json.loads(call.arguments))
+        for call in (parts.tool_calls if parts else ())
+    )
 
 
 def humaneval(count: int) -> list[Task]:
