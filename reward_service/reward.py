@@ -81,6 +81,7 @@ class Reward:
     takes_data: bool = False  # whether sessions are opened by `open_with`
     sample_data: str = ""  # that `open_with` accepts
     is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
+    images: str = "text"  # as in its spec
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Any:
         """A session that keeps nothing yet; `once`: it gets a single batch.
@@ -132,6 +133,7 @@ class RemoteReward(Protocol):
     takes_data: bool
     sample_data: str
     is_cheap: bool
+    images: str
 
     async def answer(
         self, prompt: Prompt, candidates: Sequence[Candidate], data: str = ""

@@ -25,6 +25,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    field_validator,
     model_validator,
 )
 
@@ -77,6 +78,9 @@ SpecialTokens = Literal["template", "tokenizer", "both"]
 # A token by its text, or by its id.
 OneToken = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 
+# What a reward does with the images of prompts: reads them, reads the texts alone, or refuses them.
+Images = Literal["read", "text", "refuse"]
+
 # The index of the label whose logit is the score.
 Label = Annotated[int, Field(ge=0)] | None
 
@@ -101,13 +105,25 @@ class _Options(BaseModel):
 
 
 class Spec(_Options):
-    """One reward: its name in requests, its kind, and the kind's options."""
+    """One reward: its name in requests, its kind, and the kind's options.
+
+    images: what to do with those of prompts; "read" is for the kinds that can.
+    """
 
     # "module:function" in `kinds`, to call with the spec and the resources. A string, as most of
     # these modules import torch.
     loader: ClassVar[str]
+    can_read_images: ClassVar[bool] = False
 
     name: Name
+    images: Images = "text"
+
+    @field_validator("images")
+    @classmethod
+    def _can_be_read(cls, images: Images) -> Images:
+        if images == "read" and not cls.can_read_images:
+            raise ValueError("this kind cannot read images: must be text or refuse")
+        return images
 
     def load(self, resources: Resources) -> Reward | RemoteReward:
         """The reward that this spec describes.
@@ -131,7 +147,9 @@ class Spec(_Options):
             paths[option] = files.directory
         load: Callable[..., Reward | RemoteReward]
         load = resolve_name(f"reward_service.kinds.{self.loader}")
-        return load(self.model_copy(update=paths), resources)
+        reward = load(self.model_copy(update=paths), resources)
+        reward.images = self.images
+        return reward
 
 
 class ToySpec(Spec):
@@ -149,7 +167,7 @@ class LocalSpec(Spec):
 
     def fingerprint(self, resources: Resources, **digests: str) -> str:
         """Fingerprint of the weights and all options; `digests`: of files outside the directory."""
-        options = self.model_dump(mode="json", exclude={"name", *_PATHS})
+        options = self.model_dump(mode="json", exclude={"name", "images", *_PATHS})
         options["dtype"] = "float32" if resources.device == "cpu" else "auto"
         return fingerprint.of_directory(self.directory, options | digests)
 
@@ -315,6 +333,7 @@ class FunctionSpec(Spec):
     """A Python function, by its dotted path such as "my_rewards:brevity"."""
 
     loader = "function:FunctionReward"
+    can_read_images = True
     kind: Literal["function"] = "function"
     function: FunctionPath
 
@@ -403,6 +422,7 @@ class HTTPSpec(ServerSpec):
     """A reward behind HTTP."""
 
     loader = "http:HTTPReward"
+    can_read_images = True
     kind: Literal["http"] = "http"
 
 
@@ -425,6 +445,7 @@ class JudgeSpec(ServerSpec):
     """
 
     loader = "judge:JudgeReward"
+    can_read_images = True
     kind: Literal["judge"] = "judge"
     model: str = Field(min_length=1)
     rubric: str = "How good is the response as an answer to the prompt?"

@@ -25,6 +25,7 @@ from typing import Any
 from reward_service.reward import RemoteReward, Reward, RewardLost, Task, as_candidates, take_fairly
 from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
 from specrej.contracts.errors import Overloaded, RewardInvalid, SpecrejError, Unavailable
+from specrej.contracts.validation import refuse_images
 from specrej.telemetry import metrics, names
 from specrej.threads import ComputeThread, WorkClock, settle
 
@@ -144,6 +145,7 @@ class Worker:
             probe=reward.probe,
             takes_data=reward.takes_data,
             is_cheap=reward.is_cheap,
+            takes_images=reward.images != "text",  # and may refuse them
         )
 
     async def score(
@@ -169,6 +171,11 @@ class Worker:
 
         Raises as `score` does.
         """
+        match self.reward.images:
+            case "text":
+                prompt = prompt.without_images
+            case "refuse":
+                refuse_images(prompt)
         if self._remote:
             answer = partial(self._answer, self._remote, prompt, data)
             yield WorkerSession(self._remote.name, answer)

@@ -18,10 +18,8 @@ from specrej.contracts import (
     FinishReason,
     JsonObject,
     JsonSchema,
-    Message,
     Sampling,
     StructuredOutput,
-    TextPart,
 )
 from specrej.contracts.requests import MAX_INT32
 
@@ -115,20 +113,8 @@ def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
         fields |= {"top_logprobs": most, **_WITH_IDS}
     if prompt.continue_final:  # as vLLM's API has it
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    turns = [{"role": turn.role, "content": content_of(turn)} for turn in prompt.messages]
+    turns = [{"role": turn.role, "content": turn.chat_content} for turn in prompt.messages]
     return "/chat/completions", {**fields, "messages": turns}
-
-
-def content_of(turn: Message) -> str | list[dict[str, Any]]:
-    """A turn's text, or its parts in order if it has images."""
-    if not turn.images:
-        return turn.text
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": part.data_uri}}
-        for part in turn.parts
-    ]
 
 
 def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from generator_service.engine.text import Text, TokenDecoder
 from generator_service.stock.api import (
     KNOWN,
     Abilities,
-    content_of,
     part_of,
     structured_field,
     text_of,
@@ -194,7 +193,7 @@ class Examiner:
         text, counts = TextPart("Why?"), list[int]()
         with suppress(InvalidRequest, InternalError, Unavailable, LookupError, TypeError):
             for images in ([], [Image(_PICTURE)], [Image(_LONGER)]):
-                content = content_of(Message("user", parts=(text, *images)))
+                content = Message("user", parts=(text, *images)).chat_content
                 reply = await self._ask({"messages": [{"role": "user", "content": content}]})
                 counts.append(reply["usage"]["prompt_tokens"])
             nothing, image, longer = counts

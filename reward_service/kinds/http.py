@@ -2,7 +2,8 @@
 
 POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...],
 "data": ...} as JSON; the answer is {"scores": [...]}, a number for each response, higher is better.
-`data` is that of the request, and absent without. `finished`: whether the
+`data` is that of the request, and absent without. The content of a turn with images, if it reads
+them, is a list of OpenAI's parts. `finished`: whether the
 response ended by itself. The header Specrej-Timeout-Ms has the time after which the answer is not
 read; a call that is cancelled closes its connection.
 """
@@ -31,14 +32,14 @@ _TIMEOUT_HEADER = "Specrej-Timeout-Ms"
 
 
 def _fields_of(turn: Message) -> dict[str, Any]:
-    """A turn as in OpenAI's API, without images."""
+    """A turn as in OpenAI's API."""
     calls = [
         {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
         for c in turn.tool_calls
     ]
     return {
         "role": turn.role,
-        "content": turn.text,
+        "content": turn.chat_content,
         **({"tool_calls": calls} if calls else {}),
         **({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {}),
     }
@@ -106,9 +107,12 @@ class Server:
 class HTTPReward:
     """Scores by the server at the spec's URL. Raises as `Server` does."""
 
+    images = "text"
+
     def __init__(self, spec: HTTPSpec, resources: Resources) -> None:
         self.name = spec.name
-        selecting = {"headers": spec.headers} if spec.headers else {}
+        selecting: dict[str, Any] = {"headers": spec.headers} if spec.headers else {}
+        selecting |= {"images": spec.images} if spec.images == "read" else {}
         self.fingerprint = fingerprint.of_values(
             kind="http", url=spec.url, version=spec.version, **selecting
         )

@@ -13,6 +13,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from reward_service.kinds.http import Server
@@ -20,7 +22,7 @@ from reward_service.reward import distinct, mean_preferences, pairs_of, text_of
 from reward_service.specs import Criterion, JudgeSpec, Resources
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
-from specrej.contracts import NO_PROBE, Candidate, Prompt, Scores
+from specrej.contracts import NO_PROBE, Candidate, Image, Prompt, Scores, TextPart
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Violation
 from specrej.threads import all_of
 
@@ -52,6 +54,8 @@ class JudgeData(Data):
 class JudgeReward:
     """Scores by the spec's judge. Raises as `Server` does."""
 
+    images = "text"
+
     def __init__(self, spec: JudgeSpec, resources: Resources) -> None:
         self.name = spec.name
         options = spec.model_dump(mode="json", exclude=_NO_PART)
@@ -81,6 +85,10 @@ class JudgeReward:
         spec, spent = self._spec, 0
         texts, places = distinct([c.text for c in candidates if c.finish is not None])
         shared = [_part("prompt", _text_of(prompt))]
+        images = [
+            {"type": "image_url", "image_url": {"url": image.data_uri}}
+            for image in prompt.images.values()
+        ]
         if task.reference:
             shared.append(_part("reference", task.reference))
 
@@ -90,7 +98,7 @@ class JudgeReward:
                 if spent >= spec.max_request_tokens:
                     text = f"judging them takes more than {spec.max_request_tokens} tokens"
                     raise InvalidRequest([Violation("responses", text)])
-                value, num_tokens = await self._grade(task, [*shared, *parts])
+                value, num_tokens = await self._grade(task, [*shared, *parts], images)
                 spent += num_tokens
                 return value
 
@@ -107,7 +115,9 @@ class JudgeReward:
         scores = [1.0 if c.finish is None else values[next(place)] for c in candidates]
         return Scores(tuple(scores), spent, compare=is_paired)
 
-    async def _grade(self, task: JudgeData, parts: Sequence[str]) -> tuple[float, int]:
+    async def _grade(
+        self, task: JudgeData, parts: Sequence[str], images: Sequence[dict[str, Any]]
+    ) -> tuple[float, int]:
         """The weighted grade on 0 .. 1, and the tokens that it took."""
         spec = self._spec
         criteria = task.criteria or spec.criteria
@@ -120,11 +130,14 @@ class JudgeReward:
         )
         if spec.mode == "pairs":
             instructions += "\n1: the first response is better. 2: the second is better."
+        judged: Any = "\n\n".join(parts)
+        if images:
+            judged = [{"type": "text", "text": judged}, *images]
         body = {
             "model": spec.model,
             "messages": [
                 {"role": "system", "content": instructions},
-                {"role": "user", "content": "\n\n".join(parts)},
+                {"role": "user", "content": judged},
             ],
             "temperature": spec.temperature,
             "max_tokens": spec.max_tokens,
@@ -152,6 +165,21 @@ class JudgeReward:
 
 
 def _text_of(prompt: Prompt) -> str:
+    """Its turns; images, which follow the text of the request, are mentioned by their numbers."""
+    numbers = count(1)
+    prompt = replace(
+        prompt,
+        messages=tuple(
+            replace(
+                turn,
+                parts=tuple(
+                    TextPart(f"(image {next(numbers)})") if isinstance(part, Image) else part
+                    for part in turn.parts
+                ),
+            )
+            for turn in prompt.messages
+        ),
+    )
     if len(prompt.turns) == 1:
         return prompt.turns[0].text
     return "\n\n".join(f"{turn.role}: {text_of(turn)}" for turn in prompt.turns)

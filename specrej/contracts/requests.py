@@ -99,6 +99,18 @@ class Message:
     def images(self) -> tuple[Image, ...]:
         return tuple(part for part in self.parts if isinstance(part, Image))
 
+    @property
+    def chat_content(self) -> str | list[dict[str, Any]]:
+        """Its text, or its parts in order if it has images, as in OpenAI's chats."""
+        if not self.images:
+            return self.text
+        return [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "image_url", "image_url": {"url": part.data_uri}}
+            for part in self.parts
+        ]
+
     def with_texts(self, convert: Callable[[str], str]) -> Message:
         """The turn with its texts converted."""
         parts = tuple(
@@ -161,7 +173,7 @@ class Prompt:
 
         def text_only(turn: Message) -> Message:
             text = turn.text if turn.text.strip() else "(image)"
-            return replace(turn, content=text, parts=()) if turn.images else turn
+            return replace(turn, content=text, parts=()) if turn.parts else turn
 
         return replace(self, messages=tuple(map(text_only, self.messages)))
 
