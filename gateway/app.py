@@ -22,9 +22,10 @@ from gateway import images
 from gateway.answers import JSON, STOPPED_BY, VERIFIED, Answer, in_thread
 from gateway.bodies import Bodies, Disconnected, until_disconnected
 from gateway.errors import MESSAGES, HTTPError, for_caller, response_of
+from gateway.fields import parsed
 from gateway.messages import MessagesRequest
 from gateway.page import Page
-from gateway.requests import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
+from gateway.requests import Call, ChatRequest, CompletionRequest, Request, call_of
 from gateway.responses import ResponsesRequest
 from gateway.scores import RerankRequest, ScoreRequest, Scoring
 from gateway.settings import GatewaySettings

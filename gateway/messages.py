@@ -11,23 +11,22 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from gateway import images
 from gateway.answers import JSON, Answer, Block, BlockAnswer
 from gateway.errors import anthropic_body
-from gateway.requests import (
+from gateway.fields import (
     HOSTING,
     OF_ANSWERS,
     SHARED,
-    Call,
     Checked,
     Choice,
     Content,
     Maps,
     Output,
     Refused,
-    Request,
     compact,
     message_of,
     needs,
     with_tools,
 )
+from gateway.requests import Call, Request
 from specrej import contracts
 from specrej.contracts import (
     FinishReason,

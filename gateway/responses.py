@@ -8,18 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gateway.answers import JSON, Answer, Block, BlockAnswer
-from gateway.requests import (
+from gateway.fields import (
     HOSTING,
     NO_SETTING,
     OF_OPENAI,
-    Call,
     Checked,
     Content,
     Function,
     Maps,
     Output,
     Refused,
-    Request,
     StreamOptions,
     ToolChoice,
     effort_of,
@@ -28,6 +26,7 @@ from gateway.requests import (
     role_of,
     with_tools,
 )
+from gateway.requests import Call, Request
 from specrej.contracts import FinishReason, Message, Prompt, RankedCandidate, TextPart, ToolCall
 
 _STATE = "is not supported: responses are not stored, so send all items"

@@ -14,7 +14,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from gateway.answers import JSON
-from gateway.requests import ChatMessage, Checked, as_texts
+from gateway.fields import Checked, as_texts
+from gateway.requests import ChatMessage
 from specrej.client.options import json_text
 from specrej.contracts import Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Violation

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
-from gateway.requests import Preset
+from gateway.fields import Preset
 from specrej.contracts import MAX_INT32, Selection, WeightedReward
 from specrej.contracts.validation import MAX_PUBLIC_MESSAGE_BYTES, check_selection
 from specrej.security import Credentials, check_credentials, is_loopback, may_send_token

@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from gateway.requests import ChatRequest, CompletionRequest, call_of, parsed
+from gateway.fields import parsed
+from gateway.requests import ChatRequest, CompletionRequest, call_of
 from orchestrator.cache import Secret, answer_key, tenant_digest
 from orchestrator.cache.answers import mac, pack, unpack
 from specrej import contracts as c

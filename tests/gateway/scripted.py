@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gateway.requests import Checked
+from gateway.fields import Checked
 from specrej import contracts as c
 from tests.specrej.fakes import EVENTS, ONE, FakeOrchestrator
 

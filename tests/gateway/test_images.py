@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from gateway.requests import ChatRequest, call_of, parsed
+from gateway.fields import parsed
+from gateway.requests import ChatRequest, call_of
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import MAX_IMAGES

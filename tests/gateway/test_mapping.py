@@ -17,15 +17,8 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming,
 )
 
-from gateway.messages import MessagesRequest
-from gateway.requests import (
-    MAX_LOGPROBS,
+from gateway.fields import (
     PART_FIELDS,
-    ChatCall,
-    ChatMessage,
-    ChatRequest,
-    ChatTool,
-    CompletionRequest,
     Extension,
     Function,
     Ignored,
@@ -34,9 +27,18 @@ from gateway.requests import (
     ResponseFormat,
     SchemaFormat,
     StreamOptions,
-    call_of,
     parsed,
     rules_of,
+)
+from gateway.messages import MessagesRequest
+from gateway.requests import (
+    MAX_LOGPROBS,
+    ChatCall,
+    ChatMessage,
+    ChatRequest,
+    ChatTool,
+    CompletionRequest,
+    call_of,
 )
 from gateway.responses import ResponsesRequest
 from gateway.settings import GatewaySettings
@@ -144,6 +146,13 @@ def test_ignored_fields_change_nothing(model: Any) -> None:
     plain = call_of(made(model, **extension), PRESETS)
     assert request.prompt == plain.prompt
     assert {**request.options, "seed": 0} == {**plain.options, "seed": 0}
+
+
+def test_an_unknown_field_is_one_beside_a_known_one_of_its_name() -> None:
+    """Guards strict clients against a tool's `user`, as that of a request has no effect."""
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "user": "x"}}]
+    with pytest.raises(InvalidRequest, match="user: is unknown"):
+        parsed(ChatRequest, json.dumps({**ASK, "tools": tools, "user": "x"}).encode(), strict=True)
 
 
 def test_all_bad_fields_are_reported_at_once() -> None:

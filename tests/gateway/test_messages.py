@@ -9,14 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from gateway.fields import OutputConfig, ResponseFormat, SchemaFormat, parsed
 from gateway.messages import ContentBlock, MessagesRequest, Thinking, Tool, ToolChoice, Turn
-from gateway.requests import (
-    OutputConfig,
-    ResponseFormat,
-    SchemaFormat,
-    call_of,
-    parsed,
-)
+from gateway.requests import call_of
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Unavailable
 from tests.gateway.gateways import gateway_at, post, tokens_file

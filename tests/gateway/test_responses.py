@@ -12,15 +12,9 @@ from openai.types import responses as types
 from openai.types import shared_params
 from openai.types.responses import response_create_params, response_format_text_config_param
 
-from gateway.requests import (
-    PART_FIELDS,
-    OutputConfig,
-    SchemaFormat,
-    StreamOptions,
-    call_of,
-    parsed,
-)
-from gateway.requests import ResponseFormat as ChatFormat
+from gateway.fields import PART_FIELDS, OutputConfig, SchemaFormat, StreamOptions, parsed
+from gateway.fields import ResponseFormat as ChatFormat
+from gateway.requests import call_of
 from gateway.responses import Item, Reasoning, ResponsesRequest, ResponseTool
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Unavailable

@@ -11,7 +11,8 @@ import pytest
 
 from gateway.answers import CompletionAnswer
 from gateway.bodies import Disconnected
-from gateway.requests import ChatRequest, call_of, parsed
+from gateway.fields import parsed
+from gateway.requests import ChatRequest, call_of
 from gateway.streaming import Events, _part, raw_stream
 from specrej.contracts import Event, TextDelta
 from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
