@@ -372,7 +372,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = HTTPRequest(scope, receive)
-        with telemetry.served_http(scope["method"], self._route, http.headers.items()) as call:
+        told = scope["method"], self._route, scope["scheme"]
+        with telemetry.served_http(*told, http.headers.items()) as call:
             try:
                 response = await self._respond(http)
                 call.code = response.status_code

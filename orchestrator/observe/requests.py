@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -62,7 +62,7 @@ def note_request(
     telemetry.annotate(
         {
             names.REQUEST_ID: request_id,
-            names.OPERATION: _CHAT if request.prompt.messages else _COMPLETION,
+            names.OPERATION: _operation(request),
             names.PROVIDER: names.NAMESPACE,
             names.MAX_TOKENS: sampling.max_tokens,
             names.TEMPERATURE: sampling.temperature,
@@ -86,6 +86,10 @@ def note_request(
         telemetry.note(prompt=request.prompt.text or json.dumps(turns, ensure_ascii=False))
 
 
+def _operation(request: GenerationRequest) -> str:
+    return _CHAT if request.prompt.messages else _COMPLETION
+
+
 class ObservedRequest:
     """A request that was planned; times are seconds of `clock`."""
 
@@ -95,6 +99,7 @@ class ObservedRequest:
         arrived: float,
         clock: Callable[[], float],
         *,
+        labels: Mapping[str, str] | None = None,
         with_texts: bool = False,
     ) -> None:
         """`with_texts`: its log line has the answer."""
@@ -107,6 +112,7 @@ class ObservedRequest:
         self._clock = clock
         self._rounds: list[RecordedRound] = []
         self._with_texts = with_texts
+        self._labels = dict(labels or {})  # of the conventions' metrics
 
     async def admitted(
         self, stack: AsyncExitStack, permit: AbstractAsyncContextManager[T]
@@ -142,7 +148,13 @@ class ObservedRequest:
                 telemetry.note(rounds=trace.number)
             case Finished(generation, source):
                 if source is AnswerSource.RUN:
-                    _count_run(generation, self._record.selection.algorithm)
+                    _count_run(generation, self._record.selection.algorithm, self._labels)
+                for kind, tokens in (
+                    ("input", generation.usage.prompt_tokens),
+                    ("output", generation.usage.answer_tokens),
+                ):
+                    typed = {**self._labels, names.TOKEN_TYPE: kind}
+                    metrics.record(names.GEN_AI_USAGE, tokens, **typed)
                 _note_answer(generation, source, with_texts=self._with_texts)
                 self._add_answer(generation, source)
 
@@ -150,6 +162,9 @@ class ObservedRequest:
         """Record OK or the reason of an error; only the first call counts."""
         if not self.outcome:
             self.outcome, self._elapsed_ms = outcome, self._now_ms()
+            failure = {} if outcome == OK else {names.FAILURE: outcome}
+            seconds = self._elapsed_ms / 1e3
+            metrics.record(names.GEN_AI_DURATION, seconds, **self._labels, **failure)
 
     def read(self) -> RequestRecord:
         """The record as of now."""
@@ -245,7 +260,14 @@ class RequestRecords:
         rewards = tuple(replace(reward, data="") for reward in request.selection.rewards)
         selection = replace(request.selection, rewards=rewards)
         record = RequestRecord(request_id, time.time(), selection, max_tokens)
-        observed = ObservedRequest(record, arrived, self._clock, with_texts=with_texts)
+        labels = {
+            names.OPERATION: _operation(request),
+            names.PROVIDER: names.NAMESPACE,
+            names.REQUEST_MODEL: model,
+        }
+        observed = ObservedRequest(
+            record, arrived, self._clock, labels=labels, with_texts=with_texts
+        )
         key = tenant, request_id
         self._kept[key] = observed
         self._trim()
@@ -308,7 +330,7 @@ def _note_answer(generation: Generation, source: AnswerSource, *, with_texts: bo
         telemetry.note(answer=best.text)
 
 
-def _count_run(generation: Generation, algorithm: Algorithm) -> None:
+def _count_run(generation: Generation, algorithm: Algorithm, labels: Mapping[str, str]) -> None:
     """Count the answer of a run; its timings count from the request's arrival."""
     timings, usage = generation.timings, generation.usage
     label = {"algorithm": algorithm.value}
@@ -316,6 +338,10 @@ def _count_run(generation: Generation, algorithm: Algorithm) -> None:
     metrics.record(names.FIRST_ROUND, timings.first_round_ms / 1e3, **label)
     run_s = (timings.total_ms - timings.queue_ms) / 1e3
     metrics.record(names.TOKEN_DURATION, run_s / max(1, usage.answer_tokens), **label)
+    metrics.record(names.GEN_AI_FIRST_TOKEN, timings.first_round_ms / 1e3, **labels)
+    if (rest := usage.answer_tokens - generation.rounds[0].decision_token) > 0:
+        rest_s = (timings.total_ms - timings.first_round_ms) / 1e3
+        metrics.record(names.GEN_AI_TOKEN, rest_s / rest, **labels)
     saved = max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
     for kind, tokens in (
         ("prompt", usage.prompt_tokens),

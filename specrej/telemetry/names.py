@@ -16,6 +16,12 @@ NAMESPACE = "specrej"
 _CALL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+# Those that the conventions for generative AI advise.
+_GEN_AI_S = tuple(0.01 * 2**k for k in range(14))
+_GEN_AI_FIRST_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
+)
+_GEN_AI_TOKENS = tuple(4**k for k in range(14))
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 Kind = Literal["counter", "up_down", "gauge", "histogram"]
@@ -55,7 +61,7 @@ def _sizes(name: str, unit: str, description: str, *labels: str) -> Metric:
 
 # The resource.
 SERVICE_NAME, SERVICE_NAMESPACE = "service.name", "service.namespace"
-SERVICE_INSTANCE = "service.instance.id"
+SERVICE_INSTANCE, SERVICE_VERSION = "service.instance.id", "service.version"
 
 # Calls, on all three ports (labels as the conventions name them).
 RPC_SYSTEM, RPC_METHOD, RPC_CODE = "rpc.system", "rpc.method", "rpc.response.status_code"
@@ -76,12 +82,44 @@ LEASES_EXPIRED = _counter("specrej.leases.expired", "{session}", "streams whose 
 
 # Requests of the gateway (labels as the conventions name them).
 HTTP_METHOD, HTTP_ROUTE = "http.request.method", "http.route"
-HTTP_STATUS = "http.response.status_code"
+URL_SCHEME, HTTP_STATUS = "url.scheme", "http.response.status_code"
+_HTTP = (HTTP_METHOD, HTTP_ROUTE, URL_SCHEME)
 HTTP_DURATION = _seconds(
-    "http.server.request.duration", "ended requests, by status", HTTP_ROUTE, HTTP_STATUS
+    "http.server.request.duration", "ended requests, by status", *_HTTP, HTTP_STATUS
 )  # 499: the client left
-HTTP_IN_FLIGHT = _up_down(
-    "http.server.active_requests", "{request}", "running requests", HTTP_ROUTE
+HTTP_IN_FLIGHT = _up_down("http.server.active_requests", "{request}", "running requests", *_HTTP)
+
+# The conventions' attributes and metrics of generative AI, which dashboards for other servers read.
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+TOKEN_TYPE, FAILURE = "gen_ai.token.type", "error.type"
+_GEN_AI = (OPERATION, PROVIDER, REQUEST_MODEL)
+GEN_AI_DURATION = _seconds(
+    "gen_ai.server.request.duration",
+    "planned requests, from arrival to their end",
+    *(*_GEN_AI, FAILURE),
+    buckets=_GEN_AI_S,
+)
+GEN_AI_FIRST_TOKEN = _seconds(
+    "gen_ai.server.time_to_first_token",
+    "answered runs, from arrival to the end of the first round, whose best text is the first",
+    *_GEN_AI,
+    buckets=_GEN_AI_FIRST_S,
+)
+GEN_AI_TOKEN = _seconds(
+    "gen_ai.server.time_per_output_token",
+    "seconds per token of the answer behind the first round",
+    *_GEN_AI,
+    buckets=_TOKEN_S,
+)
+GEN_AI_USAGE = Metric(
+    "gen_ai.client.token.usage",
+    "histogram",
+    "{token}",
+    "tokens of prompts (input) and of answers (output)",
+    (*_GEN_AI, TOKEN_TYPE),
+    _GEN_AI_TOKENS,
 )
 
 # The orchestrator.
@@ -183,9 +221,6 @@ SPAN_EXTEND, SPAN_SCORE, SPAN_PRUNE = "extend", "score", "prune"
 SPAN_STORE = "store"  # an answer
 
 # Attributes of the conventions for generative AI and databases.
-OPERATION = "gen_ai.operation.name"
-PROVIDER = "gen_ai.provider.name"
-REQUEST_MODEL = "gen_ai.request.model"
 CHOICES = "gen_ai.request.choice.count"
 MAX_TOKENS = "gen_ai.request.max_tokens"
 TEMPERATURE = "gen_ai.request.temperature"
@@ -212,7 +247,7 @@ SCORES = "specrej.round.scores"  # the highest MAX_SCORES, best first
 MAX_SCORES = 32
 SEQUENCE = "specrej.command.sequence"  # of a stream's commands
 CACHE_FAILURE = "cache failure"  # an event, with what failed and how
-FAILED_STEP, FAILURE = "specrej.cache.step", "error.type"
+FAILED_STEP = "specrej.cache.step"
 
 
 def cache_span(purpose: str) -> str:

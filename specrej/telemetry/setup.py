@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from threading import Thread, active_count
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,7 @@ def _resource(service: str) -> Resource:
 
     instance = Resource({names.SERVICE_INSTANCE: str(uuid.uuid4())})
     named = {names.SERVICE_NAME: service, names.SERVICE_NAMESPACE: names.NAMESPACE}
+    named[names.SERVICE_VERSION] = version("specrej")
     return instance.merge(Resource.create(named))  # OTEL_RESOURCE_ATTRIBUTES may name another
 
 

@@ -144,13 +144,14 @@ def served(method: str, metadata: Metadata) -> AbstractContextManager[Call]:
     return _served(Call("OK"), method, metadata, _rpc(method), labels, {})
 
 
-def served_http(method: str, route: str, headers: Metadata) -> AbstractContextManager[Call]:
+def served_http(
+    method: str, route: str, scheme: str, headers: Metadata
+) -> AbstractContextManager[Call]:
     """An HTTP request to `route`, a template, for as long as the context lasts; see `served`."""
-    labels = {names.HTTP_ROUTE: route}
     # Unauthenticated callers cannot choose span names.
     method = method if method in _HTTP_METHODS else "_OTHER"
-    attributes = {names.HTTP_METHOD: method, **labels}
-    return _served(Call(200), f"{method} {route}", headers, attributes, labels, {"route": route})
+    labels = {names.HTTP_METHOD: method, names.HTTP_ROUTE: route, names.URL_SCHEME: scheme}
+    return _served(Call(200), f"{method} {route}", headers, labels, labels, {"route": route})
 
 
 @contextmanager

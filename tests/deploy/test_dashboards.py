@@ -76,11 +76,13 @@ def test_metrics_have_the_labels_they_declare(recorded: tuple[Scrape, Collector]
         name = prometheus_name(metric) + ("_count" if metric.kind == "histogram" else "")
         declared = {prometheus_label(label) for label in metric.labels}
         for labels in label_sets(busy, name):
-            assert set(labels) == declared, name
+            # `error.type` is on failures only.
+            assert declared - {"error_type"} <= set(labels) <= declared, name
     labels_by_name = {metric.name: set(metric.labels) for metric in METRICS}
     for (_, name), exported in collector.metrics.items():
         for point in points(exported):
-            assert labels_of(point).keys() == labels_by_name[name], name
+            assert labels_by_name[name] - {"error.type"} <= labels_of(point).keys()
+            assert labels_of(point).keys() <= labels_by_name[name], name
 
 
 def test_every_queried_series_is_emitted(busy: Scrape) -> None:
