@@ -20,6 +20,7 @@ VLLM := .vllm/.installed
 LLAMA := .llama/.installed
 ROUTER := .router/.installed
 VISION := .vision/.installed
+SVG := .svg/.installed
 TRL := .trl/.installed
 FRAMEWORKS := .frameworks/.installed
 LLAMACPP := .peers/llamacpp/.installed
@@ -74,7 +75,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loads
 test: $(READY) models ## run the tests: make test ARGS="tests/specrej -k client"
 	@$(PYTEST) -m "not long" $(ARGS)
 
-test-long: $(READY) models ## run the tests of whole commands, which CI leaves out, and long property tests
+test-long: $(READY) $(SVG) models ## run the tests of whole commands, which CI leaves out, and long property tests
 	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile long $(ARGS)
 
 conformance: $(VLLM) models ## test all generators by one suite, with vLLM
@@ -281,6 +282,10 @@ $(LLAMA): requirements-llama.txt
 $(VISION): $(VLLM)
 	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) torchvision==0.28.0
 	@: > $(@D)/torchvision/_meta_registrations.py
+	@touch $@
+
+$(SVG): examples/svg/requirements.txt $(READY)
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) --requirement $<
 	@touch $@
 
 $(ROUTER):

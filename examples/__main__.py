@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         str(OUTPUT / "pairs.jsonl"),
     ),
     "rag": ("examples/rag/rag.py",),
+    "svg": ("-m", "examples.svg.svg", "--output", str(OUTPUT / "drawing.svg")),
     "vote": ("examples/right/vote.py",),
     "extraction": ("examples/right/extraction.py",),
     "rubric": ("examples/right/rubric.py",),
@@ -41,6 +42,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "coding": {"SPECREJ_REWARD_REWARDS": (HERE / "coding/rewards.json").read_text()},
     "extraction": _RIGHT,
     "rubric": _RIGHT,
+    "svg": {"SPECREJ_REWARD_REWARDS": (HERE / "svg/rewards.json").read_text()},
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from deploy.local.stack import Stack
 from examples.__main__ import COMMANDS
 from tests.examples.conftest import EXAMPLES
-from tests.programs import outcome_of
+from tests.programs import ROOT, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -63,6 +63,20 @@ async def test_right_answers_by_the_embedded_models(
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not (ROOT / ".svg").exists(), reason="no .svg: make .svg/.installed")
+async def test_the_drawing_by_the_embedded_model(tmp_path: Path) -> None:
+    """More candidates are more like the target; all are drawings."""
+    (tmp_path / ".models").symlink_to(ROOT / ".models")
+    likenesses = []
+    for n in ("1", "32"):
+        command = ("-m", "examples", "svg", "--n", n)
+        text = await _printed(command, tmp_path, path=ROOT / ".svg")
+        likenesses.append(float(text.partition("likeness ")[2].partition(";")[0].split(",")[0]))
+        assert (tmp_path / "build/examples/drawing.svg").read_text().endswith("</svg>")
+    assert 0 <= likenesses[0] < likenesses[1]
+
+
+@pytest.mark.long
 async def test_the_command_with_services(tmp_path: Path) -> None:
     """Guards against services without the settings of the example."""
     command = ("-m", "examples", "coding", *ARGUMENTS["coding"])
@@ -90,11 +104,17 @@ async def test_the_web_app(toys: Stack, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def _printed(
-    command: Sequence[str], folder: Path, *, codes: Sequence[int] = (0,), **environment: str
+    command: Sequence[str],
+    folder: Path,
+    *,
+    codes: Sequence[int] = (0,),
+    path: Path = ROOT,
+    **environment: str,
 ) -> str:
     """What the command prints in a folder of its own, so that its output is not the checkout's."""
-    (folder / "examples").symlink_to(EXAMPLES)
-    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(EXAMPLES)
+    environment["PYTHONPATH"] = f"{ROOT}:{path}"
     outcome = await outcome_of(sys.executable, *command, folder=folder, bound_s=300, **environment)
     text = outcome.stdout + outcome.stderr
     assert outcome.returncode in codes, text
