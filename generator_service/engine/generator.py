@@ -70,10 +70,16 @@ class Frontend:
     """A model's text and limits; tokenizer work is done off the event loop."""
 
     def __init__(
-        self, text: Text, card: GeneratorDescription, read_images: ReadImages | None = None
+        self,
+        text: Text,
+        card: GeneratorDescription,
+        read_images: ReadImages | None = None,
+        *,
+        has_grammars: bool = True,
     ) -> None:
         """`card` has no sessions: `description` adds those of a moment. Without `read_images`,
-        prompts with images are refused."""
+        prompts with images are refused.
+        `has_grammars`: whether the program that computes has those of llguidance."""
         self._read_images = read_images
         self._text = text
         most = card.context_tokens * text.longest_token()
@@ -81,6 +87,7 @@ class Frontend:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
         self._clock = WorkClock()
         self._grammars = text.grammars(card.vocabulary)
+        self._has_grammars = has_grammars and self._grammars.is_supported
 
     def heartbeat_s(self) -> float:
         """Seconds since the oldest running tokenizer call began; 0 if none runs."""
@@ -172,12 +179,15 @@ class Frontend:
         tokens = {text: id_ for text, id_ in self._text.marks.items() if id_ in special_ids}
         path = path_of(output) if output else "sampling.max_thinking_tokens"
         path = "prompt.tools" if form.tool_format else path
-        if sampling.max_thinking_tokens and form.thinking_end not in tokens:
+        if sampling.max_thinking_tokens and not (
+            self._has_grammars and form.thinking_end in tokens
+        ):
             reason = "no token of the model marks the end of its reasoning"
+            reason = reason if self._has_grammars else "the endpoint has no grammars of llguidance"
             violation = Violation("sampling.max_thinking_tokens", f"must be absent: {reason}")
             raise InvalidRequest([violation])
-        if not output and not self._grammars.is_supported:
-            return None, path  # answers are not constrained; what is invalid is vetoed
+        if not self._has_grammars:
+            return output, path  # calls are not constrained; invalid ones are vetoed
         repeats = self._text.repeats_calls
         try:
             return constrained(prompt, sampling, form, tokens, may_repeat=repeats), path

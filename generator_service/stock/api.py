@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,19 @@ from generator_service.engine.sampling import LEAST_LOGPROB
 from generator_service.stock.requests import Ask, Part, continues_exactly, structured_fields
 from generator_service.stock.server import encodable, reading
 from specrej.contracts import (
+    PLAIN,
+    AnswerForm,
     CandidateForm,
     FinishReason,
     JsonObject,
     JsonSchema,
+    Message,
+    Prompt,
     Sampling,
     StructuredOutput,
 )
 from specrej.contracts.requests import MAX_INT32
+from specrej_models.tools import JSON_CALLS, as_text, function_of, with_tools
 
 # Servers whose own defaults, or those of the model's files, differ from ours, and their names of
 # fields beyond OpenAI's.
@@ -32,6 +37,7 @@ _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
 _LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
 _LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
 _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+TEXT_CALLS = AnswerForm("hermes")
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 
 
@@ -41,7 +47,8 @@ class Abilities:
 
     `kind`: "vllm", "llamacpp", or what its list of models says. `ids`: it takes token ids and
     returns them. `least_logprobs`: to be requested; None: it has none. `structured`: the field for
-    structured outputs, or empty. `images`: chats may have them.
+    structured outputs, or empty. `grammars`: those of llguidance are among them. `images`, `tools`:
+    chats may have them.
     """
 
     kind: str = ""
@@ -53,6 +60,8 @@ class Abilities:
     least_logprobs: int | None = None
     structured: str = ""
     images: bool = False
+    grammars: bool = False
+    tools: bool = False
 
     @property
     def form(self) -> CandidateForm:
@@ -69,6 +78,8 @@ class Abilities:
             "seeds": self.seeds,
             "log-probabilities": self.least_logprobs is not None,
             f"structured outputs ({self.structured})": self.structured,
+            "grammars": self.grammars,
+            "tools": self.tools,
         }
         return tuple(name for name, is_there in found.items() if is_there)
 
@@ -113,8 +124,50 @@ def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
         fields |= {"top_logprobs": most, **_WITH_IDS}
     if prompt.continue_final:  # as vLLM's API has it
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    turns = [{"role": turn.role, "content": turn.chat_content} for turn in prompt.messages]
-    return "/chat/completions", {**fields, "messages": turns}
+    if able.tools and prompt.tools:
+        fields |= tools_of(prompt)
+    turns = prompt.messages if able.tools else _without_tools(prompt)
+    return "/chat/completions", {**fields, "messages": [_message(turn) for turn in turns]}
+
+
+def answer_form(prompt: Prompt, able: Abilities) -> AnswerForm:
+    """How `CallsAsText` writes the answers of chats; servers without tools are asked for JSON."""
+    return (TEXT_CALLS if able.tools else JSON_CALLS) if prompt.tools else PLAIN
+
+
+def tools_of(prompt: Prompt) -> dict[str, Any]:
+    """The fields of a chat with tools."""
+    choice: Any = prompt.tool_choice
+    if prompt.tool_name:
+        choice = {"type": "function", "function": {"name": prompt.tool_name}}
+    return {
+        "tools": [function_of(tool) for tool in prompt.tools],
+        "tool_choice": choice,
+        "parallel_tool_calls": prompt.parallel_tool_calls,
+    }
+
+
+def _without_tools(prompt: Prompt) -> list[Message]:
+    turns = as_text(prompt.messages, JSON_CALLS)
+    if not prompt.tools:
+        return turns
+    return with_tools(turns, prompt.tools, JSON_CALLS, takes_system=False)  # that is unknown
+
+
+def _message(turn: Message) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.chat_content}
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in turn.tool_calls
+        ]
+    if turn.role == "tool":
+        message["tool_call_id"] = turn.tool_call_id
+    return message
 
 
 def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
@@ -154,10 +207,47 @@ def structured_field(output: StructuredOutput, name: str) -> dict[str, Any]:
     return {name: {"type": "json_schema", "json_schema": described}}
 
 
-def part_of(message: Any, made: int, most: int, *, has_ids: bool) -> Part:
+class CallsAsText:
+    """The text of an answer whose calls the server has parsed: they are written again, in the form
+    `TEXT_CALLS`. Its messages go in once, in order."""
+
+    def __init__(self) -> None:
+        self._index, self._has_arguments = -1, False  # of the call that is written
+
+    def __call__(self, choice: Mapping[str, Any]) -> str:
+        """The text of a message's choice."""
+        text, message = _text(choice), choice.get("message") or choice.get("delta") or {}
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            function, index = call["function"], _count(call.get("index", number))
+            if index != self._index:
+                text += self._close()
+                name = json.dumps(str(function["name"]))
+                text += f'\n<tool_call>\n{{"name": {name}, "arguments": '
+                self._index, self._has_arguments = index, False
+            arguments = str(function.get("arguments") or "")
+            self._has_arguments |= bool(arguments)
+            text += encodable(arguments)
+        return text + (self._close() if choice.get("finish_reason") else "")
+
+    def _close(self) -> str:
+        if self._index < 0:
+            return ""
+        self._index = -1
+        return ("" if self._has_arguments else "{}") + "}\n</tool_call>"
+
+
+def part_of(
+    message: Any,
+    made: int,
+    most: int,
+    *,
+    has_ids: bool,
+    text_of_choice: Callable[[Mapping[str, Any]], str] | None = None,
+) -> Part:
     """The part in a message of one of the API's forms: of chats or not, whole or of a stream.
 
-    `made`: tokens that the answer has already; `most`: as `top_logprobs`.
+    `made`: tokens that the answer has already; `most`: as `top_logprobs`; `text_of_choice`: such as
+    `CallsAsText`.
 
     Raises:
         InternalError: it has another form, or numbers that cannot be.
@@ -170,7 +260,7 @@ def part_of(message: Any, made: int, most: int, *, has_ids: bool) -> Part:
         if has_ids:
             ids = ids or [_count(one) for one in choice.get("token_ids") or ()]
         else:
-            text = _text(choice)
+            text = (text_of_choice or _text)(choice)
             is_whole = "message" in choice or (choice.get("finish_reason") and usage and not made)
             counted = usage["completion_tokens"] if is_whole and not logprobs else bool(text)
             logprobs = logprobs or [0.0] * _count(counted)
@@ -181,7 +271,8 @@ def part_of(message: Any, made: int, most: int, *, has_ids: bool) -> Part:
             raise ValueError(f"there must be {most} most probable tokens")
         finish = choice.get("finish_reason")
         # A filtered answer is not complete.
-        reason = FinishReason.STOP if finish == "stop" else FinishReason.LENGTH
+        is_complete = finish in ("stop", "tool_calls")
+        reason = FinishReason.STOP if is_complete else FinishReason.LENGTH
         part = Part(ids, logprobs, top, text, reason if finish else None)
         if usage:
             part.prompt_tokens = _count(usage["prompt_tokens"])

@@ -19,7 +19,14 @@ from generator_service.engine.commands import Load, OnStep, OpenCommand, PrefixB
 from generator_service.engine.generator import Frontend
 from generator_service.engine.text import Text
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.api import Abilities, part_of, request_of
+from generator_service.stock.api import (
+    TEXT_CALLS,
+    Abilities,
+    CallsAsText,
+    answer_form,
+    part_of,
+    request_of,
+)
 from generator_service.stock.examiner import Examiner
 from generator_service.stock.generator import ServedText, StockGenerator
 from generator_service.stock.requests import Ask, Part
@@ -33,6 +40,7 @@ from specrej.contracts import (
     Image,
     JsonObject,
     JsonSchema,
+    Prompt,
     Round,
     Sampling,
     SessionSpec,
@@ -40,6 +48,7 @@ from specrej.contracts import (
 )
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable, Violation
 from specrej.contracts.validation import check_images, refuse_images
+from specrej_models.tools import JSON_CALLS
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +77,14 @@ class EndpointRequests:
         """
         path, body = request_of(ask, self._model, self._able)
         made, top = len(ask.token_ids), ask.command.sampling.top_logprobs
+        as_text = CallsAsText() if ask.prompt.tools else None
         limit = made + ask.count
         last, usage = Part((), ()), Part((), ())
         sent = path, body, ask.session, ask.command.cache_salt
         async with aclosing(self._server.messages(*sent)) as messages:
             async for message in messages:
-                part = part_of(message, made, top, has_ids=self._able.ids)
+                ids = self._able.ids
+                part = part_of(message, made, top, has_ids=ids, text_of_choice=as_text)
                 made += len(part.token_ids)
                 if made > limit:
                     raise InternalError("the endpoint sends more tokens than requested")
@@ -104,8 +115,9 @@ class EndpointRequests:
 class TextFrontend:
     """Commands and candidates of a server that is sent text; it counts and cuts tokens itself."""
 
-    def __init__(self, card: GeneratorDescription) -> None:
-        self._card = card
+    def __init__(self, card: GeneratorDescription, able: Abilities) -> None:
+        tool_format = (TEXT_CALLS if able.tools else JSON_CALLS).tool_format
+        self._card, self._able = replace(card, tool_format=tool_format), able
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """As `Frontend.command`, without tokens."""
@@ -118,6 +130,7 @@ class TextFrontend:
             cache_salt=salt,
             texts=ServedText,
             first_id=spec.first_id,
+            answer_form=answer_form(spec.prompt, self._able),
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
@@ -151,11 +164,11 @@ def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
     if not able.images:
         refuse_images(spec.prompt)
     yield from check_images(spec.prompt.images)
+    yield from _refusals_of(spec.prompt, able)
     lacks: dict[str, str] = {}
     if not able.ids:
         lacks |= dict.fromkeys(("logprobs", "top_logprobs", "stop_token_ids"), _NO_IDS)
-        if spec.prompt.allow_special_tokens:
-            yield Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")
+        lacks["max_thinking_tokens"] = _NO_IDS
     elif able.least_logprobs is None:
         why = "the endpoint has no log-probabilities"
         lacks |= dict.fromkeys(("logprobs", "top_logprobs"), why)
@@ -170,6 +183,18 @@ def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
     for name, why in lacks.items():
         if getattr(sampling, name):
             yield Violation(f"sampling.{name}", f"must be absent: {why}")
+
+
+def _refusals_of(prompt: Prompt, able: Abilities) -> Iterator[Violation]:
+    """What is refused where the server renders the prompt."""
+    if able.ids and not prompt.images:
+        return
+    if prompt.thinking is not None:
+        yield Violation("prompt.thinking", "must be absent: the endpoint decides")
+    if prompt.allow_special_tokens:
+        yield Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")
+    if able.ids and prompt.tools:
+        yield Violation("prompt.tools", "must be empty with images, which the endpoint renders")
 
 
 async def _as_messages(
@@ -191,7 +216,7 @@ async def open_endpoint(
     async with AsyncExitStack() as resources:
         server = Server(settings)
         resources.push_async_callback(server.close)
-        examiner = Examiner(server, settings.model)
+        examiner = Examiner(server, settings)
         while True:
             try:
                 await examiner.examine(settings.remote_tokenizer)
@@ -225,7 +250,9 @@ async def open_endpoint(
     log.info("%s: %s; %s", server.url, able.form.value, ", ".join(able.names) or "nothing else")
     return StockGenerator(
         EndpointRequests(server, settings.model, able, end_ids),
-        Frontend(Text.of(examined), card, _as_messages) if examined else TextFrontend(card),
+        Frontend(Text.of(examined), card, _as_messages, has_grammars=able.grammars)
+        if examined
+        else TextFrontend(card, able),
         end_ids,
         card,
         can_stream=able.streams,

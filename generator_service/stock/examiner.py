@@ -13,15 +13,20 @@ from typing import Any
 from zlib import crc32
 
 from generator_service.engine.text import Text, TokenDecoder
+from generator_service.settings import GeneratorSettings
 from generator_service.stock.api import (
     KNOWN,
+    TEXT_CALLS,
     Abilities,
+    CallsAsText,
     part_of,
     structured_field,
     text_of,
+    tools_of,
 )
 from generator_service.stock.server import Server, reading
-from specrej.contracts import Image, JsonSchema, Message, Prompt, TextPart
+from specrej.answer_form import parts_of
+from specrej.contracts import Grammar, Image, JsonSchema, Message, Prompt, TextPart, Tool
 from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable
 from specrej_models.hub import find
 from specrej_models.probe import Examined, examine
@@ -49,14 +54,18 @@ _SEVEN = JsonSchema(
     '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"],'
     ' "additionalProperties": false}'
 )
+_SEVEN_IN_LARK = Grammar(f"%llguidance {{}}\nstart: answer\nanswer: %json {_SEVEN.schema}")
+_CALL_TOKENS = 64
+_TOOL = Tool("count", "Counts.", _SEVEN.schema)
 
 
 class Examiner:
     """`able`, and for a server of token ids `examined`, are set by `examine`."""
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: Server, settings: GeneratorSettings) -> None:
         self._server = server
-        self._model = model
+        self._model = settings.model
+        self._settings = settings
         self._text: Mapping[str, Any] = {}  # the probe as text, in the form for this server
         self.able = Abilities()
         self.examined: Examined | None = None
@@ -87,6 +96,7 @@ class Examiner:
         await self._examine_streams()
         await self._examine_structured()
         await self._examine_images()
+        await self._examine_tools()
 
     async def _entry(self) -> Mapping[str, Any]:
         """The server's entry of the model; empty if it has no list of models."""
@@ -104,8 +114,13 @@ class Examiner:
         """The examined files of the model's tokenizer, which may be guessed."""
 
         def load() -> Examined:
-            files = find(given or guessed, weights=False)
-            return examine(files.directory, files.gguf_file)
+            files, settings = find(given or guessed, weights=False), self._settings
+            return examine(
+                files.directory,
+                files.gguf_file,
+                tool_format=settings.tool_format,
+                thinking_marks=settings.thinking_marks,
+            )
 
         try:
             return await asyncio.to_thread(load)
@@ -186,6 +201,24 @@ class Examiner:
                 if json.loads(text_of(reply))["a"] == 7:
                     self.able = replace(self.able, structured=name)
                     return
+
+    async def _examine_tools(self) -> None:
+        """Whether calls can be made valid by a grammar; of chats, whether the server has calls."""
+        errors = InvalidRequest, InternalError, Unavailable, ValueError, LookupError, TypeError
+        with suppress(*errors):
+            if self.able.ids and self.able.structured == "structured_outputs":
+                body = {**self._text, **structured_field(_SEVEN_IN_LARK, self.able.structured)}
+                reply = await self._ask({**body, "temperature": 0.0, "max_tokens": _CALL_TOKENS})
+                self.able = replace(self.able, grammars=json.loads(text_of(reply))["a"] == 7)
+            elif not self.able.ids:
+                prompt = Prompt(tools=(_TOOL,), tool_choice="required", tool_name=_TOOL.name)
+                await self._ask({**_CHAT, **tools_of(Prompt(tools=(_TOOL,)))})  # some refuse "auto"
+                body = {**_CHAT, **tools_of(prompt), "max_tokens": _CALL_TOKENS}
+                text = CallsAsText()((await self._ask(body))["choices"][0])
+                parts = parts_of(text, TEXT_CALLS, complete=True)
+                calls = parts.tool_calls if parts else ()
+                has_calls = [call.name for call in calls] == [_TOOL.name]
+                self.able = replace(self.able, tools=has_calls)
 
     async def _examine_images(self) -> None:
         """Whether an image adds to the tokens of a prompt, and as many if its file is longer: else

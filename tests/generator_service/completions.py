@@ -97,6 +97,7 @@ class Completions:
     ids: bool = True  # it returns token ids
     seeds: str = "honoured"  # or "ignored", or "constant": the same tokens whatever the seed is
     logprobs: bool = True
+    tools: bool = False  # chats may have them: it calls the one that is chosen, or the first twice
     images: bool = False  # chats may have them; each is four tokens
     usages: list[dict[str, Any]] = field(default_factory=list)
     _cached: set[tuple[int, ...]] = field(default_factory=set)
@@ -159,6 +160,10 @@ class Completions:
             ids = _TOKENIZER.apply_chat_template(turns)["input_ids"]
         else:
             ids = _TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+        if body.get("tools") and not self.tools:
+            return Reply({"error": {"message": "no tools"}}, 400)
+        if body.get("tools") and body["max_tokens"] > 20:
+            return self._calls(body)
         made = self._made(ids, body)
         finish = "stop" if made[-1] == EOS_ID else "length"
         usage = self._usage(ids, made)
@@ -167,6 +172,30 @@ class Completions:
             return Reply(stream=lines, headers={"Content-Type": "text/event-stream"}, keeps=True)
         message = {"choices": [self._choice(body, made, text_of(made), finish)]}
         return Reply(self.spoil(message | usage | {"system_fingerprint": "v1"}), keeps=True)
+
+    def _calls(self, body: Any) -> Reply:
+        """Calls in parts, as OpenAI's API has them."""
+        choice, name = body["tool_choice"], body["tools"][0]["function"]["name"]
+        count = 1 if isinstance(choice, dict) else 2
+        whole = [
+            {"index": i, "id": f"c{i}", "function": {"name": name, "arguments": '{"a": 7}'}}
+            for i in range(count)
+        ]
+        usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 5 * count}}
+        if not body.get("stream") or not self.streams:
+            message = {"content": None, "tool_calls": whole}
+            choices = [{"message": message, "finish_reason": "tool_calls"}]
+            return Reply({"choices": choices, **usage}, keeps=True)
+        deltas: list[dict[str, Any]] = [{"content": "Let"}]
+        for call in whole:
+            deltas.append({"tool_calls": [call | {"function": {"name": name}}]})
+            for piece in ('{"a"', ": 7}"):
+                part = {"index": call["index"], "function": {"arguments": piece}}
+                deltas.append({"tool_calls": [part]})
+        lines = [self._line({"choices": [{"delta": delta}]}) for delta in deltas]
+        ended = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}], **usage}
+        stream = iter([*lines, self._line(ended), b"data: [DONE]\n\n"])
+        return Reply(stream=stream, headers={"Content-Type": "text/event-stream"}, keeps=True)
 
     def _models(self) -> Reply:
         if self.kind == "chat":

@@ -20,6 +20,7 @@ from generator_service.stock.endpoint import open_endpoint
 from generator_service.stock.generator import StockGenerator
 from orchestrator.loop.run import run
 from specrej import contracts as c
+from specrej.answer_form import parts_of
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
@@ -34,6 +35,7 @@ from tests.generator_service.completions import (
     EOS_ID,
     Completions,
     Servers,
+    Started,
     ids_of,
     logprob_of,
     save_tokenizer,
@@ -58,7 +60,7 @@ FORMS = pytest.mark.parametrize("sampling", [SAMPLING, IN_STREAMS], ids=["rounds
 HELD = Reply(is_held=True)
 OPENAI = {"streams", "seeds", "log-probabilities"}
 CHAT = OPENAI | {"structured outputs (response_format)"}
-VLLM = OPENAI | {"token ids", "structured outputs (structured_outputs)"}
+VLLM = OPENAI | {"token ids", "structured outputs (structured_outputs)", "grammars"}
 LLAMA = (OPENAI | {"token ids", "structured outputs (json_schema)"}) - {"seeds"}
 ROUNDS, STREAMS, WHOLE = [*c.CandidateForm][1:]
 
@@ -71,12 +73,13 @@ ROUNDS, STREAMS, WHOLE = [*c.CandidateForm][1:]
         ({"streams": False}, ROUNDS, VLLM - {"streams"}),
         ({"seeds": "ignored"}, ROUNDS, VLLM - {"seeds"}),
         ({"seeds": "constant"}, ROUNDS, VLLM - {"seeds"}),
-        ({"directory": Path("none")}, STREAMS, VLLM - {"token ids"}),
-        ({"directory": "other"}, STREAMS, VLLM - {"token ids"}),
-        ({"ids": False}, STREAMS, VLLM - {"token ids"}),
+        ({"directory": Path("none")}, STREAMS, VLLM - {"token ids", "grammars"}),
+        ({"directory": "other"}, STREAMS, VLLM - {"token ids", "grammars"}),
+        ({"ids": False}, STREAMS, VLLM - {"token ids", "grammars"}),
         ({"kind": "chat"}, STREAMS, CHAT),
         ({"kind": "chat", "logprobs": False}, STREAMS, CHAT - {"log-probabilities"}),
         ({"kind": "chat", "streams": False}, WHOLE, CHAT - {"streams"}),
+        ({"kind": "chat", "tools": True}, STREAMS, CHAT | {"tools"}),
     ],
 )
 async def test_the_form_is_found_by_what_the_server_does(
@@ -201,6 +204,76 @@ async def test_images_are_refused_where_the_model_takes_none(servers: Servers, k
     with pytest.raises(InvalidRequest) as caught:
         await server.generator.check(replace(SPEC, prompt=prompt))
     assert [one.field for one in caught.value.violations] == ["prompt.messages[0].parts[1]"]
+
+
+SEVEN = '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}'
+TOOLS = (c.Tool("count", "Counts.", SEVEN),)
+CALL = c.ToolCall("call_0_0", "count", '{"a": 7}')
+TURNS = (
+    c.Message("user", "why?"),
+    c.Message("assistant", "", (CALL,)),
+    c.Message("tool", "seven", tool_call_id="call_0_0"),
+)
+
+
+async def answered(server: Started, prompt: c.Prompt) -> tuple[c.AnswerParts | None, list[Any]]:
+    """The parts of a candidate's answer, and the bodies of what was sent."""
+    server.endpoint.requests.clear()
+    spec = replace(SPEC, prompt=prompt, n=1, sampling=c.Sampling(max_tokens=24))
+    async with server.generator.open(spec) as session:
+        (candidate,) = (await session.extend(24)).candidates
+    parts = parts_of(candidate.text, session.answer_form, complete=True)
+    return parts, [request.body for request in server.endpoint.requests]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_chats_have_tools_as_the_server_takes_them(servers: Servers, streams: bool) -> None:
+    """Guards calls that are lost, arguments of another call, and fields that do not arrive."""
+    model = Completions(servers.directory, "chat", streams, tools=True)
+    async with started(model) as server:
+        assert (await server.generator.describe()).tool_format == "hermes"
+        prompt = c.Prompt(TURNS, tools=TOOLS, parallel_tool_calls=False)
+        parts, (body,) = await answered(server, prompt)
+        content = "Let" if streams else ""
+        calls = (CALL, replace(CALL, id="call_0_1"))
+        assert parts == c.AnswerParts(content, "", calls)
+        assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
+        assert body["tools"][0]["function"]["parameters"] == json.loads(SEVEN)
+        made = {"id": CALL.id, "type": "function"}
+        function = {"name": "count", "arguments": CALL.arguments}
+        (call,) = body["messages"][1]["tool_calls"]
+        assert call == {**made, "function": function}
+        assert body["messages"][2]["tool_call_id"] == CALL.id
+        named = replace(prompt, tool_choice="required", tool_name="count")
+        parts, (body,) = await answered(server, named)
+        assert parts and parts.tool_calls == (CALL,)
+        assert body["tool_choice"] == {"type": "function", "function": {"name": "count"}}
+
+
+async def test_a_chat_without_tools_is_asked_for_json(servers: Servers) -> None:
+    server = await servers.get("chat")
+    assert (await server.generator.describe()).tool_format == "json"
+    _, (body,) = await answered(server, c.Prompt(TURNS, tools=TOOLS))
+    first, *turns = body["messages"]
+    assert "tools" not in body and '"count"' in first["content"]
+    assert first["content"].endswith("why?")
+    assert [turn["content"] for turn in turns] == [
+        '{"name": "count", "arguments": {"a": 7}}',
+        "Result of count: seven",
+    ]
+
+
+@KINDS
+async def test_calls_are_constrained_where_the_server_has_grammars(
+    servers: Servers, kind: str
+) -> None:
+    server = await servers.get(kind, context_tokens=2000)
+    _, bodies = await answered(server, c.Prompt(TURNS, tools=TOOLS))
+    grammars = [body.get("structured_outputs", {}).get("grammar", "") for body in bodies]
+    assert all(("count" in one) is (kind == "vllm") for one in grammars)
+    bounded = replace(SPEC, sampling=c.Sampling(max_tokens=24, max_thinking_tokens=3))
+    with pytest.raises(InvalidRequest, match="max_thinking_tokens: must be absent"):
+        await server.generator.check(bounded)
 
 
 @KINDS
