@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from specrej.answer_form import written
-from specrej.contracts import AnswerForm, Message, Prompt, Tool, ToolCall
+from specrej.contracts import AnswerForm, Message, Prompt, TextPart, Tool, ToolCall
 
 JSON_CALLS = AnswerForm("json")
 _NO_PARAMETERS = '{"type": "object", "properties": {}}'
@@ -59,7 +59,7 @@ def as_text(turns: Sequence[Message], form: AnswerForm) -> list[Message]:
         if is_result:
             name = names.get(turn.tool_call_id, turn.tool_call_id)
             turn = Message("user", f"Result of {name}: {turn.text}")
-        if after_result and turn.role == "user":
+        if after_result and turn.role == "user" and not turn.images:
             turn = Message("user", f"{plain.pop().text}\n{turn.text}")
         plain.append(turn)
         after_result = turn.role == "user" and (is_result or after_result)
@@ -81,7 +81,9 @@ def with_tools(
         return [Message("system", f"{first.text}\n\n{text}"), *others]
     if takes_system:
         return [Message("system", text), *turns]
-    return [replace(first, content=f"{text}\n\n{first.text}", parts=()), *others]
+    if first.parts:
+        return [replace(first, parts=(TextPart(f"{text}\n\n"), *first.parts)), *others]
+    return [replace(first, content=f"{text}\n\n{first.text}"), *others]
 
 
 def marked(prompt: Prompt, mark: Callable[[str], str]) -> Prompt:

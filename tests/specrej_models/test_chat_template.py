@@ -11,9 +11,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from generator_service.engine.text import Text, TokenDecoder
-from specrej.contracts import AnswerForm, Message, Prompt, Tool, ToolCall
+from specrej.contracts import AnswerForm, Image, Message, Prompt, TextPart, Tool, ToolCall
 from specrej.contracts.errors import InvalidRequest
 from specrej_models.probe import ChatTemplate
+from specrej_models.tools import as_text, with_tools
 
 EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 NEXT = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -151,6 +152,15 @@ def test_tools_as_text_are_in_the_first_turn() -> None:
         assert starts == first + roles
         assert "Result of get_weather: sunny\nAnd?" in text
         assert text.index('"get_weather"') < text.index("Weather?")
+
+
+def test_tools_as_text_leave_images_where_they_are() -> None:
+    parts = (TextPart("What is it?"), Image(b"x"))
+    turns = [Message("user", parts=parts), *ASKED[1:], Message("user", parts=parts)]
+    form = AnswerForm("json")
+    first, *_, last = with_tools(as_text(turns, form), (WEATHER,), form, takes_system=False)
+    assert last.parts == first.parts[1:] == parts
+    assert "get_weather" in first.text and not first.content
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL, PLAIN])
