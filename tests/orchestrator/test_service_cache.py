@@ -20,13 +20,7 @@ from generator_service.toy import ToyGenerator
 from reward_service.kinds.toy import ToyReward
 from specrej.client import Client
 from specrej.contracts import (
-    AnswerForm,
-    AnswerParts,
-    FinishReason,
-    GeneratorDescription,
     Prompt,
-    Report,
-    Round,
     Sampling,
     SessionSpec,
     Tool,
@@ -42,7 +36,6 @@ from tests.world import (
     ENDS,
     Code,
     HeldGenerator,
-    LongTexts,
     World,
     generation,
     small_request,
@@ -74,35 +67,20 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: World) 
     assert not other.cached and not other.candidates[0].logprobs
 
 
-class Calling(LongTexts):
-    """Its candidates call a tool."""
-
-    answer_form = AnswerForm("hermes", "<think>", "</think>")
-    text = '<think>I add.</think><tool_call>{"name": "add", "arguments": {"n": 1}}</tool_call>'
-
-    async def describe(self) -> GeneratorDescription:
-        return replace(await super().describe(), tool_format="hermes")
-
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
-        ended = await super().extend(until_tokens)
-        made = tuple(replace(one, text=self.text) for one in ended.candidates)
-        return replace(ended, candidates=made)
-
-
 async def test_parts_come_over_the_wire_and_from_the_cache(redis_url: str) -> None:
     """Guards against calls that only the text of a stored answer has."""
     add = Tool("add", parameters='{"maxProperties": 1}')
-    prompt = replace(Prompt.from_user("add 1"), tools=(add,))
-    parts = AnswerParts("", "I add.", (ToolCall("call_0_0", "add", '{"n": 1}'),))
-    async with (
-        world(Calling(1, FinishReason.STOP), redis_url=redis_url) as service,
-        Client(service.address) as client,
-    ):
-        first = await client.generate(prompt, n=1, vote=Vote("tool_call"))
-        second = await client.generate(prompt, n=1, vote=Vote("tool_call"))
-        assert (first.best.parts, first.best.text) == (parts, Calling.text)
+    asked = Prompt.from_user('call add {"n": 1}')
+    prompt = replace(asked, tools=(add,), tool_choice="required", thinking=True)
+    options: dict[str, Any] = {"n": 1, "vote": Vote("tool_call"), "max_tokens": 99}
+    async with world(redis_url=redis_url) as service, Client(service.address) as client:
+        first = await client.generate(prompt, **options)
+        second = await client.generate(prompt, **options)
         assert (second.best, second.cached) == (first.best, True)
         assert first.best.vote == '{"arguments":{"n":1},"name":"add"}'
+        parts = first.best.parts
+        assert parts and parts.tool_calls == (ToolCall("call_0_0", "add", '{"n": 1}'),)
+        assert parts.reasoning and f"<think>\n{parts.reasoning}" in first.best.text
         with pytest.raises(InvalidRequest, match=r"prompt.tools\[0\].parameters: must be"):
             await client.generate(replace(prompt, tools=(Tool("add", "", '{"type": 3}'),)))
 
