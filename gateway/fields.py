@@ -128,10 +128,10 @@ class Checked(BaseModel):
 
     @model_validator(mode="after")
     def _note_extra(self, info: ValidationInfo) -> Self:
-        extra = self.model_extra or {}
-        _note(info, extra.keys() - self.ignores, is_unknown=True)
-        known = (name for name in self.ignores if extra.get(name) is not None)
-        _note(info, known, is_unknown=False)
+        if extra := self.model_extra:
+            _note(info, extra.keys() - self.ignores, is_unknown=True)
+            known = (name for name in self.ignores if extra.get(name) is not None)
+            _note(info, known, is_unknown=False)
         return self
 
     @field_validator("*")

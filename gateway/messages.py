@@ -161,10 +161,11 @@ class MessagesRequest(Request):
         return [*super().options(), ("thinking.budget_tokens", _BUDGET, bound)]
 
     def prompt_of(self, index: int) -> Prompt:
-        """The conversation."""
+        """The conversation; a last turn of the assistant is the beginning of the answer."""
         thinking = {"enabled": True, "disabled": False}
         prompt = Prompt(
             tuple(turn for _, turn in self.turns()),
+            continue_final=self.messages[-1].role == "assistant",
             thinking=thinking.get(self.thinking.type) if self.thinking else None,
         )
         tools = [

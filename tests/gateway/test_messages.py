@@ -259,6 +259,12 @@ def test_choices_and_reasoning_arrive(fields: dict[str, Any], expected: tuple[An
     )
 
 
+def test_a_last_turn_of_the_assistant_is_continued() -> None:
+    """Guards against an answer that begins anew: Anthropic's clients send its beginning."""
+    turns = [*ASK, {"role": "assistant", "content": "It is"}]
+    assert (call().prompt.beginning, call(messages=turns).prompt.beginning) == ("", "It is")
+
+
 def test_options_and_names_of_errors() -> None:
     made = call(
         system="x", temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["a"],
