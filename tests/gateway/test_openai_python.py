@@ -242,3 +242,55 @@ async def test_every_event_streams_under_its_name(client: AsyncOpenAI) -> None:
     assert names == ["admitted", "round_completed", "round_completed", "finished"]
     values = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert values[0]["request_id"] == values[-1]["request_id"] == response.headers["x-request-id"]
+
+
+ADD: Any = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+STEPS = 'Please call add {"a": 1} then call add {"a": 2}'
+
+
+async def test_an_agent_of_chats_calls_its_tools(client: AsyncOpenAI) -> None:
+    """Two steps with all services: calls whole and streamed, their results, and an answer."""
+    turns: list[Any] = [{"role": "user", "content": STEPS}]
+    made: list[Any] = []
+    for _ in range(3):
+        fields: Any = {"model": MODEL, "messages": turns, "seed": 5, "max_tokens": 200}
+        fields["tools"] = [{"type": "function", "function": ADD}]
+        fields["extra_body"] = extra(cache="bypass")
+        message = (await client.chat.completions.create(**fields)).choices[0].message
+        async with client.chat.completions.stream(**fields) as stream:
+            streamed = (await stream.get_final_completion()).choices[0].message
+        assert (streamed.content or "") == (message.content or "")
+        assert len(streamed.tool_calls or ()) == len(message.tool_calls or ())
+        turns.append(message.model_dump())
+        for call in message.tool_calls or ():
+            made.append(json.loads(call.function.arguments))
+            turns.append({"role": "tool", "tool_call_id": call.id, "content": f"{len(made)}!"})
+    assert made == [{"a": 1}, {"a": 2}]
+    assert message.content == "The result is 1!, 2!."
+
+
+async def test_an_agent_of_responses_calls_its_tools(client: AsyncOpenAI) -> None:
+    items: list[Any] = [{"role": "user", "content": STEPS}]
+    made: list[Any] = []
+    for _ in range(3):
+        async with client.responses.stream(
+            model=MODEL,
+            input=items,
+            tools=[{"type": "function", "strict": True, **ADD}],
+            reasoning={"effort": "none"},
+            extra_body={"seed": 5, **extra()},
+        ) as stream:
+            response = await stream.get_final_response()
+        items += response.output
+        for item in response.output:
+            if item.type == "function_call":
+                made.append(json.loads(item.arguments))
+                output = f"{len(made)}!"
+                items.append(
+                    {"type": "function_call_output", "call_id": item.call_id, "output": output}
+                )
+    assert made == [{"a": 1}, {"a": 2}]
+    assert response.output_text == "The result is 1!, 2!."
