@@ -53,27 +53,14 @@ def prompt_of(orchestrator: FakeOrchestrator) -> c.Prompt:
         (c.AnswerParts(), "", "stop"),
     ],
 )
-async def test_calls_are_returned(
+@pytest.mark.parametrize("num_sent", [0, 3, 7, 9, 13, 1000])
+async def test_answers_have_their_parts_whole_and_streamed(
     client: AsyncOpenAI,
     orchestrator: FakeOrchestrator,
     parts: c.AnswerParts,
+    num_sent: int,
     content: str | None,
     end: str,
-) -> None:
-    """Guards against the model's own marks in the content, and content that is not null."""
-    script(orchestrator, parts)
-    (choice,) = (await client.chat.completions.create(**FIELDS)).choices
-    assert (choice.message.content, choice.finish_reason) == (content, end)
-    calls: Any = choice.message.tool_calls or []
-    made = [c.ToolCall(call.id, call.function.name, call.function.arguments) for call in calls]
-    assert tuple(made) == parts.tool_calls
-    assert getattr(choice.message, "reasoning_content", "") == parts.reasoning
-
-
-@pytest.mark.parametrize("parts", [ALL, ONLY_CALLS, ONLY_TEXT, c.AnswerParts()])
-@pytest.mark.parametrize("num_sent", [0, 3, 7, 9, 13, 1000])
-async def test_streams_have_the_whole_answer(
-    client: AsyncOpenAI, orchestrator: FakeOrchestrator, parts: c.AnswerParts, num_sent: int
 ) -> None:
     """Guards against arguments that are sent twice, or not, where the text became certain late."""
     script(orchestrator, parts, num_sent)
@@ -85,12 +72,13 @@ async def test_streams_have_the_whole_answer(
                 for choice in event.chunk.choices:
                     reasoning += getattr(choice.delta, "reasoning_content", "")
         (made,) = (await stream.get_final_completion()).choices
-    assert reasoning == parts.reasoning
-    assert (made.message.content or "") == (whole.message.content or "")
-    assert made.finish_reason == whole.finish_reason
-    found = [(call.id, call.function.name, call.function.arguments)
-             for call in made.message.tool_calls or []]  # fmt: skip
-    assert found == [(call.id, call.name, call.arguments) for call in parts.tool_calls]
+    assert (whole.message.content, whole.finish_reason) == (content, end)
+    assert (made.message.content or "", made.finish_reason) == (content or "", end)
+    assert reasoning == getattr(whole.message, "reasoning_content", "") == parts.reasoning
+    for message in (whole.message, made.message):
+        calls: Any = message.tool_calls or []
+        found = [c.ToolCall(call.id, call.function.name, call.function.arguments) for call in calls]
+        assert tuple(found) == parts.tool_calls
 
 
 async def test_a_truncated_call_has_no_end_of_its_own(
