@@ -363,7 +363,9 @@ class Call:
         """The caller's field for a path in the orchestrator's errors."""
         for known in sorted(self.sources, key=len, reverse=True):
             if path == known or path.startswith((f"{known}.", f"{known}[")):
-                return self.sources[known] + path[len(known) :]
+                # A message's content is a list of its parts.
+                name = self.sources[known] + path[len(known) :]
+                return name.replace("].parts", "].content", 1)
         part, _, option = path.partition(".")
         return f"specrej.{option}" if option and part in ("sampling", "selection") else path
 

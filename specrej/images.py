@@ -7,6 +7,7 @@ too large. Images are decoded one at a time, whatever the number of threads.
 from __future__ import annotations
 
 import io
+import logging
 import struct
 import threading
 import warnings
@@ -30,6 +31,7 @@ _ENDS = {"image/png": b"IEND\xaeB`\x82", "image/jpeg": b"\xff\xd9", "image/gif":
 _ORIENTATION, _UPRIGHT = 0x0112, 1  # of EXIF
 _DECODING = threading.Lock()
 
+logging.getLogger("PIL").setLevel(logging.INFO)  # below, it logs metadata of files
 PngImagePlugin.MAX_TEXT_MEMORY = 2**22  # of compressed texts, which are not used
 
 

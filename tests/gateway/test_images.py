@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import struct
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import MAX_IMAGES
 from specrej.images import upright
+from tests.gateway.gateways import CHAT, gateway_at, post
 from tests.images import data_uri, image_part, picture
 from tests.programs import ROOT
+from tests.specrej.fakes import FakeOrchestrator
 
 _HEAD = b"\x89PNG\r\n\x1a\n"
 
@@ -170,6 +173,32 @@ def test_images_that_exif_turns_are_turned() -> None:
 def test_common_modes_are_accepted(mode: str) -> None:
     prompt = chat(image_part(picture(mode=mode)))
     assert upright(prompt) == prompt
+
+
+async def test_images_arrive_and_errors_name_their_place(
+    address: str, orchestrator: FakeOrchestrator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over HTTP; nothing of a file is in logs or errors."""
+    caplog.set_level(logging.DEBUG)
+    exif = Pillow.Exif()
+    exif[0x010E] = "S3cret"  # a description
+    good = picture("jpeg", size=(40, 30), exif=exif)
+    damaged = good[:-20] + bytes(8)
+    async with gateway_at(address) as gateway:
+        for data in (good, damaged):
+            content = [{"type": "text", "text": "Why?"}, image_part(data, "jpeg")]
+            body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+            reply = await post(gateway.port, CHAT, body)
+            written = f"{reply}{caplog.text}"
+            assert "S3cret" not in written
+            assert data_uri(data)[30:60] not in written
+    (sent,) = orchestrator.requests
+    (turn,) = sent.prompt.messages
+    assert [part.WhichOneof("kind") for part in turn.parts] == ["text", "image"]
+    assert turn.parts[1].image.data == good
+    status, _, error = reply
+    assert (status, error["error"]["param"]) == (400, "messages[0].content[1]")
+    assert "is cut off" in error["error"]["message"]
 
 
 @pytest.mark.parametrize(
