@@ -206,6 +206,23 @@ def test_random_answers_are_valid(tool_format: str, has_marks: bool) -> None:
     assert num_calls > 3
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (AnswerForm("hermes"), "Oh <tool_call>x"),
+        (AnswerForm("mistral"), "Oh [TOOL_CALLS]x"),
+        (AnswerForm("hermes", *THINKING, is_thinking=True), "Hm </think>x"),
+    ],
+)
+def test_marks_that_are_tokens_are_not_spelled(form: AnswerForm, text: str) -> None:
+    """They would be read as marks, with anything after them."""
+    states = compiled(form, has_marks=True, tools=TOOLS)
+    ids = tokenizer(False)(text, add_special_tokens=False)["input_ids"]
+    assert not all(allowed(states, ids[:at])[id_] for at, id_ in enumerate(ids))
+    first = tokenizer(False)(text.split()[0], add_special_tokens=False)["input_ids"]
+    assert all(allowed(states, first[:at])[id_] for at, id_ in enumerate(first))
+
+
 def test_a_chosen_tool_is_called_once_where_the_template_has_one_call() -> None:
     choice: dict[str, Any] = {"tool_choice": "required", "tool_name": "now"}
     states = compiled(AnswerForm("json"), has_marks=False, may_repeat=False, tools=TOOLS, **choice)
