@@ -443,7 +443,7 @@ def _check_parts(
     generator: GeneratorDescription, request: GenerationRequest
 ) -> Iterator[Violation]:
     """What tools, images and reasoning exclude."""
-    prompt, sampling, selection = request.prompt, request.sampling, request.selection
+    prompt, sampling = request.prompt, request.sampling
     if prompt.tools and not generator.tool_format:
         yield Violation("prompt.tools", "must be empty: the generator has no format of calls")
     for name in ("structured_output", "stop", "stop_token_ids", "ignore_eos"):
@@ -453,9 +453,6 @@ def _check_parts(
         if turn.images and not generator.takes_images:
             text = "must have no images: the generator takes none"
             yield Violation(f"prompt.messages[{number}].parts", text)
-    if selection.cut_after_thinking and selection.branching:
-        text = "must be false with branching, which counts all live candidates"
-        yield Violation("selection.cut_after_thinking", text)
 
 
 def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str:

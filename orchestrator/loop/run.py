@@ -485,11 +485,12 @@ class _Run:
                 row.is_invalid = row.is_invalid or not await self.are_valid(parts)
 
     def _reasoning(self, grown: Round) -> set[int]:
-        """The live candidates that cuts leave alone, as they still reason: all are cut where slots
-        or time are short."""
-        form, is_wanted = self.state.form, self.request.selection.cut_after_thinking
+        """The live candidates that cuts leave alone: they still reason and have no text to score.
+        All are cut where slots or time are short, and with branching, which counts all."""
+        form, selection = self.state.form, self.request.selection
         is_short = self.deadline.hurried or grown.ended_by is RoundEnd.SLOTS_FULL
-        if not (is_wanted and form.thinking_end) or is_short:
+        are_ranked = selection.score_thinking or selection.branching or is_short
+        if are_ranked or not form.thinking_end:
             return set()
         live = (one for one in grown.candidates if not one.finish)
         return {one.id for one in live if not answer_text(one.text, form)}

@@ -468,8 +468,10 @@ class Selection:
     confidence_cut: ConfidenceCut | None = option(
         None, "End candidates of later waves that are less confident than the first wave's."
     )
-    score_thinking: bool = option(False, "Score the reasoning before answers, too.")
-    cut_after_thinking: bool = option(False, "Cuts leave candidates alone that still reason.")
+    score_thinking: bool = option(
+        False,
+        "Score the reasoning before answers, too; else cuts leave candidates that reason alone.",
+    )
 
     @property
     def cuts_by_rank(self) -> bool:

@@ -571,7 +571,6 @@ class Selection(_message.Message):
     VOTE_FIELD_NUMBER: _builtins.int
     CONFIDENCE_CUT_FIELD_NUMBER: _builtins.int
     SCORE_THINKING_FIELD_NUMBER: _builtins.int
-    CUT_AFTER_THINKING_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates at the start; 0 .. the server's limit. 0: as many as the free slots hold at the first
     decision token, at most the generator's auto_candidates, at least min_answers. Absent: 1 at
@@ -606,9 +605,9 @@ class Selection(_message.Message):
     first: _builtins.int
     """The request ends as soon as so many answers are complete and not vetoed; 0 .. n; 0: never."""
     score_thinking: _builtins.bool
-    """Whether rewards score the reasoning, too; default: only what follows it."""
-    cut_after_thinking: _builtins.bool
-    """Whether cuts leave candidates alone that still reason; default: they are ranked like all others."""
+    """Whether rewards score the reasoning, too; default: only what follows it, and cuts leave candidates
+    alone that still reason, unless slots or time are short, or there is branching.
+    """
     @_builtins.property
     def schedule(self) -> Global___Schedule:
         """The decision tokens; absent: the server's default_schedule."""
@@ -653,11 +652,10 @@ class Selection(_message.Message):
         vote: Global___Vote | None = ...,
         confidence_cut: Global___ConfidenceCut | None = ...,
         score_thinking: _builtins.bool = ...,
-        cut_after_thinking: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule", "stop_at", b"stop_at", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "cut_after_thinking", b"cut_after_thinking", "first", b"first", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule", "score_thinking", b"score_thinking", "stop_at", b"stop_at", "vote", b"vote", "waves", b"waves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_n", b"_n", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "_stop_at", b"_stop_at", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "confidence_cut", b"confidence_cut", "first", b"first", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule", "score_thinking", b"score_thinking", "stop_at", b"stop_at", "vote", b"vote", "waves", b"waves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015

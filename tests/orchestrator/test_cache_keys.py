@@ -114,7 +114,6 @@ _OTHER_SELECTIONS: list[dict[str, Any]] = [
     *({"confidence_cut": cut} for cut in (ConfidenceCut(), ConfidenceCut(0.5))),
     {"rewards": (WeightedReward("a", normalization=Normalization("fixed", 0.0, 2.0)),)},
     {"score_thinking": True},
-    {"cut_after_thinking": True},
 ]
 _USER = Message("user", "hello")
 _OTHER_PROMPTS: list[dict[str, Any]] = [

@@ -327,13 +327,11 @@ async def test_what_tools_images_and_reasoning_exclude_is_refused() -> None:
     sampling = Sampling(stop=("x",), stop_token_ids=(1,), ignore_eos=True)
     options: dict[str, Any] = {"takes_images": False, "tool_format": ""}
     with pytest.raises(InvalidRequest) as refused:
-        selection = {"cut_after_thinking": True, "branching": Branching()}
-        await planned(prompt, sampling=sampling, selection=selection, **options)
+        await planned(prompt, sampling=sampling, **options)
     assert {violation.field for violation in refused.value.violations} == {
         "prompt.tools",
         *(f"sampling.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")),
         *(f"prompt.messages[{number}].parts" for number in (0, 2)),
-        "selection.cut_after_thinking",
     }
     output = Sampling(structured_output=JsonSchema("{}"))
     with pytest.raises(InvalidRequest, match=r"sampling.structured_output: must be absent with to"):

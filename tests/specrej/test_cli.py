@@ -97,7 +97,7 @@ async def test_every_flag_reaches_the_server(
         " --logit-bias 7=-100 --logit-bias 8=1.5 --bad-words in --bad-words fact"
         " --stop-token-ids 3 --stop-token-ids 4 --top-logprobs 2 --allow-degraded"
         " --stop-at 0.5 --waves 2 --first 3 --vote regex:a(b) --confidence-cut 0.25,16"
-        " --max-thinking-tokens 32 --score-thinking --cut-after-thinking"
+        " --max-thinking-tokens 32 --score-thinking"
     )
     system = ("--system", "Be brief.", "--structured-output", 'json_schema:{"a": 1}')
     out, _ = await command("generate", "why?", "--address", address, *system, *flags.split())
