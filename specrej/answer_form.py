@@ -69,7 +69,8 @@ def answer_text(text: str, form: AnswerForm) -> str:
 
 
 def call_ids(index: int, candidate: int = 0) -> str:
-    """The id of a candidate's call: equal requests get equal answers."""
+    """The id of a candidate's call: equal requests get equal answers. The orchestrator adds the
+    request's id before a caller receives it."""
     return f"call_{candidate}_{index}"
 
 

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 from orchestrator.cache import Answers, Cache, tenant_digest
 from orchestrator.edge.admission import Admission
@@ -27,6 +28,7 @@ from orchestrator.observe.requests import ObservedRequest, RequestRecords, note_
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
+    AnswerParts,
     AnswerSource,
     BackendState,
     Candidate,
@@ -37,11 +39,14 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
+    PartsDelta,
+    Progress,
     Prompt,
     RankedCandidate,
     RoundCompleted,
     Scores,
     ServiceDescription,
+    TextDelta,
 )
 from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
 from specrej.security import Share
@@ -129,6 +134,8 @@ class Orchestrator:
         note_request(request, request_id, tenant, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
+        if within:
+            within = replace(within, emit=partial(_emit_named, within.emit, request_id))
         with self.records.observing(
             request_id,
             tenant,
@@ -285,11 +292,35 @@ def _for_caller(event: Event, request_id: str, reward_order: Sequence[int]) -> E
         case Admitted():
             return replace(event, request_id=request_id)
         case Finished(generation):
-            candidates = tuple(_in_order(ranked, reward_order) for ranked in generation.candidates)
+            candidates = tuple(
+                replace(_in_order(ranked, reward_order), parts=_named(ranked.parts, request_id))
+                for ranked in generation.candidates
+            )
             generation = replace(generation, candidates=candidates, request_id=request_id)
             return Finished(generation, event.source)
         case _:
             return event
+
+
+P = TypeVar("P", AnswerParts, PartsDelta)
+
+
+def _named(parts: P | None, request_id: str) -> P | None:
+    """Parts whose calls have ids of this request: a conversation has several, and clients tell the
+    results of calls by their ids."""
+    if not parts or not parts.tool_calls:
+        return parts
+    prefix = f"call_{request_id[:12]}_"
+    calls = [replace(c, id=c.id.replace("call_", prefix, 1)) for c in parts.tool_calls]
+    return replace(parts, tool_calls=tuple(calls))
+
+
+def _emit_named(
+    emit: Callable[[Progress | TextDelta], None], request_id: str, event: Progress | TextDelta
+) -> None:
+    if isinstance(event, TextDelta):
+        event = replace(event, parts=_named(event.parts, request_id))
+    emit(event)
 
 
 def _in_order(ranked: RankedCandidate, reward_order: Sequence[int]) -> RankedCandidate:

@@ -269,6 +269,8 @@ async def test_an_agent_of_chats_calls_its_tools(client: AsyncOpenAI) -> None:
             made.append(json.loads(call.function.arguments))
             turns.append({"role": "tool", "tool_call_id": call.id, "content": f"{len(made)}!"})
     assert made == [{"a": 1}, {"a": 2}]
+    ids = [turn["tool_call_id"] for turn in turns if turn["role"] == "tool"]
+    assert len({*ids}) == 2
     assert message.content == "The result is 1!, 2!."
 
 

@@ -76,10 +76,16 @@ async def test_parts_come_over_the_wire_and_from_the_cache(redis_url: str) -> No
     async with world(redis_url=redis_url) as service, Client(service.address) as client:
         first = await client.generate(prompt, **options)
         second = await client.generate(prompt, **options)
-        assert (second.best, second.cached) == (first.best, True)
+        assert (second.best.text, second.cached) == (first.best.text, True)
         assert first.best.vote == '{"arguments":{"n":1},"name":"add"}'
-        parts = first.best.parts
-        assert parts and parts.tool_calls == (ToolCall("call_0_0", "add", '{"n": 1}'),)
+        parts, again = first.best.parts, second.best.parts
+        assert parts and again and parts.reasoning == again.reasoning
+        # A conversation has several requests, whose calls are told by their ids.
+        for made in (first, second):
+            name = f"call_{made.request_id[:12]}_0_0"
+            assert made.best.parts and made.best.parts.tool_calls == (
+                ToolCall(name, "add", '{"n": 1}'),
+            )
         assert parts.reasoning and f"<think>\n{parts.reasoning}" in first.best.text
         with pytest.raises(InvalidRequest, match=r"prompt.tools\[0\].parameters: must be"):
             await client.generate(replace(prompt, tools=(Tool("add", "", '{"type": 3}'),)))
