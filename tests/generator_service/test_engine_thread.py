@@ -18,7 +18,7 @@ from generator_service.engine.commands import Load, OpenCommand, Step
 from generator_service.engine.engine import Engine
 from generator_service.engine.generator import Frontend
 from generator_service.engine.thread import EngineThread
-from specrej.contracts import GeneratorDescription, Prompt, SessionSpec, SlotGauge
+from specrej.contracts import PLAIN, GeneratorDescription, Prompt, SessionSpec, SlotGauge
 from specrej.contracts.errors import InternalError, Unavailable
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
 from tests.serving import until
@@ -152,16 +152,20 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     thread.stop()
 
 
+GRAMMARS = SimpleNamespace(is_supported=False, special_ids=frozenset())
+
+
 async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     """Guards templates and tokenizers, which work outside of the engine's thread."""
     released = threading.Event()
     text: Any = SimpleNamespace(
-        encode=lambda prompt: released.wait() and PROMPT,
+        read=lambda prompt: (released.wait() and PROMPT, PLAIN),
         sequences=lambda words: (),
         stop_texts=lambda stop: None,
         answers=lambda sampling: None,
-        grammars=lambda vocabulary: None,
+        grammars=lambda vocabulary: GRAMMARS,
         longest_token=lambda: 0,
+        tool_format="",
     )
     card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))
     frontend = Frontend(text, card)
@@ -190,7 +194,9 @@ async def test_the_growth_of_a_step_is_measured(
     now = 0.0
     monkeypatch.setattr(generator_module, "time", SimpleNamespace(perf_counter=lambda: now))
     card = GeneratorDescription("tiny", "", 256, 64, 97, 8, device, SlotGauge(capacity, 0, 0))
-    text: Any = SimpleNamespace(grammars=lambda vocabulary: None, longest_token=lambda: 0)
+    text: Any = SimpleNamespace(
+        grammars=lambda vocabulary: GRAMMARS, longest_token=lambda: 0, tool_format=""
+    )
     frontend = Frontend(text, card)
     opened = 0
 

@@ -208,8 +208,9 @@ def test_what_vllm_does_not_compute_is_computed_by_torch(
     """Guards the reason, which is an error where vLLM is required."""
     if not (options := {"device": "cuda"} | options).pop("is_installed", True):
         monkeypatch.setattr(classifier, "find_spec", lambda name: None)
-    monkeypatch.setattr(classifier, "_load_own", lambda *_: "own")
-    assert loaded(directory, **options) == "own"
+    own = SimpleNamespace()
+    monkeypatch.setattr(classifier, "_load_own", lambda *_: own)
+    assert loaded(directory, **options) is own
     assert reason in caplog.text
     assert bool(reason) == bool(caplog.text)
     if reason:
