@@ -152,7 +152,7 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     thread.stop()
 
 
-GRAMMARS = SimpleNamespace(is_supported=False, special_ids=frozenset())
+GRAMMARS = SimpleNamespace(is_supported=False, special_ids={})
 
 
 async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
@@ -166,6 +166,7 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
         grammars=lambda vocabulary: GRAMMARS,
         longest_token=lambda: 0,
         tool_format="",
+        marks={},
     )
     card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))
     frontend = Frontend(text, card)
