@@ -237,7 +237,7 @@ def calls(count: int) -> list[Task]:
     for number in range(count):
         text, name, arguments = _wanted(drawn, number)
         expected = vote_of_calls([ToolCall("", name, json.dumps(arguments))])
-        prompt = Prompt((Message("user", text),), tools=tools)
+        prompt = Prompt((Message("user", text),), tools=tools, tool_choice="required")
 
         def is_right(answer: str, vote: str | None, expected: str = expected) -> bool:
             return (extract(answer) if vote is None else vote) == expected
