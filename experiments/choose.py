@@ -141,8 +141,10 @@ def recorded_scorer(
 
     class Session:
         async def score(self, given: Sequence[Candidate]) -> Scores:
-            values = [finals[c.id] if c.finish else beginnings[c.num_tokens][c.id] for c in given]
-            return Scores(tuple(value for value in values if value is not None))
+            values: list[Any] = [
+                finals[c.id] if c.finish else beginnings[c.num_tokens][c.id] for c in given
+            ]
+            return Scores(tuple(values))
 
     @asynccontextmanager
     async def scoring(prompt: Prompt) -> AsyncIterator[ScoringSession]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from generator_service.engine.grammar import JSON_OPTIONS, checked_schema
+from generator_service.engine.grammar import JSON_OPTIONS, VALUES, checked_schema
 from specrej.answer_form import CALL_MARKS
 from specrej.contracts import (
     AnswerForm,
@@ -27,7 +27,6 @@ from specrej.contracts import (
 
 _ANY = r"(.|\n)*"
 _NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
-_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
 
 
 def constrained(
@@ -198,7 +197,7 @@ def _moved(part: Any, root: str) -> Any:
         return [_moved(item, root) for item in part]
     if not isinstance(part, dict):
         return part
-    moved = {name: v if name in _VALUES else _moved(v, root) for name, v in part.items()}
+    moved = {name: v if name in VALUES else _moved(v, root) for name, v in part.items()}
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference[1:]

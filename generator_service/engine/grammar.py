@@ -76,7 +76,7 @@ _EXCLUSIVE = {
 }
 # Keywords of bounds, and the sign of one that may be narrowed.
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
 _NO_SYNTAX = ("binary", "password", "path", "file-path", "directory-path")  # formats of pydantic
 _UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
 
@@ -499,7 +499,7 @@ def _supported(part: Any) -> Any:
         return [_supported(item) for item in part]
     if not isinstance(part, dict):
         return part
-    part = {name: v if name in _VALUES else _supported(v) for name, v in part.items()}
+    part = {name: v if name in VALUES else _supported(v) for name, v in part.items()}
     _bound(part)
     form = part.get("format")
     if isinstance(form, str) and form in _NO_SYNTAX:
