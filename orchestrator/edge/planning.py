@@ -234,15 +234,8 @@ class Planner:
             self._check_served(part.name, named[index].name, served)
         rewards = [replace(part, data=_one_spelling(part.data)) for _, part in parts]
         ordered = sorted(rewards, key=attrgetter("name"))
-        selection = replace(request.selection, rewards=tuple(ordered))
-        if generator.whole_answers or selection.algorithm is Algorithm.BEST_OF_N:
-            selection = replace(selection, algorithm=Algorithm.BEST_OF_N, alpha=0.0)
         places = {reward: index for (index, _), reward in zip(parts, rewards, strict=True)}
-        own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
-        fingerprint = "" if away else fingerprint_of(tuple(rewards), tuple(own))
-        planned = replace(request, model=adapter, selection=selection)
-        if generator.ignores_seeds and request.sampling.temperature > 0:
-            planned = replace(planned, cache=CacheControl.BYPASS)
+        planned = _as_run(replace(request, model=adapter), generator, ordered)
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),
@@ -253,17 +246,19 @@ class Planner:
             share=share,
             key_of=partial(answer_key, planned, tenant=tenant, secret=self._secret),
             generator_fingerprint=generator.fingerprint,
-            reward_fingerprint=fingerprint,
+            reward_fingerprint="" if away else _fingerprint_of(rewards, served),
             arrived=arrived,
             time_left_s=time_left_s,
-            must_check=bool(request.sampling.structured_output or request.prompt.tools)
-            or _characters(request) > _SURE_CHARACTERS * generator.context_tokens,
+            must_check=_must_check(request, generator),
             has_no_rewards=away is not None,
             cheap=frozenset(reward.name for reward in served.values() if reward.is_cheap),
-            extract=extractor(selection.vote, self._extractors) if selection.vote else _no_vote,
+            extract=self._extract_of(request.selection.vote),
             are_valid=are_valid,
             model=adapter or generator.model,
         )
+
+    def _extract_of(self, vote: Vote | None) -> Extract:
+        return extractor(vote, self._extractors) if vote else _no_vote
 
     def _scorer(
         self, reward: WeightedReward, index: int, served: RewardDescription | None
@@ -453,6 +448,31 @@ def _check_parts(
         if turn.images and not generator.takes_images:
             text = "must have no images: the generator takes none"
             yield Violation(f"prompt.messages[{number}].parts", text)
+
+
+def _fingerprint_of(
+    rewards: Sequence[WeightedReward], served: Mapping[str, RewardDescription]
+) -> str:
+    own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
+    return fingerprint_of(tuple(rewards), tuple(own))
+
+
+def _as_run(
+    request: GenerationRequest, generator: GeneratorDescription, rewards: Sequence[WeightedReward]
+) -> GenerationRequest:
+    """The request with these rewards, as the generator can run it."""
+    selection = replace(request.selection, rewards=tuple(rewards))
+    if generator.whole_answers or selection.algorithm is Algorithm.BEST_OF_N:
+        selection = replace(selection, algorithm=Algorithm.BEST_OF_N, alpha=0.0)
+    is_drawn_anew = generator.ignores_seeds and request.sampling.temperature > 0
+    cache = CacheControl.BYPASS if is_drawn_anew else request.cache
+    return replace(request, selection=selection, cache=cache)
+
+
+def _must_check(request: GenerationRequest, generator: GeneratorDescription) -> bool:
+    """Whether the generator must look at the request before it holds a permit."""
+    is_long = _characters(request) > _SURE_CHARACTERS * generator.context_tokens
+    return is_long or bool(request.sampling.structured_output or request.prompt.tools)
 
 
 def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str:

@@ -122,11 +122,10 @@ async def run(
 
     `scorers` has one scorer per reward of the request, in the request's order. The generator shares
     prompt prefixes only between runs with equal `cache_salt`, and divides its work among the salts
-    by `weight`. With `time_left_s` seconds to the
-    deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
-    returns seconds. `within` receives the events within rounds. `cheap` rewards veto within rounds,
-    too. `extract` returns what a complete text votes for, if the request has a vote. Answers whose
-    calls `are_valid` refuses are vetoed. Close the
+    by `weight`. With `time_left_s` seconds to the deadline, cuts become deeper or earlier if a
+    complete answer would otherwise be late. `clock` returns seconds. `within` receives the events
+    within rounds. `cheap` rewards veto within rounds, too. `extract` returns what a complete text
+    votes for, if there is a vote. Answers whose calls `are_valid` refuses are vetoed. Close the
     iterator with `contextlib.aclosing`: it owns the open sessions.
 
     If the generator is lost, the request starts again once, with as many candidates: their draws
@@ -153,10 +152,9 @@ async def run(
     has_restarted, is_reduced = answering.is_lost, answering.state.reduced
     if has_restarted:
         log.warning("a generator was lost: the request starts again")
-        left_s = time_left_s - (clock() - began)
         again = replace(request, selection=replace(request.selection, n=answering.state.n))
-        like = answering.session.fingerprint
-        second = _Run(again, *backends, left_s, began, clock, progress, like)
+        rest = time_left_s - (clock() - began), began, clock, progress
+        second = _Run(again, *backends, *rest, answering.session.fingerprint)
         try:
             async with aclosing(second.events()) as events:
                 async for event in events:
@@ -172,9 +170,9 @@ async def run(
         if second.is_lost:
             second.end_without_generator(None)
     generation = replace(answering.generation(), reduced=is_reduced)
+    if progress and has_restarted and not generation.best.text.startswith(progress.sent):
+        raise Unavailable("a generator was lost, and the text of the other one differs")
     if progress:
-        if has_restarted and not generation.best.text.startswith(progress.sent):
-            raise Unavailable("a generator was lost, and the text of the other one differs")
         progress.end(generation.best)
     yield Finished(generation)
 

@@ -214,47 +214,10 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=run)
         return added
 
-    command = add("generate", _generate, "Answer PROMPT with the best of many candidates.")
-    command.usage = "specrej generate [OPTIONS] PROMPT"
-    command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
-    command.add_argument("--system", default="", help="a system turn before the prompt")
-    command.add_argument(
-        "--tools",
-        type=Path,
-        metavar="FILE",
-        help="functions that answers may call, as for OpenAI",
-    )
-    command.add_argument(
-        "--tool-choice", default="auto", metavar="CHOICE", help="auto, none, required or a name"
-    )
-    group = command.add_argument_group("request")
-    add_options(group)
-    group.add_argument(
-        "--reward-data",
-        action="append",
-        default=[],
-        metavar="[NAME=]FILE",
-        help="JSON that the reward NAME compares answers with; repeatable; one needs no NAME",
-    )
-    _add_call(command, 300.0)
+    text = "Answer PROMPT with the best of many candidates."
+    _add_generate(add("generate", _generate, text))
 
-    command = add("score", _score, "Score RESPONSEs to a prompt; higher is better.")
-    command.add_argument("responses", metavar="RESPONSE", nargs="+")
-    command.add_argument("--prompt", required=True, help="the prompt; - reads it from stdin")
-    command.add_argument("--reward", default="", help="the reward's name; empty: the default")
-    command.add_argument(
-        "--unfinished", action="store_true", help="the responses are beginnings of answers"
-    )
-    command.add_argument(
-        "--reward-data", type=Path, metavar="FILE", help="JSON that the reward compares them with"
-    )
-    command.add_argument(
-        "--orchestrator",
-        type=partial(_address, "127.0.0.1:50050"),
-        metavar="HOST[:PORT]",
-        help="ask this public port in place of a reward service",
-    )
-    _add_call(command, 60.0, "SPECREJ_REWARD_ADDRESS", "127.0.0.1:50052")
+    _add_score(add("score", _score, "Score RESPONSEs to a prompt; higher is better."))
 
     _add_call(add("describe", _describe, "Show models, rewards, limits and load."), 10.0)
 
@@ -290,6 +253,50 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, _, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    command.usage = "specrej generate [OPTIONS] PROMPT"
+    command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
+    command.add_argument("--system", default="", help="a system turn before the prompt")
+    command.add_argument(
+        "--tools",
+        type=Path,
+        metavar="FILE",
+        help="functions that answers may call, as for OpenAI",
+    )
+    command.add_argument(
+        "--tool-choice", default="auto", metavar="CHOICE", help="auto, none, required or a name"
+    )
+    group = command.add_argument_group("request")
+    add_options(group)
+    group.add_argument(
+        "--reward-data",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="JSON that the reward NAME compares answers with; repeatable; one needs no NAME",
+    )
+    _add_call(command, 300.0)
+
+
+def _add_score(command: argparse.ArgumentParser) -> None:
+    command.add_argument("responses", metavar="RESPONSE", nargs="+")
+    command.add_argument("--prompt", required=True, help="the prompt; - reads it from stdin")
+    command.add_argument("--reward", default="", help="the reward's name; empty: the default")
+    command.add_argument(
+        "--unfinished", action="store_true", help="the responses are beginnings of answers"
+    )
+    command.add_argument(
+        "--reward-data", type=Path, metavar="FILE", help="JSON that the reward compares them with"
+    )
+    command.add_argument(
+        "--orchestrator",
+        type=partial(_address, "127.0.0.1:50050"),
+        metavar="HOST[:PORT]",
+        help="ask this public port in place of a reward service",
+    )
+    _add_call(command, 60.0, "SPECREJ_REWARD_ADDRESS", "127.0.0.1:50052")
 
 
 def _completion(given: argparse.Namespace) -> None:
