@@ -136,8 +136,7 @@ async def run(
         DeadlineExceeded: fewer than `min_answers` answers were complete in time, and the request
             allows no degradation.
         TimeoutError: a reward did not return in time, and the request allows no degradation.
-        Unavailable: the generator was lost, and the request cannot be answered by another one; or
-            the other answer does not begin with the text that was sent already.
+        Unavailable: the generator was lost; no other one answers, or not with the text sent so far.
     """
     began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
     progress = ProgressReporter(within, request.sampling.stop) if within else None
