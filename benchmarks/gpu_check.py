@@ -38,7 +38,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.harness import log, parse_arguments, provenance, report, timed
+from benchmarks.harness import log, parse_arguments, provenance, report
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.generator import StockGenerator
 from specrej.contracts import Prompt, Round, Sampling, SessionSpec
@@ -252,12 +252,14 @@ def _flops_per_s() -> float:
 
 
 def _least_s(do: Callable[[], object]) -> float:
-    def whole() -> None:
+    def once_s() -> float:
+        began = time.perf_counter()
         do()
         if ON_CUDA:
             torch.cuda.synchronize()
+        return time.perf_counter() - began
 
-    return min(timed(whole) for _ in range(6))
+    return min(once_s() for _ in range(6))
 
 
 async def _speed(

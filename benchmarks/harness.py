@@ -7,20 +7,14 @@ import json
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from deploy.local.machine import describe_machine
-
-MODEL = Path(".models/SmolLM2-135M-Instruct")
-# OpenMP's threads spin for up to a fifth of a second after work before they sleep.
-SETTLE_S = 0.3
 
 
 def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argparse.Namespace:
@@ -56,21 +50,6 @@ def _kind(default: object) -> Callable[[str], object]:
         return value
 
     return number
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds of one run."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def prompt_ids(length: int, number: int = 0) -> list[int]:
-    """Token ids of the `number`-th prompt; no two of 500 begin with the same token.
-
-    So no engine can reuse the KV of an earlier prompt.
-    """
-    return [1 + 37 * (position + number) % 40_000 for position in range(length)]
 
 
 def log(line: str) -> None:

@@ -29,7 +29,6 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         *("examples/preferences/preferences.py", "examples/preferences/prompts.jsonl"),
         str(OUTPUT / "pairs.jsonl"),
     ),
-    "rag": ("examples/rag/rag.py",),
     "svg": ("-m", "examples.svg.svg", "--output", str(OUTPUT / "drawing.svg")),
     "vote": ("examples/right/vote.py",),
     "extraction": ("examples/right/extraction.py",),

@@ -12,20 +12,16 @@ A line may have `"expires": "2030-12-31T23:59:59Z"` (ISO 8601), the end of its t
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import ipaddress
 import json
 import math
-import os
 import re
 import secrets
 import ssl
-import stat
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -296,71 +292,6 @@ def new_token(tenant: str, roles: Iterable[Role] = (), expires: str = "") -> tup
     if expires:
         line["expires"] = expires
     return token, json.dumps(line)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a tokens file in one write; a new file is readable by its owner only.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with _sole_writer(path) as path:
-        old = path.read_bytes() if path.exists() else b""
-        gap = "\n" if old and not old.endswith(b"\n") else ""
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
-            file.write(f"{gap}{line}\n")
-
-
-def revoke(path: Path, tenant: str) -> int:
-    """Remove a tenant's lines from a tokens file, which keeps its owner and its mode; returns their
-    number.
-
-    Raises:
-        OSError: it cannot be read or written.
-        ValueError: a line is invalid; nothing is removed.
-    """
-    with _sole_writer(path) as path:
-        read_tokens(path)
-        lines = path.read_text("utf-8", "surrogateescape").split("\n")
-        kept = [line for line in lines if not _is_of(line, tenant)]
-        _replace(path, "\n".join(kept).encode("utf-8", "surrogateescape"))
-    return len(lines) - len(kept)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    status = path.stat()
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-        made = Path(file.name)
-        try:
-            file.write(content)
-            os.chown(made, status.st_uid, status.st_gid)
-            made.chmod(stat.S_IMODE(status.st_mode))
-            file.flush()
-            made.replace(path)
-        except BaseException:
-            made.unlink()
-            raise
-
-
-@contextmanager
-def _sole_writer(path: Path) -> Iterator[Path]:
-    """Lock a tokens file against other writers, by a file beside it: `revoke` replaces its inode.
-
-    Yields the path behind symbolic links: a link must stay one.
-    """
-    path = path.resolve()
-    # Only its owner may open it: any reader could hold the lock for ever.
-    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "w") as lock:  # until it is closed
-        os.fchmod(descriptor, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
-
-
-def _is_of(line: str, tenant: str) -> bool:
-    is_entry = line.strip() and not line.lstrip().startswith("#")
-    return bool(is_entry and json.loads(line)["tenant"] == tenant)
 
 
 class Credentials(TypedDict, total=False):

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specrej_models import attention
@@ -79,11 +78,6 @@ class SegmentedModel:
     def is_compiled(self) -> bool:
         """Whether attention is compiled, and holds the scores of a few rows only."""
         return self._decoder is not None
-
-    @property
-    def products(self) -> list[nn.Module]:
-        """The modules of one step's matrix products, with their `in_features`, `out_features`."""
-        return [module for module in self._model.modules() if hasattr(module, "in_features")]
 
     @property
     def weight_bytes(self) -> int:

@@ -49,7 +49,7 @@ from specrej.contracts import (
     wire,
 )
 from specrej.contracts.status import has_details
-from specrej.security import Role, append_line, new_token, revoke, time_of
+from specrej.security import Role, new_token, time_of
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.InvalidRequest: 2,
@@ -239,10 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--timeout", type=_seconds, default=5.0, help="maximum seconds to wait")
     add_credentials(command)
 
-    text = """Make a token for TENANT. The token is printed to stdout and not stored. Its line for a
-        tokens file, with only its SHA-256, goes to stderr or is appended to a file:
-        specrej token acme --append tokens.jsonl > acme.token. With --revoke, make none, and remove
-        all of the tenant's lines from a file."""
+    text = """Make a token for TENANT. Its line for a tokens file, with only its SHA-256, is printed
+        to stdout, and the token to stderr: specrej token acme >> tokens.jsonl 2> acme.token."""
     _add_token(add("token", _token, text))
 
     text = """Print a script that completes commands and flags in SHELL, such as
@@ -323,11 +321,6 @@ def _add_token(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
     )
-    files = command.add_mutually_exclusive_group()
-    text = "append the line to this tokens file instead"
-    files.add_argument("--append", type=Path, metavar="FILE", help=text)
-    text = "remove the tenant's lines from this tokens file"
-    files.add_argument("--revoke", type=Path, metavar="FILE", help=text)
 
 
 def _add_call(
@@ -490,29 +483,14 @@ async def _health(given: argparse.Namespace) -> None:
 def _token(given: argparse.Namespace) -> None:
     if not given.tenant:
         _fail("TENANT must not be empty", 2)
-    if given.revoke is not None:
-        try:
-            num_removed = revoke(given.revoke, given.tenant)
-        except (OSError, ValueError) as error:
-            _fail(str(error))
-        if not num_removed:
-            _fail(f"{given.revoke} has no token of {given.tenant}")
-        note(f"{num_removed} tokens of {given.tenant} removed from {given.revoke}")
-        return
     if given.expires:
         try:
             time_of(given.expires)
         except ValueError as error:
             _fail(f"--{error}", 2)
     made, line = new_token(given.tenant, given.role or (), given.expires)
-    if given.append is None:
-        note(line)
-    else:
-        try:
-            append_line(given.append, line)
-        except OSError as error:
-            _fail(str(error))
-    print(made)
+    print(line)
+    note(made)
 
 
 def _stdin() -> str:

@@ -140,7 +140,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
     toys = [{"name": name, "kind": "toy"} for name in ("toy", "second")]
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
-    monkeypatch.setattr("benchmarks.engines.VLLM", tmp_path)
+    monkeypatch.setattr(answer, "VLLM", tmp_path)
     monkeypatch.setattr(answer, "MODEL", Path("toy"))
 
 

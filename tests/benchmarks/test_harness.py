@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from benchmarks.harness import parse_arguments, prompt_ids, report
+from benchmarks.harness import parse_arguments, report
 
 
 @pytest.mark.parametrize("given", ["--n 0", "--n 4 -1", "--alpha nan", "--alpha 0"])
@@ -30,8 +30,3 @@ def test_last_line_is_one_json_object_with_the_machine(capsys: pytest.CaptureFix
     assert result["date"] == f"{datetime.now(UTC):%Y-%m-%d}"
     assert lines[-2] == "a note"
     assert any("ours" in line and "7" in line for line in lines[:-2])
-
-
-def test_no_two_prompts_begin_alike() -> None:
-    """A prefix cache would save one engine the prompt, and only that one."""
-    assert len({prompt_ids(40, number)[0] for number in range(500)}) == 500

@@ -20,7 +20,6 @@ ARGUMENTS = {
     "batch": ("--n", "2", "--concurrency", "3"),
     "coding": ("--n", "2"),
     "preferences": ("--n", "2", "--min-margin", "0"),
-    "rag": ("--veto-below", "-100"),
     "vote": ("--n", "4"),
     "extraction": ("--n", "2", "--no-judge"),
 }
@@ -28,7 +27,6 @@ OUTPUT = {
     "batch": "12/12",
     "coding": "0% of the hidden tests pass",  # a toy writes no code
     "preferences": "of 8 prompts in build/examples/pairs.jsonl",
-    "rag": "passages:",
     "vote": "no answer has a number",
     "extraction": "score 0.00",
 }

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import stat
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,6 @@ from reward_service import conversation
 from specrej import contracts as c
 from specrej.contracts import Candidate, FinishReason, Prompt, Sampling, Scores
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS, check_sampling
-from specrej.security import append_line, new_token, revoke
 
 
 async def test_tokens_of_two_rewards_are_added() -> None:
@@ -61,17 +58,6 @@ def test_greedy_candidates_of_open_number_are_refused() -> None:
     for n, num_violations in ((0, 1), (1, 0), (2, 1)):
         found = [*check_sampling(Sampling(temperature=0.0, max_tokens=8), n, 100, 100)]
         assert len(found) == num_violations, (n, found)
-
-
-def test_a_revocation_keeps_the_mode_of_a_tokens_file(tmp_path: Path) -> None:
-    """Guards against a file of mode 600, which a service of another user cannot read."""
-    path = tmp_path / "tokens.jsonl"
-    for tenant in ("one", "two"):
-        append_line(path, new_token(tenant)[1])
-    path.chmod(0o640)
-    assert revoke(path, "one") == 1
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert len(path.read_text().splitlines()) == 1
 
 
 def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.__main__ import _backend_states
 from specrej import contracts as c
 from specrej.contracts import FinishReason
-from specrej.security import Role, append_line, new_token
+from specrej.security import Role, new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.backends.fleets import generators, reward_services
 from tests.serving import failure_of, until
@@ -82,7 +82,7 @@ async def test_backends_are_described_to_operators(
     metadata: tuple[tuple[str, str], ...] = ()
     if role:
         token, line = new_token("acme", [role])
-        append_line(tmp_path / "tokens", line)
+        (tmp_path / "tokens").write_text(line)
         settings = {"tokens_file": str(tmp_path / "tokens")}
         metadata = (("authorization", f"Bearer {token}"),)
     async with world(server_settings=settings, backends=lambda: [STATE]) as service:
