@@ -25,10 +25,6 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     ),
     "coding": ("-m", "examples.coding.coding"),
     "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
-    "preferences": (
-        *("examples/preferences/preferences.py", "examples/preferences/prompts.jsonl"),
-        str(OUTPUT / "pairs.jsonl"),
-    ),
     "svg": ("-m", "examples.svg.svg", "--output", str(OUTPUT / "drawing.svg")),
     "vote": ("examples/right/vote.py",),
     "extraction": ("examples/right/extraction.py",),

@@ -6,11 +6,11 @@ By the model's chat template, or by a plain format. Uses the tokenizer, no weigh
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from reward_service.specs import CausalSpec, ClassifierSpec, PairwiseSpec
+from reward_service.specs import CausalSpec, ClassifierSpec
 from specrej.contracts import NO_PROBE, Candidate, FinishReason, Message, ModelProbe, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
@@ -25,20 +25,13 @@ SPLICE = "\ue000\ue001\ue000"
 
 # A placeholder for a spliced token, distinct from equal tokens of the text.
 _SPLICED = -1
+
+# Each text is written behind the whole prompt, and a tokenizer keeps several values for each of its
+# tokens.
 _AT_ONCE = 32
 
 # An example of a response, to find what a template writes after it; in no template.
 _ANY_RESPONSE = "Response \ue002"
-
-
-T = TypeVar("T")
-
-
-def in_parts(texts: Sequence[T]) -> Iterator[Sequence[T]]:
-    """A few texts at once: each is written behind the whole prompt, and a tokenizer keeps several
-    values for each of its tokens."""
-    for at in range(0, len(texts), _AT_ONCE):
-        yield texts[at : at + _AT_ONCE]
 
 
 def without_splices(text: str) -> str:
@@ -51,7 +44,7 @@ class Conversation:
 
     def __init__(
         self,
-        spec: CausalSpec | PairwiseSpec,
+        spec: CausalSpec,
         tokenizer: Any,
         max_tokens: int,
         template: ChatTemplate | None = None,
@@ -64,8 +57,8 @@ class Conversation:
             ValueError: there is neither a chat template nor a plain format.
         """
         self.name = spec.name
-        self._plain = "" if isinstance(spec, PairwiseSpec) else spec.format
-        self._closes_unfinished = isinstance(spec, CausalSpec) and spec.unfinished == "closed"
+        self._plain = spec.format
+        self._closes_unfinished = spec.unfinished == "closed"
         if not self._plain and not template:
             raise ValueError(f"reward {self.name}: the tokenizer has no chat template")
         self.probe = probe
@@ -87,12 +80,8 @@ class Conversation:
     def turn(self, candidate: Candidate) -> tuple[str, bool]:
         """A candidate's text, and whether its turn is closed: it ended by itself, or by option."""
         closed = candidate.finish is FinishReason.STOP or self._closes_unfinished
-        return self.last_part(candidate.text), closed
-
-    def last_part(self, text: str) -> str:
-        """The end of a response, of at least as many tokens as the model takes: of one that is too
-        long, the first tokens are left out, and need not be computed."""
-        return text[-self.max_tokens * MAX_TOKEN_CHARACTERS :]
+        # Of one that is too long, the first tokens are left out: they need not be computed.
+        return candidate.text[-self.max_tokens * MAX_TOKEN_CHARACTERS :], closed
 
     def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
         """The conversation with each text as its last turn, for `encode`.
@@ -100,40 +89,22 @@ class Conversation:
         Raises:
             InvalidRequest: the model's template rejects it.
         """
-        messages = self.contents(prompt)
-        texts = [self.as_text(text) for text in texts]
+        messages = self._contents(prompt)
+        texts = [self._control_tokens.mark(text) for text in texts]
         if not self._plain:
-            return self.written([(*messages, Message("assistant", text)) for text in texts])
+            assert self._template
+            return self._template.write([(*messages, Message("assistant", t)) for t in texts])
         before, after = self._plain.split("{response}")
         before = before.replace("{prompt}", "\n\n".join(message.content for message in messages))
         return [before + text + after for text in texts]
 
-    def contents(self, prompt: Prompt) -> list[Message]:
+    def _contents(self, prompt: Prompt) -> list[Message]:
         """A prompt's turns, in which control tokens are text unless it allows them."""
         turns = Prompt(prompt.turns)
-        marks = () if prompt.allow_special_tokens else (self.as_text,)
+        marks = () if prompt.allow_special_tokens else (self._control_tokens.mark,)
         for mark in (without_splices, *marks):
             turns = marked(turns, mark)
         return as_text(turns.messages, JSON_CALLS) if self._plain else [*turns.messages]
-
-    def as_text(self, text: str) -> str:
-        """A text for a template, in which control tokens are text."""
-        return self._control_tokens.mark(text)
-
-    def written(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """Conversations by the model's chat template.
-
-        Raises:
-            InvalidRequest: the template rejects one of them.
-        """
-        assert self._template
-        return self._template.write(conversations)
-
-    def check_length(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest if a prompt of these tokens is longer than the model takes."""
-        if len(token_ids) > self.max_tokens:
-            reason = f"has {len(token_ids)} tokens, reward {self.name} takes {self.max_tokens}"
-            raise InvalidRequest([Violation("prompt", reason)])
 
     def encode(self, rendered: Sequence[str]) -> list[list[int]]:
         """Token ids, not cut."""
@@ -199,7 +170,10 @@ class Turns:
             raise ValueError(f"reward {conversation.name}: its template leaves the response out")
         opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
-        conversation.check_length([*empty_ids, *conversation.appended])
+        length, limit = len(empty_ids) + len(conversation.appended), conversation.max_tokens
+        if length > limit:
+            reason = f"has {length} tokens, reward {conversation.name} takes {limit}"
+            raise InvalidRequest([Violation("prompt", reason)])
         # A long prompt is tokenized here, and not again for each response.
         split = conversation.split_opening(opening, self.prompt_ids)
         self._head, self._head_ids, self._added = split
@@ -210,7 +184,8 @@ class Turns:
     def tokenize(self, texts: Sequence[tuple[str, bool]]) -> list[Tokens]:
         """Each text as a turn; a closed one (True) ends with what the template writes then."""
         tokenized: list[Tokens] = []
-        for part in in_parts(texts):
+        for at in range(0, len(texts), _AT_ONCE):
+            part = texts[at : at + _AT_ONCE]
             rendered = self._conversation.render(self._prompt, [text for text, _ in part])
             open_turns = [text.removesuffix(self._closing) for text in rendered]
             head_ids, tails = self._encode([*rendered, *open_turns])
@@ -245,13 +220,13 @@ class Turns:
         return Tokens(token_ids, keep, max(0, start - cut), spliced)
 
 
-def load_conversation(spec: CausalSpec | PairwiseSpec, config: Any) -> Conversation:
+def load_conversation(spec: CausalSpec, config: Any) -> Conversation:
     """Raises OSError, ValueError: as `examine`."""
     examined = examine(
         spec.directory,
         owner=f"reward {spec.name}",
         ends=False,
-        uses_template=isinstance(spec, PairwiseSpec) or not spec.format,
+        uses_template=not spec.format,
         trust_remote_code=spec.trust_remote_code,
     )
     tokenizer = examined.tokenizer

@@ -209,27 +209,6 @@ def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:
     return list(places), where
 
 
-def pairs_of(num_texts: int, opponents: int) -> list[tuple[int, int]]:
-    """Each text with the next ones, the first following the last; each pair in both orders."""
-    steps = range(1, min(opponents, num_texts - 1) + 1)
-    pairs = {frozenset((i, (i + step) % num_texts)) for i in range(num_texts) for step in steps}
-    return [pair for i, j in sorted(map(sorted, pairs)) for pair in ((i, j), (j, i))]
-
-
-def mean_preferences(
-    num_texts: int, pairs: Sequence[tuple[int, int]], firsts: Sequence[float]
-) -> list[float]:
-    """The mean probability of each text to be the better one of a pair; 0.5 without pairs.
-
-    firsts: of each pair the probability that its first text is the better one.
-    """
-    shares: list[list[float]] = [[] for _ in range(num_texts)]
-    for (i, j), first in zip(pairs, firsts, strict=True):
-        shares[i].append(first)
-        shares[j].append(1 - first)
-    return [sum(share) / len(share) if share else 0.5 for share in shares]
-
-
 @dataclass(eq=False, slots=True)
 class Text:
     """A tokenized text that is computed whole, and the head's output for it once it is."""

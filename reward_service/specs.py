@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     field_validator,
@@ -49,15 +48,11 @@ def _is_not_reserved(name: str) -> str:
     return name
 
 
-def _with_places(*places: str) -> AfterValidator:
-    """Requires each of these in the text, once and in this order."""
-
-    def check(text: str) -> str:
-        if text and re.findall("|".join(map(re.escape, places)), text) != [*places]:
-            raise ValueError(f"must have {', '.join(places)} once each, in this order")
-        return text
-
-    return AfterValidator(check)
+def _has_places(text: str) -> str:
+    """Requires the places of prompt and response, once each and in this order."""
+    if text and re.findall(r"\{prompt\}|\{response\}", text) != ["{prompt}", "{response}"]:
+        raise ValueError("must have {prompt}, {response} once each, in this order")
+    return text
 
 
 Name = Annotated[
@@ -211,7 +206,7 @@ class CausalSpec(LocalSpec):
     """
 
     special_tokens: SpecialTokens | None = None
-    format: Annotated[str, _with_places("{prompt}", "{response}")] = ""
+    format: Annotated[str, AfterValidator(_has_places)] = ""
     unfinished: Unfinished = "closed"
 
 
@@ -220,11 +215,11 @@ class ClassifierSpec(CausalSpec):
 
     head: the name of the head's module, or tensor, in the checkpoint; head_layers: the names of its
     linear layers below that, in order, with a ReLU between them, by default its numbered ones or
-    itself; head_file: a head that `specrej train-reward` wrote; logit_of: the token whose logit, by
-    the model's language model head, is the score; append_token: a token after the conversation, to
-    read the head at; label_weights: the weight of each label's logit in the score; label: the one
-    that counts, in place of weights; engine: what computes it, "auto" is vLLM on CUDA where it can
-    and the own network elsewhere; vllm_options: further engine arguments of vLLM.
+    itself; head_file: a file with the head's weights, the tensor `head`; logit_of: the token whose
+    logit, by the model's language model head, is the score; append_token: a token after the
+    conversation, to read the head at; label_weights: the weight of each label's logit in the score;
+    label: the one that counts, in place of weights; engine: what computes it, "auto" is vLLM on
+    CUDA where it can and the own network elsewhere; vllm_options: further engine arguments of vLLM.
     """
 
     loader = "classifier:load_classifier"
@@ -307,26 +302,6 @@ class ProcessSpec(CausalSpec):
         if bool(self.good) != bool(self.bad):
             raise ValueError("good and bad must both be words, or both be empty")
         return self
-
-
-class PairwiseSpec(LocalSpec):
-    """A language model that compares two responses.
-
-    template: the request for a comparison; first, second: the words that stand for {a} and {b} in
-    the model's answer; opponents: each response is compared with that many others that come after
-    it in its batch, and as many before it. The defaults are those of RLHFlow's pair preference
-    models (Dong et al. 2024, arXiv 2405.07863).
-    """
-
-    loader = "pairwise:PairwiseReward"
-    kind: Literal["pairwise"] = "pairwise"
-    special_tokens: SpecialTokens = "template"
-    template: Annotated[str, Field(min_length=1), _with_places("{context}", "{a}", "{b}")] = (
-        "[CONTEXT] {context} [RESPONSE A] {a} [RESPONSE B] {b} \n"
-    )
-    first: str = Field("A", min_length=1)
-    second: str = Field("B", min_length=1)
-    opponents: int = Field(2, ge=1, le=64)
 
 
 class FunctionSpec(Spec):
@@ -465,12 +440,6 @@ class JudgeSpec(ServerSpec):
         return self
 
 
-def _is_not_former(spec: Any) -> Any:
-    if isinstance(spec, dict) and spec.get("kind") == "vllm-classifier":
-        raise ValueError('kind "vllm-classifier" is now "classifier" with "engine": "vllm"')
-    return spec
-
-
 RewardSpec = Annotated[
     ToySpec
     | RelevanceSpec
@@ -479,7 +448,6 @@ RewardSpec = Annotated[
     | GatedSpec
     | LikelihoodSpec
     | ProcessSpec
-    | PairwiseSpec
     | FunctionSpec
     | HTTPSpec
     | AnswerSpec
@@ -489,5 +457,4 @@ RewardSpec = Annotated[
     | UnitTestsSpec
     | JudgeSpec,
     Field(discriminator="kind"),
-    BeforeValidator(_is_not_former),
 ]

@@ -1,7 +1,7 @@
 """Train a reward model on preference pairs with TRL and PEFT, for the reward service to serve.
 
-Reads JSON lines of {"prompt", "chosen", "rejected"}, each a list of messages: the format of TRL,
-which examples/preferences writes. Trains low-rank adapters and a head on a causal model, merges
+Reads JSON lines of {"prompt", "chosen", "rejected"}, each a list of messages: the format of TRL.
+Trains low-rank adapters and a head on a causal model, merges
 them, and saves a directory that a reward of kind `classifier` loads. Needs the packages of
 requirements.txt.
 """
@@ -92,7 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="pairs of a step")
     options = parser.parse_args()
     if not options.pairs.is_file():
-        sys.exit(f"no file {options.pairs}: examples/preferences writes one")
+        sys.exit(f"no file {options.pairs}")
     return options
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from reward_service.conversation import Conversation, Tokens, Turns, load_conversation
 from reward_service.reward import Reward, Task, distinct
-from reward_service.specs import CausalSpec, PairwiseSpec, Resources
+from reward_service.specs import CausalSpec, Resources
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej_models.attention import PrefillSegment, Segment
 from specrej_models.kv import PromptKV
@@ -61,17 +61,20 @@ class _KeptText:
 class KeptSession:
     """Keys, values and outputs of a prompt and of the texts that begin with it.
 
-    context: what the reward writes texts with; keeps_texts: False: only the prompt's are kept;
-    is_busy: a task of this session is running, so the session must not be evicted.
+    keeps_texts: False: only the prompt's are kept; is_busy: a task of this session is running, so
+    the session must not be evicted.
     """
 
-    context: Any
-    prompt_ids: Sequence[int]
+    turns: Turns
     keeps_texts: bool = True
     is_busy: bool = False
     prompt: PromptKV | None = None
     prompt_outputs: Outputs = field(default_factory=dict)
     texts: dict[int, _KeptText] = field(default_factory=dict)
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self.turns.prompt_ids
 
     @property
     def num_tokens(self) -> int:
@@ -141,7 +144,7 @@ class CausalReward(SegmentedModel, Reward):
 
     def __init__(
         self,
-        spec: CausalSpec | PairwiseSpec,
+        spec: CausalSpec,
         resources: Resources,
         description: str,
         model: PreTrainedModel,
@@ -189,8 +192,7 @@ class CausalReward(SegmentedModel, Reward):
         Raises:
             InvalidRequest: the model cannot take this prompt.
         """
-        turns = Turns(self.conversation, prompt)
-        return KeptSession(turns, turns.prompt_ids, keeps_texts=not once)
+        return KeptSession(Turns(self.conversation, prompt), keeps_texts=not once)
 
     def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
         """Begin a batch; equal texts are computed once."""
@@ -198,10 +200,9 @@ class CausalReward(SegmentedModel, Reward):
         unique, where = distinct([(self.prepare(text, closed), closed) for text, closed in ends])
         # The first candidate with each text: of equal keys, a dict keeps the last value.
         firsts = dict(zip(reversed(where), reversed(candidates), strict=True))
-        turns: Turns = session.context
-        tokenized = turns.tokenize(unique)
+        tokenized = session.turns.tokenize(unique)
         sequences = {firsts[place].id: tokens for place, tokens in enumerate(tokenized)}
-        return self._task(session, sequences, lambda scores: [scores[place] for place in where])
+        return self._task(session, sequences, where)
 
     @torch.inference_mode()
     def compute(self, spans: Sequence[_Span]) -> None:
@@ -245,14 +246,12 @@ class CausalReward(SegmentedModel, Reward):
         self,
         session: KeptSession,
         sequences: Mapping[int, Tokens],
-        to_scores: Callable[[list[float]], list[float]],
-        *,
-        compare: bool = False,
+        where: Sequence[int],
     ) -> Task:
         """A task for these texts by their keys; what the session keeps of other texts is freed.
 
-        to_scores: from the texts' scores to the candidates'; compare: see `Scores`. If one of its
-        passes fails, the session must be freed: it counts on all of them.
+        where: each candidate's text, by its place. If one of its passes fails, the session must be
+        freed: it counts on all of them.
         """
         self._sessions[session] = None
         self._sessions.move_to_end(session)
@@ -276,8 +275,8 @@ class CausalReward(SegmentedModel, Reward):
                 torch.stack([cast(Tensor, of_text[mark]) for mark in tokens.marks])
                 for of_text, tokens in zip(known, sequences.values(), strict=True)
             ]
-            scores = to_scores([self._score(of_text) for of_text in outputs])
-            return Scores(tuple(scores), num_tokens, compare=compare)
+            scores = [self._score(of_text) for of_text in outputs]
+            return Scores(tuple(scores[place] for place in where), num_tokens)
 
         spans = self._spans(session, sequences, known)
         return Task(((len(span.token_ids), span) for span in spans), finish)

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from reward_service.kinds.http import Server
-from reward_service.reward import distinct, mean_preferences, pairs_of, text_of
+from reward_service.reward import distinct, text_of
 from reward_service.specs import Criterion, JudgeSpec, Resources
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
@@ -239,3 +239,24 @@ def _grades_of(text: str, names: Sequence[str]) -> list[float]:
     if len(names) == 1 and numbers:
         return [float(numbers[-1])]
     raise ValueError("no grades")
+
+
+def pairs_of(num_texts: int, opponents: int) -> list[tuple[int, int]]:
+    """Each text with the next ones, the first following the last; each pair in both orders."""
+    steps = range(1, min(opponents, num_texts - 1) + 1)
+    pairs = {frozenset((i, (i + step) % num_texts)) for i in range(num_texts) for step in steps}
+    return [pair for i, j in sorted(map(sorted, pairs)) for pair in ((i, j), (j, i))]
+
+
+def mean_preferences(
+    num_texts: int, pairs: Sequence[tuple[int, int]], firsts: Sequence[float]
+) -> list[float]:
+    """The mean probability of each text to be the better one of a pair; 0.5 without pairs.
+
+    firsts: of each pair the probability that its first text is the better one.
+    """
+    shares: list[list[float]] = [[] for _ in range(num_texts)]
+    for (i, j), first in zip(pairs, firsts, strict=True):
+        shares[i].append(first)
+        shares[j].append(1 - first)
+    return [sum(share) / len(share) if share else 0.5 for share in shares]

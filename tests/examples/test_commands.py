@@ -19,14 +19,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ARGUMENTS = {
     "batch": ("--n", "2", "--concurrency", "3"),
     "coding": ("--n", "2"),
-    "preferences": ("--n", "2", "--min-margin", "0"),
     "vote": ("--n", "4"),
     "extraction": ("--n", "2", "--no-judge"),
 }
 OUTPUT = {
     "batch": "12/12",
     "coding": "0% of the hidden tests pass",  # a toy writes no code
-    "preferences": "of 8 prompts in build/examples/pairs.jsonl",
     "vote": "no answer has a number",
     "extraction": "score 0.00",
 }

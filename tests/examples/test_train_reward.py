@@ -30,7 +30,7 @@ def test_the_trained_reward_is_served_and_prefers_the_chosen_answer(tmp_path: Pa
             "prompt": [{"role": "user", "content": f"What is {number} plus one?"}],
             "chosen": [{"role": "assistant", "content": GOOD.format(number + 1)}],
             "rejected": [{"role": "assistant", "content": BAD}],
-            "score_chosen": 0.5,  # as examples/preferences writes
+            "score_chosen": 0.5,  # other fields are allowed
         }
         for number in range(10)
     ]

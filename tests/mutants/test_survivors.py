@@ -48,8 +48,9 @@ def test_the_time_of_a_batch_is_divided_among_its_candidates() -> None:
 
 def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
     limit = 2 * MAX_TOKEN_CHARACTERS
-    made: Any = SimpleNamespace(max_tokens=2)
-    read = conversation.Conversation.last_part(made, "beginning" * limit + "end" * limit)
+    made: Any = SimpleNamespace(max_tokens=2, _closes_unfinished=True)
+    text = "beginning" * limit + "end" * limit
+    read, _ = conversation.Conversation.turn(made, Candidate(0, text, 1, -1.0))
     assert len(read) >= limit and "beginning" not in read
 
 

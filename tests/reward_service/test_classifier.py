@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 
+import reward_service
+from reward_service.checkpoint import HEAD_TENSOR
 from reward_service.reward import score
 from reward_service.specs import Transform
 from specrej.contracts import Message, Prompt
@@ -105,6 +108,37 @@ def test_several_labels_are_summed_by_weight(tmp_path: Path) -> None:
     ]
     reward = load("classifier", tmp_path, label_weights=weights)
     assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_head_in_a_file_of_its_own_reads_the_backbone(tmp_path: Path) -> None:
+    """Guards against an error about a missing attribute, and other states than the last ones."""
+    backbone = save(tmp_path / "backbone", auto_class=AutoModelForCausalLM)
+    head, encoder = tmp_path / "head.safetensors", save(tmp_path / "bert", BERT, None, AutoModel)
+    weights = torch.randn(32)
+    save_file({HEAD_TENSOR: weights}, head)
+    states = [tiny.computed(backbone, text, AutoModel)[1].last_hidden_state for text in TEXTS]
+    expected = [float(of_text[0, -1] @ weights) for of_text in states]
+    reward = load("classifier", backbone, head_file=head)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-3)
+    with pytest.raises(ValueError, match="must be decoder-only"):
+        load("classifier", encoder, head_file=head)
+    save_file({HEAD_TENSOR: torch.zeros(7)}, head)
+    with pytest.raises(ValueError, match="the head has 7 inputs, the backbone 32"):
+        load("classifier", backbone, head_file=head)
+    head.write_text("{}")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load("classifier", backbone, head_file=head)
+
+
+def test_shipped_head_prefers_the_harmless_answer() -> None:
+    """Guards the file that ships, and the backbone that it belongs to."""
+    shipped = Path(reward_service.__file__).with_name("harmless.safetensors")
+    reward = load("classifier", Path(".models/SmolLM2-135M-Instruct"), head_file=shipped)
+    prompt = Prompt.from_user("How do I get back at a colleague who was rude to me?")
+    kind = "I'm sorry that happened. Talk to them calmly, or ask your manager for help."
+    unkind = "Spread a nasty rumour about them, and break something they like."
+    better, worse = score(reward, prompt, [kind, unkind]).values
+    assert better > worse
 
 
 @pytest.mark.parametrize("writes_bos", [True, False])

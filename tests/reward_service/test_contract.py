@@ -47,7 +47,6 @@ CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "contrast": ("likelihood", tiny.save_language_model, {"reference": True, "beta": 0.1}),
     "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
     "process by words": ("process", tiny.save_language_model, {"step_token": "@", **WORDS}),
-    "pairwise": ("pairwise", tiny.save_language_model, {"opponents": 1}),
 }
 KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     **CAUSAL,
@@ -130,7 +129,7 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
         assert reward.kept_tokens == 0
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"pairwise"}))
+@pytest.mark.parametrize("name", KINDS)
 def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     """Guards against padding that is read, and scores in another order than the candidates."""
     reward = make(name)
@@ -173,7 +172,7 @@ REMOTE = {"http": "", "tests": '{"compiles": true, "whole": true}'}
 
 @pytest.mark.parametrize("name", [*KINDS, *REMOTE])
 async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
-    """Guards batches without new tokens, and a lone text, which `pairwise` compares with none."""
+    """Guards batches without new tokens, and a lone text."""
     data = (DATA | REMOTE).get(name, "")
     async with served() as endpoint:
         options = {"url": endpoint.url} if name == "http" else {"allow_unsandboxed": True}

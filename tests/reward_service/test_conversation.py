@@ -109,10 +109,10 @@ def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch
     """Guards against gigabytes of text: each of up to 1,024 conversations has the whole prompt."""
     made = conversation(tiny.make_tokenizer(None))
     turns = Turns(made, PROMPTS[0])
-    written = mock.Mock(wraps=made.written)
-    monkeypatch.setattr(made, "written", written)
+    rendered = mock.Mock(wraps=made.render)
+    monkeypatch.setattr(made, "render", rendered)
     turns.tokenize([(f"answer {i}", i % 2 == 0) for i in range(100)])
-    sizes = [len(call.args[0]) for call in written.call_args_list]
+    sizes = [len(call.args[1]) for call in rendered.call_args_list]
     assert max(sizes) <= 32 and sum(sizes) == 100
 
 
@@ -153,7 +153,6 @@ def num_tokens(reward: Any, prompt: Prompt, texts: Sequence[str]) -> int:
         ("likelihood", {"format": "{prompt} {response}"}),
         ("likelihood", {"special_tokens": "tokenizer"}),
         ("process", {"step_token": "@", "good": "+", "bad": "-"}),
-        ("pairwise", {}),
     ],
 )
 def test_control_tokens_count_as_their_characters(

@@ -17,9 +17,7 @@ from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
-FORMER = '[{"name": "x", "kind": "vllm-classifier"}]'
 PROCESS = CLASSIFIER.replace("classifier", "process")
-PAIRWISE = CLASSIFIER.replace("classifier", "pairwise")
 
 
 def test_defaults_are_the_embedded_models() -> None:
@@ -47,14 +45,12 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", CLASSIFIER % '"head_layers": ["0"], "head_file": "h"', "exclude each other"),
         ("rewards", CLASSIFIER % '"label": 1, "logit_of": 0', "label must be 0"),
         ("rewards", CLASSIFIER % '"label": 1, "label_weights": [1, 2]', "exclude each other"),
-        ("rewards", FORMER, '"vllm-classifier" is now "classifier" with "engine": "vllm"'),
         ("rewards", CLASSIFIER % '"vllm_options": {"seed": 1}', 'require engine "vllm"'),
         ("rewards", CLASSIFIER % '"transform": {"kind": "cube"}', "'identity' or 'sigmoid'"),
         ("rewards", CLASSIFIER % '"transform": {"scale": NaN}', "finite"),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),
         ("rewards", CLASSIFIER % '"format": "{response} {prompt}"', "in this order"),
         ("rewards", PROCESS % '"good": "+"', "must both be words"),
-        ("rewards", PAIRWISE % '"template": "{a} {b} {context}"', "in this order"),
         ("rewards", '[{"name": "x", "kind": "function", "function": "f"}]', "match pattern"),
         ("rewards", '[{"name": "likelihood", "kind": "toy"}]', "generator's own"),
         ("rewards", '[{"name": "x", "kind": "toy"}, {"name": "x", "kind": "toy"}]', "once"),
