@@ -59,7 +59,7 @@ class GeneratorSettings(ServiceSettings):
         "X-Session-ID",
         pattern=r"^[A-Za-z0-9-]*$",
         description="header with a key that all requests of a session have in common, by which a"
-        " router sends them to one server (docs/scale.md); empty: none",
+        " router sends them to one server (docs/deploy.md); empty: none",
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
@@ -68,8 +68,8 @@ class GeneratorSettings(ServiceSettings):
     )
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
         "auto",
-        description="how the model's answers call tools (docs/tools.md); auto: as its chat template"
-        " writes calls, json where that takes no tools",
+        description="how the model's answers call tools (docs/structured.md); auto: as its chat"
+        " template writes calls, json where that takes no tools",
     )
     thinking_marks: str = Field(
         "auto",

@@ -1,4 +1,5 @@
-"""MkDocs' hook: a link to a file outside docs/ loses its target on the site and keeps its text."""
+"""MkDocs' hooks: a link to a file outside docs/ loses its target on the site and keeps its text;
+the reference has tables that the code is the source of."""
 
 from __future__ import annotations
 
@@ -10,10 +11,16 @@ from typing import Any
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.pages import Page
 
+from deploy.site import reference
+
 ROOT = Path(__file__).parents[2]
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 # GitHub needs an escaped bar within code in a table; Python's Markdown would print the backslash.
 _ROW, _CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`]+`")
+_GENERATED = {
+    "<!-- generated: settings -->": reference.settings,
+    "<!-- generated: metrics -->": reference.metrics,
+}
 _log = get_plugin_logger("site")
 
 
@@ -32,4 +39,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     unescaped = _ROW.sub(
         lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown
     )
-    return _OUTSIDE.sub(text_of, unescaped)
+    linked = _OUTSIDE.sub(text_of, unescaped)
+    for mark, made in _GENERATED.items():
+        if mark in linked:
+            linked = linked.replace(mark, made())
+    return linked

@@ -1,6 +1,6 @@
 """The answer cache: final best responses in Redis, cache-aside. Every failure of Redis is a miss.
 
-It decides what is stored and for how long. docs/cache.md describes the stored format.
+It decides what is stored and for how long. docs/configuration.md describes the stored format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys of the cache: which requests have the same answer.
 
-Pure: no calls to Redis. docs/cache.md lists the keys.
+Pure: no calls to Redis. docs/configuration.md lists the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from orchestrator.cache.secret import Secret
 from specrej import fingerprint
 from specrej.contracts import Algorithm, GenerationRequest
 
-PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
+PREFIX = "specrej"  # of all keys; the ACL rules in docs/configuration.md contain it
 FORMAT_VERSION = 14  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 

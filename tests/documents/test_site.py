@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 import specrej
+from deploy.values_schema import SETTINGS
 from specrej.contracts import GenerationRequest, Sampling, Selection
+from specrej.telemetry import names
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.documents.blocks import ROOT
 from tests.serving import need
@@ -60,8 +62,8 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     identifiers = set(re.findall(r'id="([^"]+)"', page))
     clients = [specrej.Client, specrej.SyncClient, specrej.RewardClient, specrej.Retries]
     values = [*clients, *(value for value in vars(specrej).values() if isinstance(value, type))]
-    names = {f"{value.__module__}.{value.__qualname__}" for value in values}
-    assert names - identifiers == set()
+    public = {f"{value.__module__}.{value.__qualname__}" for value in values}
+    assert public - identifiers == set()
     text = text_of(page)
     for owner in (GenerationRequest, Sampling, Selection):
         for field in owner.__dataclass_fields__.values():
@@ -76,6 +78,19 @@ def test_the_reference_has_the_whole_schema(site: Path) -> None:
     assert len(sources) == 4
     for source in sources:
         assert " ".join(source.read_text(encoding="utf-8").split()) in shown
+
+
+def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
+    """Guards against a setting or a metric without documentation."""
+    shown = text_of(page_of(site, "reference/settings"))
+    for service in SETTINGS.values():
+        for name, field in service.model_fields.items():
+            assert f" {name.upper()} " in shown, name
+            assert " ".join(str(field.description).split()) in shown, name
+    shown = text_of(page_of(site, "reference/metrics"))
+    made = [value for value in vars(names).values() if isinstance(value, names.Metric)]
+    assert len(made) > 40
+    assert [metric.name for metric in made if f" {metric.name} " not in shown] == []
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ TIMEOUT_S = 0.1
 BOUND_S = 5.0
 SECRET = Secret()  # of caches without a file
 PREFIX = f"specrej:v{FORMAT_VERSION}:t:g:w:a1:"
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 _NUMBERS = itertools.count()
 
 
@@ -102,14 +102,14 @@ def text_of(hit: Generation | None) -> str:
 
 
 def acl_rules(name: str) -> list[str]:
-    """The rules of `ACL SETUSER name ...` in docs/cache.md."""
+    """The rules of `ACL SETUSER name ...` in docs/configuration.md."""
     line = re.search(rf"^ACL SETUSER {name} (.*)$", DOCUMENT.read_text(), re.MULTILINE)
     assert line
     return line[1].split()
 
 
 def set_user(server: ValkeyServer, name: str, password: str) -> None:
-    """Add one of the users of docs/cache.md, or change its password."""
+    """Add one of the users of docs/configuration.md, or change its password."""
     with redis.Redis.from_url(server.connection_url) as client:
         rules = [rule for rule in acl_rules(name) if not rule.startswith(">")]
         client.execute_command("ACL", "SETUSER", name, "reset", *rules, f">{password}")
