@@ -91,11 +91,11 @@ def _script(prompt: Prompt, candidate: int, form: AnswerForm, *, is_wrong: bool)
     asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
     if is_wrong and prompt.tool_choice != "required":
         return ""
-    steps = [_calls(part, tools) for part in re.split(r"\bthen\b", turns[asked].text)]
+    steps = [_calls(part) for part in re.split(r"\bthen\b", turns[asked].text)]
     done = sum(bool(turn.tool_calls) for turn in turns[asked + 1 :])
     calls = next(iter([step for step in steps if step][done:]), [])
-    if prompt.tool_name:
-        calls = [call for call in calls if call.name == prompt.tool_name]
+    allowed = (prompt.tool_name,) if prompt.tool_name else tools
+    calls = [call for call in calls if call.name in allowed]
     if tools and prompt.tool_choice == "required" and (is_wrong or not calls):
         calls = [_example(tools[prompt.tool_name or next(iter(tools))])]
     if calls:
@@ -106,16 +106,15 @@ def _script(prompt: Prompt, candidate: int, form: AnswerForm, *, is_wrong: bool)
     return f"The result is {', '.join(results)}." if results else ""
 
 
-def _calls(text: str, tools: Collection[str]) -> list[ToolCall]:
-    """The calls of these tools that a text names, each with an object in JSON."""
+def _calls(text: str) -> list[ToolCall]:
+    """The calls that a text names, each with an object in JSON."""
     calls = []
     for match in _CALL.finditer(text):
         try:
             _, end = json.JSONDecoder().raw_decode(text, match.end())
         except ValueError:
             continue
-        if match[1] in tools:
-            calls.append(ToolCall("", match[1], text[match.end() : end]))
+        calls.append(ToolCall("", match[1], text[match.end() : end]))
     return calls
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ async def test_it_makes_the_calls_of_each_step_and_answers_with_results() -> Non
     done = Message("assistant", "", (ToolCall("x", "now", "{}"),))
     turns = [ASKED, done, Message("tool", "sunny", tool_call_id="x")]
     assert [calls(one) for one in await answers(*turns, tools=TOOLS)] == [second] * 4
+    # Some callers offer one tool at a time.
+    in_turn = replace(ASKED, content='call add {"a": 1} then call now {}')
+    assert calls((await answers(in_turn, *turns[1:], tools=TOOLS[1:]))[0]) == [("now", "{}")]
     turns += [done, Message("tool", "warm", tool_call_id="x")]
     assert (await answers(*turns, tools=TOOLS))[0].content == "The result is sunny, warm."
 
