@@ -25,6 +25,7 @@ _NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
 # Mistral's newer form: a name, perhaps an id, and the arguments.
 _NAMED = re.compile(r"([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
 _NAMED_BEGIN = re.compile(r"[a-zA-Z0-9_.-]{1,64}(?:\[[\w\[\]]{0,90})?\s*")
+_NAME_FIRST = re.compile(r'\{\s*"name"\s*:')
 # Of JSON: what opens and closes values, what ends a text, and what is around members.
 _OUTSIDE, _IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'\\.?|"', re.DOTALL)
 _NEXT, _COLON = re.compile(r"[ \t\r\n]*([{,}])[ \t\r\n]*"), re.compile(r"[ \t\r\n]*:[ \t\r\n]*")
@@ -51,9 +52,10 @@ def parts_of(
 
 
 def is_malformed(parts: AnswerParts, form: AnswerForm) -> bool:
-    """Whether the content of a complete text begins a call that is none."""
+    """Whether the content of a complete text begins a call that is none: a mark, or where calls
+    have none, an object with a name."""
     mark = CALL_MARKS.get(form.tool_format, "")
-    is_begun = form.tool_format in _WITHOUT_MARK and parts.content.lstrip().startswith("{")
+    is_begun = form.tool_format in _WITHOUT_MARK and _is_named(parts.content.lstrip())
     return is_begun or bool(mark and mark in parts.content)
 
 
@@ -310,6 +312,15 @@ def _members(text: str) -> dict[str, str]:
     if at != len(text):
         raise ValueError("not an object in JSON")
     return members
+
+
+def _is_named(text: str) -> bool:
+    """Whether the text begins with an object with a name, or with a part of one."""
+    try:
+        first, _ = _JSON.raw_decode(text)
+    except (ValueError, RecursionError):
+        return bool(_NAME_FIRST.match(text))
+    return isinstance(first, dict) and "name" in first
 
 
 def _arguments(members: dict[str, str]) -> str:

@@ -295,8 +295,9 @@ def hermes(*calls: str) -> str:
          ["", "text", "<tool_call>", SUB, '{"n": 1}'],
          [hermes(SUB), hermes(NINE), hermes(ONE, SUB), f"[TOOL_CALLS] [{NINE}]",
           hermes('{"name": "add"}')]),
-        ({"required": False}, ["", "text", hermes(TWO)], [ONE[:-1], NINE], [hermes(NINE)]),
-        ({"format": "json"}, [ONE], [hermes(ONE)], [SUB, NINE, '{"n": 1}']),
+        ({"required": False}, ["", "text", '{"n": 1}', hermes(TWO)],
+         [ONE[:-1], NINE], [hermes(NINE)]),
+        ({"format": "json"}, [ONE], [hermes(ONE)], [SUB, NINE, '{"name": 1}']),
     ],
 )  # fmt: skip
 def test_calls(

@@ -52,16 +52,25 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
     ("llama3", '{"name": "Ann", "age": 3}'),
-    ("llama3", f"Here: {F}"),
     ("llama3", "<|python_tag|>print(1)"),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS] []"),
     ("mistral", '[TOOL_CALLS] {"name": "f"}'),
     ("mistral", "[TOOL_CALLS]f[ARGS]"),
-    ("json", "  {not JSON}"),
+    ("json", '{"name": "f", "arguments": {"a": 1'),
+    ("json", ' {"arguments": {}, "name": 3} or so'),
     ("json", '{"name": 3, "arguments": {}}'),
     ("json", '{"name": "f", "arguments": {"a": ' + "[" * 3000 + "]" * 3000 + "}}"),
     ("json", '{"name": "f", "arguments": {},}'),
+]
+# Texts that begin as calls may.
+NO_CALLS = [
+    ("json", "  {not JSON}"),
+    ("json", '{"a": 1}'),
+    ("json", '{"a": {"name": "f"}}\n{"name": "f"}'),
+    ("json", "{"),
+    ("llama3", ' {"arguments": {}}, {'),
+    ("llama3", f"Here: {F}"),
     ("json", f"Call {F}"),
 ]
 
@@ -92,11 +101,11 @@ def test_calls_are_read(tools: str, text: str, content: str, calls: list[tuple[s
     assert not is_malformed(parts, form)
 
 
-@pytest.mark.parametrize(("tools", "text"), MALFORMED)
+@pytest.mark.parametrize(("tools", "text"), MALFORMED + NO_CALLS)
 def test_malformed_calls_are_content(tools: str, text: str) -> None:
     parts = parts_of(text, AnswerForm(tools), complete=True)
     assert parts == AnswerParts(text)
-    assert is_malformed(parts, AnswerForm(tools)) is not text.startswith(("Here", "Call"))
+    assert is_malformed(parts, AnswerForm(tools)) is ((tools, text) in MALFORMED)
 
 
 def test_a_malformed_call_does_not_hide_the_next_one() -> None:
