@@ -318,10 +318,14 @@ class Function(Checked):
 
 
 class Choice(NamedTuple):
-    """Whether tools are called, and which."""
+    """Whether tools are called, and which: the named one, or some; empty: any."""
 
     kind: Literal["none", "auto", "required"] = "auto"
     name: str = ""
+    allowed: tuple[str, ...] = ()
+
+    def allows(self, name: str) -> bool:
+        return not self.allowed or name in self.allowed
 
 
 def _choice(value: Any) -> Choice | None:
@@ -331,12 +335,28 @@ def _choice(value: Any) -> Choice | None:
             return None
         case "none" | "auto" | "required":
             return Choice(value)
+        case {"type": "allowed_tools", "allowed_tools": dict(tools), **more} if not more:
+            return _some(tools)
+        case {"type": "allowed_tools", **fields}:
+            return _some(fields)
+    return Choice("required", _name_of(value))
+
+
+def _some(value: Any) -> Choice:
+    match value:
+        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more} if not more:
+            return Choice(mode, allowed=tuple(map(_name_of, tools)))
+    raise ValueError("must have a mode, auto or required, and tools, functions by their names")
+
+
+def _name_of(value: Any) -> str:
+    match value:
         case {"type": "function", "function": {"name": str(name), **others}, **more}:
             if not others and not more:
-                return Choice("required", name)
+                return name
         case {"type": "function", "name": str(name), **others} if not others:
-            return Choice("required", name)
-    raise ValueError("must be none, auto, required, or a function by its name")
+            return name
+    raise ValueError("must be none, auto, required, allowed_tools, or a function by its name")
 
 
 ToolChoice = Annotated[Any, Maps("prompt.tool_choice"), AfterValidator(_choice)]
@@ -345,8 +365,16 @@ ToolChoice = Annotated[Any, Maps("prompt.tool_choice"), AfterValidator(_choice)]
 def with_tools(
     prompt: Prompt, tools: Iterable[Tool], choice: Choice | None, parallel: bool | None
 ) -> Prompt:
-    """The prompt with tools. Without any, the choice "none" is what happens anyway."""
+    """The prompt with the tools that may be called. Without any, the choice "none" is what happens
+    anyway.
+
+    Raises:
+        InvalidRequest: the choice allows a tool that is not among them.
+    """
     choice, listed = choice or Choice(), tuple(tools)
+    if not {*choice.allowed} <= {tool.name for tool in listed}:
+        raise InvalidRequest([Violation("tool_choice", "allows a tool that is not in tools")])
+    listed = tuple(tool for tool in listed if choice.allows(tool.name))
     if choice.kind == "none" and not listed:
         choice = Choice()
     return replace(

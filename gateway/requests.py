@@ -20,6 +20,7 @@ from gateway.fields import (
     OF_OPENAI,
     OUTPUT,
     Checked,
+    Choice,
     Content,
     Extension,
     Function,
@@ -303,8 +304,9 @@ class ChatRequest(CompletionFields):
 
     def paths(self) -> dict[str, str]:
         """As of the base class, with those of tools."""
-        tools = range(len(self.tools or ()))
-        named = {f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools}
+        choice: Choice = self.tool_choice or Choice()
+        tools = [n for n, t in enumerate(self.tools or ()) if choice.allows(t.function.name)]
+        named = {f"prompt.tools[{n}]": f"tools[{m}].function" for n, m in enumerate(tools)}
         return {**super().paths(), **named, "prompt": "messages"}
 
 

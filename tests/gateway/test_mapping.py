@@ -62,6 +62,7 @@ OUTPUTS: list[tuple[str, Any, Any]] = [
 
 # The least request of each endpoint.
 ASK = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+F = [{"type": "function", "function": {"name": "f"}}]
 BODIES: dict[Any, dict[str, Any]] = {
     ChatRequest: ASK,
     CompletionRequest: {"model": "m", "prompt": "x"},
@@ -192,12 +193,29 @@ def test_messages_are_texts_and_calls(message: dict[str, Any], field: str) -> No
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": F}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": F}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f", "x": 1}}, "tool_choice"),
         ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
     ],
 )
 def test_what_is_no_tool_and_no_choice(fields: dict[str, Any], field: str) -> None:
     assert field in violations(**fields)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_of_some_tools_leaves_out_the_others(mode: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "efgh"]
+    some = {"mode": mode, "tools": [tools[1], {"type": "function", "name": "h"}]}
+    for choice in (
+        {"type": "allowed_tools", "allowed_tools": some},
+        {"type": "allowed_tools", **some},
+    ):
+        call = call_of(chat(tools=tools, tool_choice=choice), PRESETS)
+        assert [tool.name for tool in call.prompt.tools] == ["f", "h"]
+        assert (call.prompt.tool_choice, call.prompt.tool_name) == (mode, "")
+        assert call.name_of("prompt.tools[1].parameters") == "tools[3].function.parameters"
 
 
 def test_errors_about_tools_have_the_callers_field() -> None:
