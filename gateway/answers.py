@@ -115,6 +115,15 @@ def _rest(sent: AnswerParts, whole: AnswerParts) -> PartsDelta:
     return PartsDelta(content, _after(sent.reasoning, whole.reasoning), tuple(calls))
 
 
+def reasoning_tokens(candidate: RankedCandidate) -> int:
+    """The tokens of its reasoning, by its share of the characters: an estimate."""
+    if not (parts := candidate.parts):
+        return 0
+    others = len(parts.content) + sum(len(c.name + c.arguments) for c in parts.tool_calls)
+    share = len(parts.reasoning) / max(1, len(parts.reasoning) + others)
+    return round(candidate.num_tokens * share)
+
+
 class Answer:
     """The answer to a request, in the form of an API.
 

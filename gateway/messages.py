@@ -52,10 +52,10 @@ class ContentBlock(Checked):
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
     content: Content = ()
+    is_error: bool | None = None
 
     ignores: ClassVar = {
         "cache_control": SHARED,
-        "is_error": "chat templates do not know it",
         "transformations": "images are turned upright only",
         **dict.fromkeys(("caller", "toolset_name"), _BUILT_IN),
         **dict.fromkeys(("citations", "data", "signature", "thinking"), OF_ANSWERS),
@@ -90,7 +90,10 @@ class Turn(Checked):
                 case "tool_use":
                     calls.append(ToolCall(block.id, block.name, compact(block.input)))
                 case "tool_result":
-                    yield message_of("tool", block.content, call_id=block.tool_use_id)
+                    # Chat templates have no field for failures.
+                    error = [TextPart("Error: ")] if block.is_error else []
+                    result = [*error, *block.content]
+                    yield message_of("tool", result, call_id=block.tool_use_id)
                     has_results = True
         if parts or calls or not has_results:
             yield message_of(self.role, parts, calls)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gateway.answers import JSON, Answer, Block, BlockAnswer
+from gateway.answers import JSON, Answer, Block, BlockAnswer, reasoning_tokens
 from gateway.fields import (
     HOSTING,
     NO_SETTING,
@@ -197,7 +197,7 @@ class ResponsesAnswer(BlockAnswer):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(candidate)},
             "total_tokens": prompt + completion,
         }
         details = None if is_whole else {"reason": "max_output_tokens"}

@@ -64,9 +64,7 @@ async def _serve(settings: OrchestratorSettings) -> None:
     ):
         orchestrator = _orchestrator(settings, redis, generators, rewards)
         instruments.observe_backends({"generator": generators.counts, "reward": rewards.counts})
-        servicer = OrchestratorServicer(
-            orchestrator, unread_s=settings.unread_s, least_bytes_s=settings.least_bytes_s
-        )
+        servicer = OrchestratorServicer(orchestrator, least_bytes_s=settings.least_bytes_s)
         server = Server(
             settings,
             [servicer.service()],
@@ -98,9 +96,8 @@ def _orchestrator(
             settings.default_schedule,
             settings.default_n,
             settings.default_max_tokens,
-            settings.default_reward,
+            settings.default_rewards,
         ),
-        composites=settings.composites,
         extractors=functions_of(settings.vote_extractors),
         records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),

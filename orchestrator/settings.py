@@ -8,100 +8,39 @@ from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from orchestrator.cache import Secret
 from orchestrator.cache.redis_client import check_access
-from orchestrator.loop.composition import Composite, check_composites
-from specrej.contracts import DEFAULT_MAX_TOKENS, DEFAULT_N, MAX_INT32, Schedule
+from specrej.contracts import DEFAULT_MAX_TOKENS, DEFAULT_N, MAX_INT32, Schedule, WeightedReward
 from specrej.contracts.errors import Violation
 from specrej.contracts.validation import (
     MAX_BATCH,
     MAX_MESSAGE_BYTES,
     MAX_PUBLIC_MESSAGE_BYTES,
+    check_rewards,
     check_schedule,
 )
 from specrej.security import Credentials, check_credentials, is_loopback
 from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
 
 Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]
-ENV_PREFIX = "SPECREJ_ORCHESTRATOR_"
 
 
-class RedisSettings(BaseSettings):
-    """Address and credentials of Redis, for the orchestrator and `specrej cache`."""
-
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True)
-
-    redis_url: str = Field(
-        "",
-        description="Redis for final answers, with redis-py's options such as"
-        " rediss://USER@HOST:PORT?ssl_ca_certs=FILE; empty: no cache",
-    )
-    redis_password_file: str = Field(
-        "", description="file with the password, read again for every new connection"
-    )
-    cache_secret_file: str = Field(
-        "",
-        description="file with the secret of the cache's keys and values, 32 to 4096 bytes, the"
-        " same at all orchestrators of a Redis, read again when it changes; empty: none",
-    )
-
-    @field_validator("redis_password_file", "cache_secret_file")
-    @classmethod
-    def _is_a_file(cls, path: str) -> str:
-        if path and not Path(path).is_file():
-            raise ValueError("must be empty, or a file that is there")
-        return path
-
-    @field_validator("cache_secret_file")
-    @classmethod
-    def _secret_is_valid(cls, path: str) -> str:
-        try:
-            Secret(Path(path) if path else None)
-        except OSError as error:
-            raise ValueError(f"cannot be read: {error.strerror}") from None
-        return path
-
-    @model_validator(mode="after")
-    def _redis_can_be_used(self) -> Self:
-        check_access(self.redis_url, self.password_path)
-        return self
-
-    @property
-    def password_path(self) -> Path | None:
-        """The file with the password of Redis; None: there is none."""
-        return Path(self.redis_password_file) if self.redis_password_file else None
-
-    @property
-    def cache_secret(self) -> Secret:
-        """The secret of the cache's keys and values."""
-        return Secret(Path(self.cache_secret_file) if self.cache_secret_file else None)
-
-    @property
-    def exposes_cache(self) -> bool:
-        """Whether Redis is on another machine and the cache has no secret."""
-        host = urlsplit(self.redis_url).hostname
-        return bool(host) and not self.cache_secret_file and not is_loopback(host or "")
-
-
-class OrchestratorSettings(RedisSettings, ServiceSettings):
+class OrchestratorSettings(ServiceSettings):
     """The orchestrator: the public port and the run loop; holds no model.
 
     Every setting is a flag (--max-running 8) or an environment variable
     (SPECREJ_ORCHESTRATOR_MAX_RUNNING=8); flags win.
 
-    composites is a JSON list of named sets of rewards, such as
-      [{"name": "balanced", "rewards": [
-        {"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
-        {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}
-      ]}]
-    Its rewards are those of the reward service, or likelihood; not composites. Each has a weight
-    (default 1), a normalization of kind none, fixed or batch (default none), and vetoes candidates
-    with a raw value below veto_below (default: no veto). A composite hides a reward of its name.
+    default_rewards is a JSON list of rewards, such as
+      [{"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
+       {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}]
+    Each has a weight (default 1), a normalization of kind none, fixed or batch (default none), and
+    vetoes candidates with a raw value below veto_below (default: no veto).
     """
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
+    model_config = SettingsConfigDict(env_prefix="SPECREJ_ORCHESTRATOR_")
 
     port: Port = Field(50050, description="port to listen on; 0 picks a free one")
     max_message_bytes: MessageBytes = Field(
@@ -121,6 +60,19 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     backend_lost_s: Seconds = Field(
         10, description="seconds of silence after which a backend's sessions go elsewhere"
+    )
+    redis_url: str = Field(
+        "",
+        description="Redis for final answers, with redis-py's options such as"
+        " rediss://USER@HOST:PORT?ssl_ca_certs=FILE; empty: no cache",
+    )
+    redis_password_file: str = Field(
+        "", description="file with the password, read again for every new connection"
+    )
+    cache_secret_file: str = Field(
+        "",
+        description="file with the secret of the cache's keys and values, 32 to 4096 bytes, the"
+        " same at all orchestrators of a Redis, read again when it changes; empty: none",
     )
     cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, plus or minus 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
@@ -143,14 +95,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     max_deadline_s: Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         3600, description="seconds a request may take; longer deadlines are shortened to it"
     )
-    unread_s: Seconds = Field(
-        30,
-        description="seconds that the client of a stream may take to read an event; then the call "
-        "ends, once its run is over",
-    )
     least_bytes_s: Annotated[int, Field(ge=0, le=2**20)] = Field(
         1024,
-        description="bytes a second that the client of a stream must read, over unread_s of waiting"
+        description="bytes a second that the client of a stream must read, after 30 s of waiting"
         " for it; else the call ends, once its run is over; 0: any",
     )
     kept_records: Annotated[int, Field(ge=0, le=100_000)] = Field(
@@ -195,14 +142,48 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     vote_extractors: dict[str, str] = Field(
         {}, description='JSON of functions for votes by name, such as {"unit": "my_votes:unit"}'
     )
-    composites: tuple[Composite, ...] = Field(
-        (), description="JSON list of {name, rewards}: several rewards under one name"
+    default_rewards: tuple[WeightedReward, ...] = Field(
+        (),
+        description="JSON list of the rewards of requests that name none, which are summed; empty:"
+        " the reward service's first",
     )
-    default_reward: str = Field(
-        "",
-        description="reward or composite of requests that name none; empty: the reward service's "
-        "first",
-    )
+
+    @field_validator("redis_password_file", "cache_secret_file")
+    @classmethod
+    def _is_a_file(cls, path: str) -> str:
+        if path and not Path(path).is_file():
+            raise ValueError("must be empty, or a file that is there")
+        return path
+
+    @field_validator("cache_secret_file")
+    @classmethod
+    def _secret_is_valid(cls, path: str) -> str:
+        try:
+            Secret(Path(path) if path else None)
+        except OSError as error:
+            raise ValueError(f"cannot be read: {error.strerror}") from None
+        return path
+
+    @model_validator(mode="after")
+    def _redis_can_be_used(self) -> Self:
+        check_access(self.redis_url, self.password_path)
+        return self
+
+    @property
+    def password_path(self) -> Path | None:
+        """The file with the password of Redis; None: there is none."""
+        return Path(self.redis_password_file) if self.redis_password_file else None
+
+    @property
+    def cache_secret(self) -> Secret:
+        """The secret of the cache's keys and values."""
+        return Secret(Path(self.cache_secret_file) if self.cache_secret_file else None)
+
+    @property
+    def exposes_cache(self) -> bool:
+        """Whether Redis is on another machine and the cache has no secret."""
+        host = urlsplit(self.redis_url).hostname
+        return bool(host) and not self.cache_secret_file and not is_loopback(host or "")
 
     @property
     def backend_credentials(self) -> Credentials:
@@ -236,11 +217,11 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         _raise_if_any(check_schedule(schedule, "schedule") if schedule else ())
         return schedule
 
-    @field_validator("composites")
+    @field_validator("default_rewards")
     @classmethod
-    def _composites_are_valid(cls, composites: tuple[Composite, ...]) -> tuple[Composite, ...]:
-        _raise_if_any(check_composites(composites))
-        return composites
+    def _rewards_are_valid(cls, rewards: tuple[WeightedReward, ...]) -> tuple[WeightedReward, ...]:
+        _raise_if_any(check_rewards(rewards, "rewards"))
+        return rewards
 
 
 def _raise_if_any(violations: Iterable[Violation]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
@@ -27,20 +26,16 @@ async def toys() -> AsyncIterator[Stack]:
 
 
 def _settings() -> dict[str, str]:
-    """With the rewards of the examples and the composites of docs/rewards.md."""
+    """With the rewards of the examples."""
     rewards: list[dict[str, object]] = [{"name": name, "kind": "toy"} for name in _NAMES]
     coding = json.loads((ROOT / "examples/coding/rewards.json").read_text("utf-8"))
     # Also where there is no sandbox.
     rewards += [{**spec, "allow_unsandboxed": True} for spec in coding]
     rewards.append({"name": "schema", "kind": "schema"})
-    page = (ROOT / "docs/rewards.md").read_text("utf-8")
-    composites = re.search("^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", page, re.MULTILINE)
-    assert composites
     return {
         # A request for 4,000 tokens takes longer than any test waits.
         "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
         "SPECREJ_REWARD_REWARDS": json.dumps(rewards),
-        "SPECREJ_ORCHESTRATOR_COMPOSITES": composites[1],
         # The default of a quarter of a second is short on a busy machine.
         "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
     }

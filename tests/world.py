@@ -458,7 +458,6 @@ async def world(
     max_queued: int = 64,
     default_deadline_s: float | None = None,
     cache_options: Mapping[str, Any] | None = None,
-    unread_s: float = 30.0,
     server_settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
@@ -484,7 +483,7 @@ async def world(
             admission,
             **options,
         )
-        port = OrchestratorServicer(orchestrator, unread_s=unread_s).service()
+        port = OrchestratorServicer(orchestrator).service()
         address = await enter(
             listening(port, default_deadline_s=default_deadline_s, **(server_settings or {}))
         )

@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 from orchestrator.cache import Secret, answer_key
 from orchestrator.edge.calls import CallChecks
 from orchestrator.edge.extractors import Extract, extractor
-from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
+from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import AreValid, sampling_of
 from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
@@ -93,7 +93,7 @@ class Defaults:
     schedule: Schedule | None = None  # None: by the generator
     n: int = DEFAULT_N
     max_tokens: int = DEFAULT_MAX_TOKENS
-    reward: str = ""
+    rewards: tuple[WeightedReward, ...] = ()  # none: the first that is served
 
     def schedule_for(self, generator: GeneratorDescription) -> Schedule:
         """Where a step costs the same for one candidate as for many, a cut saves tokens of which
@@ -169,18 +169,15 @@ class Planner:
         self,
         generator: Generator,
         rewards: Rewards,
-        composites: Sequence[Composite] = (),
         defaults: Defaults = Defaults(),
         *,
         secret: Secret,
         extractors: Mapping[str, Extract] = MappingProxyType({}),
     ) -> None:
-        """`composites` hide rewards of their names. `secret`: of cache keys. `extractors`: the
-        functions of votes by name."""
+        """`secret`: of cache keys. `extractors`: the functions of votes by name."""
         self._extractors = extractors
         self._calls = CallChecks()
         self._secret = secret
-        self._composites = {composite.name: composite for composite in composites}
         self._defaults = defaults
         self._rewards = rewards
         self._generator = _LastDescription(generator.describe)
@@ -206,7 +203,6 @@ class Planner:
         request = self._defaults.filled(request, generator)
         problems = [*violations, *_check_against(generator, request)]
         named: Sequence[WeightedReward] = (_LIKELY,)
-        parts = [(0, _LIKELY)]
         served: dict[str, RewardDescription] = {}
         away: SpecrejError | None = None
         most = 0
@@ -215,31 +211,29 @@ class Planner:
             problems += check_logprobs(sampling_of(request), most)
             problems += self._check_vote(request.selection.vote)
             try:
-                named = request.selection.rewards or (WeightedReward(await self._default()),)
-                problems += check_expansion(named, self._composites, _REWARDS_PATH)
-                parts = expanded(named, self._composites)
-                if any(part.name != LIKELIHOOD for _, part in parts):
+                named = request.selection.rewards or await self._default()
+                if any(reward.name != LIKELIHOOD for reward in named):
                     served = {reward.name: reward for reward in await self._served.get()}
             except _AWAY as error:
-                away, named, parts = error, (_LIKELY,), [(0, _LIKELY)]
-            problems += _check_batches(request, parts, most, served)
-            problems += _check_data(parts, served)
+                away, named = error, (_LIKELY,)
+            problems += _check_batches(request, named, most, served)
+            problems += _check_data(named, served)
         raise_if_any(problems)
         are_valid = await self._calls.of(request.prompt)
         check_prompt_bytes(request.prompt, generator.max_prompt_bytes, generator.context_tokens)
         if away and not request.allow_degraded:
             raise away
         adapter = _adapter(request, generator)
-        for index, part in parts:
-            self._check_served(part.name, named[index].name, served)
-        rewards = [replace(part, data=_one_spelling(part.data)) for _, part in parts]
+        rewards = [replace(reward, data=_one_spelling(reward.data)) for reward in named]
+        for reward in rewards:
+            if reward.name not in (*served, LIKELIHOOD):
+                raise _unknown(reward.name, (*served, LIKELIHOOD), _REWARDS_PATH)
         ordered = sorted(rewards, key=attrgetter("name"))
-        places = {reward: index for (index, _), reward in zip(parts, rewards, strict=True)}
         planned = _as_run(replace(request, model=adapter), generator, ordered)
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),
-            scorers=tuple(self._scorer(r, places[r], served.get(r.name)) for r in ordered),
+            scorers=tuple(self._scorer(r, rewards.index(r), served.get(r.name)) for r in ordered),
             candidate_tokens=_candidate_tokens(request, most, generator),
             grown_tokens=_grown_tokens(request, most, generator),
             tenant=tenant,
@@ -263,7 +257,7 @@ class Planner:
     def _scorer(
         self, reward: WeightedReward, index: int, served: RewardDescription | None
     ) -> Scorer:
-        """The scorer of a reward, which is the one at `index` in the request, or a part of it."""
+        """The scorer of a reward, which is the one at `index` in the request."""
         if reward.name == LIKELIHOOD:
             return LikelihoodScorer()
         path = f"{_REWARDS_PATH}[{index}]."
@@ -294,10 +288,9 @@ class Planner:
             Unavailable, Overloaded, InternalError: the rewards were never described.
         """
         served = {reward.name: reward for reward in await self._served.get()}
-        name = name or await self._default()
+        name = name or (await self._default())[0].name
         if name not in served:
-            text = f'unknown reward "{name}"; available: {", ".join(served)}'
-            raise NotFound(text, metadata={"field": "reward"})
+            raise _unknown(name, served, "reward")
         problems = [*check_prompt(prompt), *check_data(data, "data")]
         if data and not served[name].takes_data:
             problems.append(Violation("data", f"must be empty: {name} takes none"))
@@ -312,33 +305,19 @@ class Planner:
         return name, prompt if served[name].takes_images else prompt.without_images
 
     async def reward_names(self) -> tuple[str, ...]:
-        """Names that a request may use, the default first."""
-        available = self._names(reward.name for reward in await self._served.get())
-        return tuple(sorted(available, key=lambda name: name != self._defaults.reward))
+        """Names that a request may use, the first default first."""
+        first = [reward.name for reward in self._defaults.rewards[:1]]
+        served = [reward.name for reward in await self._served.get()]
+        return tuple(dict.fromkeys((*first, *served, LIKELIHOOD)))
 
-    async def _default(self) -> str:
-        """The reward of requests that name none."""
-        if self._defaults.reward:
-            return self._defaults.reward
+    async def _default(self) -> tuple[WeightedReward, ...]:
+        """The rewards of requests that name none."""
+        if self._defaults.rewards:
+            return self._defaults.rewards
         served = await self._served.get()
         if not served:
             raise Unavailable("a reward service serves no reward")
-        return served[0].name
-
-    def _check_served(
-        self, name: str, requested: str, served: Mapping[str, RewardDescription]
-    ) -> None:
-        """Raises NotFound: reward `name`, perhaps of composite `requested`, does not exist."""
-        if name == LIKELIHOOD or name in served:
-            return
-        what = f'unknown reward "{name}"'
-        if requested in self._composites:
-            what += f' of composite "{requested}"'
-        available = ", ".join(self._names(served))
-        raise NotFound(f"{what}; available: {available}", metadata={"field": _REWARDS_PATH})
-
-    def _names(self, served: Iterable[str]) -> list[str]:
-        return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
+        return (WeightedReward(served[0].name),)
 
 
 class _LastDescription(Generic[T]):
@@ -377,6 +356,11 @@ async def _placed(
         yield session
 
 
+def _unknown(name: str, available: Iterable[str], field: str) -> NotFound:
+    text = f'unknown reward "{name}"; available: {", ".join(available)}'
+    return NotFound(text, metadata={"field": field})
+
+
 def _no_vote(_: str) -> None:
     return None
 
@@ -386,12 +370,12 @@ def _one_spelling(data: str) -> str:
 
 
 def _check_data(
-    parts: Sequence[tuple[int, WeightedReward]], served: Mapping[str, RewardDescription]
+    rewards: Sequence[WeightedReward], served: Mapping[str, RewardDescription]
 ) -> Iterator[Violation]:
-    for index, part in parts:
-        if part.data and not (part.name in served and served[part.name].takes_data):
+    for index, reward in enumerate(rewards):
+        if reward.data and not (reward.name in served and served[reward.name].takes_data):
             path = f"{_REWARDS_PATH}[{index}].data"
-            yield Violation(path, f"must be empty: {part.name} takes none")
+            yield Violation(path, f"must be empty: {reward.name} takes none")
 
 
 def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
@@ -506,12 +490,12 @@ def _capacity(generator: GeneratorDescription) -> int:
 
 def _check_batches(
     request: GenerationRequest,
-    parts: Sequence[tuple[int, WeightedReward]],
+    rewards: Sequence[WeightedReward],
     n: int,
     served: Mapping[str, RewardDescription],
 ) -> Iterator[Violation]:
     """Every reward must accept all candidates in one batch; `n` is the most there may be."""
-    for index, reward in parts:
+    for index, reward in enumerate(rewards):
         limit = served[reward.name].max_batch if reward.name in served else n
         if n > limit:
             path = f"{_REWARDS_PATH}[{index}]" if request.selection.rewards else "selection.n"

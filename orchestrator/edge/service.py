@@ -20,7 +20,6 @@ from orchestrator.cache import Answers, Cache, tenant_digest
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.extractors import Extract
 from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards, characters_to_tokens
-from orchestrator.loop.composition import Composite
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run, spec_of
 from orchestrator.loop.scoring import checked
@@ -64,20 +63,16 @@ class Orchestrator:
         admission: Admission,
         *,
         defaults: Defaults = Defaults(),  # noqa: B008
-        composites: Sequence[Composite] = (),
         extractors: Mapping[str, Extract] = MappingProxyType({}),
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
     ) -> None:
-        """`composites` must be valid. `extractors`: functions of votes by name. `log_texts`: a
-        request's log line has its prompt and its answer.
-        """
+        """`extractors`: functions of votes by name. `log_texts`: a request's log line has its
+        prompt and its answer."""
         self._defaults = defaults
         secret = cache.secret
-        self._planner = Planner(
-            generator, rewards, composites, defaults, secret=secret, extractors=extractors
-        )
+        self._planner = Planner(generator, rewards, defaults, secret=secret, extractors=extractors)
         self._totals: Counter[str] = Counter()  # fields of ServiceDescription
         self._generator = generator
         self._rewards = rewards

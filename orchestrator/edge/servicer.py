@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
@@ -33,7 +32,7 @@ from specrej.v1 import orchestrator_pb2_grpc
 # before all of those but the newest lose theirs.
 _FEW_EVENTS = 16
 _MAX_SIZE = 131_072
-_SLOW_S = 1.0  # a write that takes as long waits for the reader, not for the event loop
+_UNREAD_S = 30.0  # that a reader may wait, besides the time of its bytes
 _MAX_LISTED = 64  # records of one reply
 
 
@@ -97,13 +96,10 @@ def _shortened(event: Event) -> Event:
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """`specrej.v1.OrchestratorService`."""
 
-    def __init__(
-        self, orchestrator: Orchestrator, *, unread_s: float = 30.0, least_bytes_s: int = 1024
-    ) -> None:
-        """A stream whose client does not read for `unread_s` seconds, or in so many seconds of
-        waiting less than `least_bytes_s` bytes a second, ends once its run is over."""
+    def __init__(self, orchestrator: Orchestrator, *, least_bytes_s: int = 1024) -> None:
+        """A stream whose client reads less than `least_bytes_s` bytes a second (0: any) ends once
+        its run is over."""
         self._orchestrator = orchestrator
-        self._unread_s = unread_s
         self._least_bytes_s = least_bytes_s
 
     def service(self) -> Service:
@@ -130,7 +126,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         run.add_done_callback(lambda _: unread.end())
         try:
             is_first, sent = True, ""
-            waited_s, num_bytes = 0.0, 0
+            left_s = _UNREAD_S if self._least_bytes_s else math.inf
             while event := await unread.next():
                 if isinstance(event, TextDelta):
                     sent += event.text
@@ -141,28 +137,19 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                     is_first = False
                     await context.send_initial_metadata(())
                 began_s = time.monotonic()
+                left_s += message.ByteSize() / max(1, self._least_bytes_s)
                 try:
-                    async with asyncio.timeout(self._unread_s):
+                    async with asyncio.timeout(left_s):
                         await context.write(message)
                 except TimeoutError:
-                    await self._end(run, unread, f"did not read for {self._unread_s:g} s")
-                took_s = time.monotonic() - began_s
-                waited_s += took_s if took_s > _SLOW_S else 0.0
-                num_bytes += message.ByteSize()
-                if waited_s > self._unread_s:
-                    if num_bytes < waited_s * self._least_bytes_s:
-                        less = f"read less than {self._least_bytes_s} bytes a second"
-                        await self._end(run, unread, less)
-                    waited_s, num_bytes = 0.0, 0
+                    unread.clear()
+                    await asyncio.wait({run})  # equal requests may wait for its answer
+                    less = f"the client read less than {self._least_bytes_s} bytes a second"
+                    raise Cancelled(less) from None
+                left_s -= time.monotonic() - began_s
             await run
         finally:
             await ended(run)
-
-    async def _end(self, run: asyncio.Task[None], unread: _Unread, why: str) -> NoReturn:
-        """End a stream; equal requests may wait for the answer of its run."""
-        unread.clear()
-        await asyncio.wait({run})
-        raise Cancelled(f"the client {why}") from None
 
     async def Score(  # noqa: N802
         self, request: pb.OrchestratorServiceScoreRequest, context: Context

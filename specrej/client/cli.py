@@ -71,7 +71,6 @@ _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
     "pull": ("server", ("specrej_models.hub",), "fetch models of a hub by their names"),
     "plan": ("server", ("generator_service.budget",), "compute slots, N and settings of a model"),
-    "cache": ("server", ("orchestrator.cache.admin",), "list or purge stored answers"),
     "experiment": ("", ("experiments",), "find N, alpha and the first cut for your models"),
 }
 

@@ -433,7 +433,7 @@ class Selection:
     algorithm: Algorithm = option(Algorithm.SPECULATIVE_REJECTION, "How the best is found.")
     rewards: tuple[WeightedReward, ...] = option(
         (),
-        "A reward or composite, repeatable: a weighted sum. Candidates with a value below veto are "
+        "A reward, repeatable: a weighted sum. Candidates with a value below veto are "
         "rejected; mean and deviation, or those of the batch, normalize the values.",
     )
     return_candidates: int = option(

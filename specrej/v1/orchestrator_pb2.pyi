@@ -459,7 +459,7 @@ Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
 
 @_typing.final
 class WeightedReward(_message.Message):
-    """One reward in a weighted sum, or a composite: several that the server has under one name."""
+    """One reward in a weighted sum."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,14 +470,12 @@ class WeightedReward(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"likelihood" (the generator's own mean log-likelihood), or a name that Describe lists. A
-    composite is replaced by its rewards, their weights multiplied by this one.
-    """
+    """"likelihood" (the generator's own mean log-likelihood), or a name that Describe lists."""
     weight: _builtins.float
     """Its weight; -1000000 .. 1000000, not 0; default 1."""
     veto_below: _builtins.float
     """Candidates with a raw value below this are rejected at the decision token, whatever the other
-    rewards; -1e12 .. 1e12; absent: never. Not for composites.
+    rewards; -1e12 .. 1e12; absent: never.
     """
     stage: Global___RewardStage.ValueType
     """When it counts; absent: both. If no reward counts in cuts, nothing is rejected for its rank. At
@@ -489,9 +487,7 @@ class WeightedReward(_message.Message):
     """
     @_builtins.property
     def normalization(self) -> Global___Normalization:
-        """Applied to the values before they are weighted; absent: none. Not for composites, whose rewards
-        have their own.
-        """
+        """Applied to the values before they are weighted; absent: none."""
 
     def __init__(
         self,
@@ -614,9 +610,7 @@ class Selection(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedReward]:
-        """The reward, or up to 8 to be summed; each name once, also after composites are replaced by their
-        rewards; absent: the server's default.
-        """
+        """The reward, or up to 8 to be summed; each name once; absent: the server's default."""
 
     @_builtins.property
     def branching(self) -> Global___Branching:
@@ -1061,9 +1055,7 @@ class RankedCandidate(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Each reward's raw value, in the order of the request's rewards with composites replaced by their
-        rewards; 1 to 8 of them. NaN: the reward counts at the end only, and did not score a vetoed answer.
-        """
+        """Each reward's raw value, in the order of the request's rewards; 1 to 8 of them. NaN: the reward counts at the end only, and did not score a vetoed answer."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -1569,7 +1561,7 @@ class OrchestratorServiceScoreRequest(_message.Message):
     UNFINISHED_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
-    """A reward's name, as in Describe, no composite and not likelihood; empty: the default."""
+    """A reward's name, as in Describe, not likelihood; empty: the default."""
     unfinished: _builtins.bool
     """Whether they are the beginnings of answers."""
     data: _builtins.str
@@ -1964,7 +1956,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the rewards and composites that requests can use; the first is the default."""
+        """Names of the rewards that requests can use, the first default first."""
 
     @_builtins.property
     def default_schedule(self) -> Global___Schedule:

@@ -79,9 +79,10 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
         assert "toy" in await shell("Rotate a token", variables, tmp_path)
         await shell("Rotate a certificate", variables, tmp_path)
         assert pair.cert.read_bytes() == successor.cert.read_bytes()
-        assert '"purged": 1' in await shell("Drop a tenant", variables, tmp_path)
+        await shell("Drop a tenant", variables, tmp_path)
         with pytest.raises(Unauthenticated):
             await client.generate("why?", n=2, max_tokens=16)
-        assert await shell("Answers in the cache are wrong", variables, tmp_path)
+        told = await shell("Answers in the cache are wrong", variables, tmp_path)
+        assert told.startswith("1 answers deleted")
         await shell("Drain one generator", variables, tmp_path)
         await until(lambda: not psutil.pid_exists(int(variables["GENERATOR"])))

@@ -122,7 +122,8 @@ async def test_answers_become_turns(client: Any, orchestrator: FakeOrchestrator)
     script(orchestrator, ALL)
     answer = await client.messages.create(**FIELDS)
     results: list[Any] = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": "wet"} for call in CALLS
+        {"type": "tool_result", "tool_use_id": call.id, "content": "wet", "is_error": is_error}
+        for call, is_error in zip(CALLS, (False, True), strict=True)
     ]
     last = {"role": "user", "content": [*results, {"type": "text", "text": "Well?"}]}
     turns = [*ASK, {"role": "assistant", "content": answer.content}, last]
@@ -132,7 +133,8 @@ async def test_answers_become_turns(client: Any, orchestrator: FakeOrchestrator)
         c.Message("system", "Be brief."),
         c.Message("user", "How is the weather?"),
         c.Message("assistant", "Let me see.", CALLS),
-        *(c.Message("tool", "wet", tool_call_id=call.id) for call in CALLS),
+        c.Message("tool", "wet", tool_call_id=CALLS[0].id),
+        c.Message("tool", "Error: wet", tool_call_id=CALLS[1].id),
         c.Message("user", "Well?"),
     )
 

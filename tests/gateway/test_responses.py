@@ -84,6 +84,8 @@ async def test_events_have_the_whole_response(
     assert [item.id for item in final.output] == [item.id for item in whole.output]
     assert (whole.id, whole.status, whole.output_text) == ("resp_r1", "completed", parts.content)
     assert whole.usage and whole.usage.total_tokens == 12 and whole.usage == final.usage
+    reasoning = whole.usage.output_tokens_details.reasoning_tokens
+    assert reasoning == (1 if parts is ALL else 0), "12 of 67 characters, of 3 tokens"
     script(orchestrator, parts, finish=c.FinishReason.LENGTH)
     cut = await client.responses.create(**FIELDS)
     assert cut.status == "incomplete" and cut.incomplete_details

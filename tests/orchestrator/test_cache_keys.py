@@ -213,7 +213,7 @@ def test_equal_requests_have_one_key(first: GenerationRequest, second: Generatio
 def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against readable prompts or tenants, and keys that a tenant's name could forge."""
     key = key_of(request(prompt), tenant, generator=fingerprint)
-    # `specrej cache purge` finds a tenant's keys by its hash.
+    # Operators find a tenant's keys by its hash.
     shape = rf"v{FORMAT_VERSION}:{hashed_tenant(tenant, SECRET)}:[^:]*:w:a2:[0-9a-f]{{64}}"
     assert re.fullmatch(f"specrej:{shape}", key)
     assert re.fullmatch(f"specrej:flight:{shape}", lock_key(key))

@@ -1,26 +1,18 @@
-"""How several rewards become one score: normalisation, weights, vetoes and composites."""
+"""How several rewards become one score: normalisation, weights and vetoes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.loop.composition import (
-    Composite,
-    check_composites,
-    check_expansion,
-    combine,
-    expanded,
-)
+from orchestrator.loop.composition import combine
 from specrej.contracts import Normalization, WeightedReward
 from specrej.contracts.errors import RewardInvalid
-from specrej.contracts.validation import MAX_REWARDS
 
 # Raw values of each candidate, one per reward, and the rewards.
 ScoredValues = tuple[dict[int, tuple[float, ...]], list[WeightedReward]]
@@ -141,74 +133,3 @@ def test_a_sum_that_is_not_finite_is_refused(values: Mapping[int, Sequence[float
     """Guards against ranking by infinity, and against OverflowError as INTERNAL."""
     with pytest.raises(RewardInvalid, match="not finite"):
         combine(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
-
-
-# Composites
-
-HELPFUL = WeightedReward("helpful", 0.5, Normalization("fixed", 0.2, 1.1))
-HARMLESS = WeightedReward("harmless", -3.0, BATCH, veto_below=-1.0)
-BALANCED = Composite("balanced", (HELPFUL, HARMLESS))
-COMPOSITES = {"balanced": BALANCED, "strict": Composite("strict", (WeightedReward("harmless"),))}
-
-
-def test_a_composite_is_replaced_by_its_rewards() -> None:
-    """Guards against lost weights and wrong indices of the caller's rewards."""
-    named = [WeightedReward("likelihood"), WeightedReward("balanced", 2.0), WeightedReward("other")]
-    assert expanded(named, COMPOSITES) == [
-        (0, named[0]),
-        (1, replace(HELPFUL, weight=1.0)),
-        (1, replace(HARMLESS, weight=-6.0)),
-        (2, named[2]),
-    ]
-    assert list(check_expansion(named, COMPOSITES, "rewards")) == []
-
-
-@pytest.mark.parametrize(
-    ("named", "fields", "description"),
-    [
-        ([WeightedReward("balanced", normalization=BATCH)], ["rewards[0].normalization"], "absent"),
-        (
-            [WeightedReward("other"), WeightedReward("balanced", veto_below=0.0)],
-            ["rewards[1].veto_below"],
-            "composite balanced",
-        ),
-        ([WeightedReward("balanced"), WeightedReward("helpful")], ["rewards"], "helpful"),
-        ([WeightedReward("balanced"), WeightedReward("strict")], ["rewards"], "harmless"),
-        (
-            [WeightedReward("balanced"), *(WeightedReward(str(n)) for n in range(MAX_REWARDS - 1))],
-            ["rewards"],
-            "at most 8",
-        ),
-    ],
-)
-def test_invalid_uses_of_composites_are_violations(
-    named: list[WeightedReward], fields: list[str], description: str
-) -> None:
-    """Guards against a veto that is dropped, a reward counted twice, and sums without a bound."""
-    violations = list(check_expansion(named, COMPOSITES, "rewards"))
-    assert [violation.field for violation in violations] == fields
-    assert description in violations[0].description
-
-
-@pytest.mark.parametrize(
-    ("composite", "field"),
-    [
-        (Composite("", (HELPFUL,)), "''.name"),
-        (Composite("Balanced", (HELPFUL,)), "'Balanced'.name"),
-        (Composite("b\n", (HELPFUL,)), "'b\\n'.name"),
-        (Composite("b" * 65, (HELPFUL,)), f"'{'b' * 65}'.name"),
-        (Composite("likelihood", (HELPFUL,)), "'likelihood'.name"),
-        (Composite("strict", (HELPFUL,)), "'strict'.name"),
-        (Composite("b", ()), "'b'.rewards"),
-        (Composite("b", (HELPFUL, HELPFUL)), "'b'.rewards"),
-        (Composite("b", tuple(WeightedReward(str(n)) for n in range(9))), "'b'.rewards"),
-        (Composite("b", (WeightedReward("c", veto_below=math.nan),)), "'b'.rewards[0].veto_below"),
-        (Composite("b", (WeightedReward("strict"),)), "'b'.rewards[0].name"),
-        (Composite("b", (WeightedReward("b"),)), "'b'.rewards[0].name"),
-    ],
-)
-def test_invalid_composites_are_violations(composite: Composite, field: str) -> None:
-    """Guards against a composite that fails only when a request names it."""
-    strict = Composite("strict", (HARMLESS,))
-    fields = {violation.field for violation in check_composites([strict, composite])}
-    assert fields == {field}

@@ -1,4 +1,4 @@
-"""The public port: weighted rewards, composites, vetoes, and answers without a reward service."""
+"""The public port: weighted rewards, vetoes, and answers without a reward service."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Defaults, Planner
-from orchestrator.loop.composition import Composite
 from specrej.contracts import (
     GenerationRequest,
     Normalization,
     Prompt,
     RewardDescription,
     WeightedReward,
+    wire,
 )
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
@@ -97,33 +97,30 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
     assert (await unknown.plan(*arguments)).has_no_rewards
 
 
-MIXED = Composite(
-    "mixed",
-    (
-        WeightedReward("toy", 3.0, Normalization("fixed", 0.25, 0.125)),
-        WeightedReward("likelihood", -0.5, Normalization("batch")),
-        WeightedReward("other", 1.0, veto_below=0.0),
-    ),
+MIXED = (
+    WeightedReward("toy", 3.0, Normalization("fixed", 0.25, 0.125)),
+    WeightedReward("likelihood", -0.5, Normalization("batch")),
+    WeightedReward("other", 1.0, veto_below=0.0),
 )
 
 
 @pytest.mark.parametrize(
-    ("default_reward", "described_names"),
+    ("default", "described_names"),
     [
-        ("", ["toy", "other", "mixed", "likelihood"]),
-        ("mixed", ["mixed", "toy", "other", "likelihood"]),
-        ("other", ["other", "toy", "mixed", "likelihood"]),
-        ("likelihood", ["likelihood", "toy", "other", "mixed"]),
+        ((), ["toy", "other", "likelihood"]),
+        (MIXED, ["toy", "other", "likelihood"]),
+        ((WeightedReward("other"),), ["other", "toy", "likelihood"]),
+        ((WeightedReward("likelihood"),), ["likelihood", "toy", "other"]),
     ],
 )
-async def test_the_default_reward_is_used_and_described_first(
-    default_reward: str, described_names: list[str]
+async def test_the_default_rewards_are_used_and_described_first(
+    default: tuple[WeightedReward, ...], described_names: list[str]
 ) -> None:
-    async with world(composites=[MIXED], defaults=Defaults(reward=default_reward)) as service:
+    async with world(defaults=Defaults(rewards=default)) as service:
         without_names = await service.answer(small_request(selection=ALL))
-        named = await service.answer(
-            small_request(selection=ALL | rewards((described_names[0], 1)))
-        )
+        given = [wire.to_message(reward, pb.WeightedReward) for reward in default]
+        selection = {"rewards": given} if default else rewards(("toy", 1))
+        named = await service.answer(small_request(selection=ALL | selection))
         described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
     assert generation(without_names) == generation(named)
     assert list(described.rewards) == described_names
@@ -138,15 +135,3 @@ async def test_raw_scores_are_in_the_callers_order(cached_service: World) -> Non
     for reply, index in ((generated, 1), (reversed_, 0)):
         assert reply.candidates[0].rewards[index] == reply.candidates[0].mean_logprob
         assert reply.candidates[0].rewards[index - 1] > 0
-
-
-async def test_an_unknown_reward_of_a_composite_is_not_found() -> None:
-    broken = Composite("broken", (WeightedReward("toy"), WeightedReward("nope")))
-    async with world(composites=[broken]) as service:
-        error = await service.refusal(small_request(selection=rewards(("broken", 1))))
-        assert error.code() is Code.NOT_FOUND
-        text = (
-            'unknown reward "nope" of composite "broken"; available: toy, other, broken, likelihood'
-        )
-        assert error.details() == text
-        assert service.generator.num_opened == 0

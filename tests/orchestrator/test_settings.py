@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from generator_service import __main__ as generator
 from generator_service.settings import GeneratorSettings
 from orchestrator import __main__ as orchestrator
-from orchestrator.loop.composition import Composite
 from orchestrator.settings import OrchestratorSettings
 from reward_service import __main__ as reward
 from reward_service.settings import RewardSettings
@@ -27,11 +25,6 @@ MAINS: dict[str, Callable[[], None]] = {
     "orchestrator": orchestrator.main,
     "reward": reward.main,
 }
-
-
-def composites(rewards: Sequence[object] = ({"name": "a"},), name: str = "balanced") -> str:
-    """The setting with one composite."""
-    return json.dumps([{"name": name, "rewards": rewards}])
 
 
 TOO_HIGH = "less than or equal to"
@@ -63,17 +56,16 @@ INVALID_OF_ORCHESTRATOR = [
     ('--default-schedule={"factor": 17}', "1.01 .. 16"),
     ('--default-schedule={"kind": "tokens", "tokens": [8, 8]}', "ascending"),
     ('--default-schedule={"frist": 8}', "Unexpected"),
-    ("--composites=balanced", "composites"),
-    (f"--composites={composites(name='Balanced')}", "'Balanced'.name must match"),
+    ("--default-rewards=balanced", "default_rewards"),
     (
-        f"--composites={composites([{'name': 'a', 'weight': 0}])}",
-        "'balanced'.rewards[0].weight must be -1e+06 .. 1e+06 and not 0",
+        '--default-rewards=[{"name": "a", "weight": 0}]',
+        "rewards[0].weight must be -1e+06 .. 1e+06 and not 0",
     ),
     (
-        f"--composites={composites([{'name': 'a', 'normalization': {'kind': 'bath'}}])}",
+        '--default-rewards=[{"name": "a", "normalization": {"kind": "bath"}}]',
         "Input should be 'none', 'fixed' or 'batch'",
     ),
-    (f"--composites={composites([{'name': 'a', 'wait': 2}])}", "Unexpected"),
+    ('--default-rewards=[{"name": "a", "wait": 2}]', "Unexpected"),
 ]
 INVALID_OF_GENERATOR = [
     ("--device=tpu", "auto|cpu|cuda"),
@@ -153,23 +145,21 @@ def test_a_password_of_redis_is_there_once(capsys: pytest.CaptureFixture[str]) -
 
 
 MANUAL = """
-[{"name": "balanced", "rewards": [
-  {"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
-  {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}
-]}]"""
+[{"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
+ {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}]"""
 
 
 @pytest.mark.parametrize("source", ["environment", "flag"])
-def test_the_composites_of_the_manual_are_accepted(
+def test_the_rewards_of_the_manual_are_accepted(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """From either source; a flag overrides the environment."""
     is_flag = source == "flag"
-    monkeypatch.setenv("SPECREJ_ORCHESTRATOR_COMPOSITES", "[]" if is_flag else MANUAL)
-    settings = load(OrchestratorSettings, ["--composites", MANUAL] if is_flag else [])
+    monkeypatch.setenv("SPECREJ_ORCHESTRATOR_DEFAULT_REWARDS", "[]" if is_flag else MANUAL)
+    settings = load(OrchestratorSettings, ["--default-rewards", MANUAL] if is_flag else [])
     helpful = WeightedReward("helpful", 1.0, Normalization("fixed", 0.2, 1.1))
     harmless = WeightedReward("harmless", 0.5, Normalization("batch"), -1.0)
-    assert settings.composites == (Composite("balanced", (helpful, harmless)),)
+    assert settings.default_rewards == (helpful, harmless)
     example = " ".join(MANUAL.split())
     assert example in " ".join((OrchestratorSettings.__doc__ or "").split())
 
