@@ -68,17 +68,20 @@ class Isolated:
         if not self._ask(*trial):
             raise RuntimeError(f"checks of kind {kind} do not work: see the log")
 
-    def checker(self, *data: str) -> Check:
+    def checker(self, *data: str, on_exceeded: Callable[[], None] = lambda: None) -> Check:
         """A check of texts with this data, for one request.
 
-        A text that exceeds the bounds fails. After some of them the request's other texts fail.
+        A text that exceeds the bounds fails, and `on_exceeded` is called. After some of them the
+        request's other texts fail.
         """
         num_ended = 0
 
         def check(*texts: str) -> bool:
             nonlocal num_ended
             holds = self._ask(*data, *texts) if num_ended < _MOST_ENDED else False
-            num_ended += holds is None
+            if holds is None:
+                num_ended += 1
+                on_exceeded()
             return bool(holds)
 
         return check

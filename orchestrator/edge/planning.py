@@ -219,7 +219,7 @@ class Planner:
             problems += _check_batches(request, named, most, served)
             problems += _check_data(named, served)
         raise_if_any(problems)
-        are_valid = await self._calls.of(request.prompt)
+        are_valid = await self._calls.of(request.prompt, tenant)
         check_prompt_bytes(request.prompt, generator.max_prompt_bytes, generator.context_tokens)
         if away and not request.allow_degraded:
             raise away

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -127,7 +128,7 @@ async def answer_of(
     if "time_left_s" in run_options:
         run_options["clock"] = generator.clock
     wanted = replace(request(len(texts), options.pop("max_tokens", 400), **options), prompt=asked)
-    checks = await CHECKS.of(asked)
+    checks = await CHECKS.of(asked, "a")
     try:
         return await answer(wanted, generator, scorer, are_valid=checks, **run_options)
     finally:
@@ -177,13 +178,34 @@ async def test_a_text_is_valid_unless_a_call_is_required() -> None:
     assert none.best.id == 0 and none.candidates[1].vetoed
 
 
-async def test_hostile_schemas_cost_a_bounded_time_and_veto() -> None:
-    """Guards the orchestrator against schemas that double their work with every reference."""
+def slow_tool() -> Tool:
+    """Its schema doubles the work with every reference."""
     definitions: dict[str, Any] = {"0": {"type": "string"}}
     for n in range(40):
         definitions[str(n + 1)] = {"anyOf": [{"$ref": f"#/$defs/{n}"}] * 2}
     schema = {"$defs": definitions, "properties": {"n": {"$ref": "#/$defs/40"}}}
-    tool = Tool("slow", parameters=json.dumps(schema))
+    return Tool("slow", parameters=json.dumps(schema))
+
+
+async def test_a_tenant_with_hostile_schemas_does_not_delay_others() -> None:
+    checks = CallChecks()
+
+    async def is_valid(tenant: str, tool: Tool) -> bool:
+        are_valid = await checks.of(replace(Prompt.from_user("?"), tools=(tool,)), tenant)
+        return await are_valid(AnswerParts(tool_calls=(ToolCall("x", tool.name, '{"n": 1}'),)))
+
+    assert not await is_valid("hostile", slow_tool())
+    assert await is_valid("usual", ADD)  # its process has started again
+    hostile = asyncio.create_task(is_valid("hostile", slow_tool()))
+    usual = asyncio.create_task(is_valid("usual", ADD))
+    await asyncio.wait({hostile, usual}, return_when=asyncio.FIRST_COMPLETED)
+    assert usual.done() and usual.result() and not hostile.done()
+    assert not await hostile
+
+
+async def test_hostile_schemas_cost_a_bounded_time_and_veto() -> None:
+    """Guards the orchestrator against schemas that double their work with every reference."""
+    tool = slow_tool()
     texts = [call("slow", {"n": n}) for n in range(7)]
     generation = await answer_of(HERMES, *texts, call("slow", {"n": "a"}), tools=(tool,))
     assert all(one.vetoed for one in generation.candidates)  # of the last one, it is not tried
