@@ -42,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui latency-vs-n tables experiments right docs clean
+.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui loadtest-report tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -189,8 +189,8 @@ loadtest: $(READY) ## one minute of load on the services of make up: make loadte
 loadtest-ui: $(READY) models ## Locust's page with our users and options; starts all services, or uses SPECREJ_ADDRESS
 	@$(BIN)/python -m loadtest $(ARGS)
 
-latency-vs-n: $(READY) models ## Locust with both algorithms at N = 1 .. 256, 20 minutes; CSV and a plot in build/latency-vs-n
-	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)
+loadtest-report: $(READY) models ## what answers cost and buy, by N and users: one page in build/loadtest, 12 minutes
+	@$(BIN)/python -m loadtest.report $(ARGS)
 
 tables: $(READY) ## write the figures of README and docs from the result files
 	@$(BIN)/python -m benchmarks.tables $(ARGS)

@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from deploy.local.processes import ProcessError, run_python
@@ -28,20 +29,35 @@ def main() -> None:
     given, more = parser.parse_known_args()
     page = ("--class-picker", "--web-host", HOST, "--web-port", str(given.web_port))
     try:
-        sys.exit(asyncio.run(run_locust(given.host, (*page, *more))))
+        sys.exit(asyncio.run(_show(given.host, (*page, *more))))
     except ProcessError as error:
         parser.exit(1, f"loadtest-ui: {error}\n")
 
 
-async def run_locust(address: str, arguments: Sequence[str]) -> int:
-    """Run Locust to its end, on services of its own without an address; its exit code."""
-    command = ("-m", "locust", "-f", str(_LOCUSTFILE), "--stop-timeout", "120", *arguments)
+async def _show(host: str, arguments: Sequence[str]) -> int:
+    async with serving(host) as address:
+        return await run_locust(address, arguments)
+
+
+@asynccontextmanager
+async def serving(address: str) -> AsyncIterator[str]:
+    """The address of a service: the given one, or without one that of all services, started here.
+
+    Raises:
+        ProcessError: they did not start.
+    """
     if address:
-        return await run_python((*command, "--host", address), address)
+        yield address
+        return
     print("starting the services", file=sys.stderr, flush=True)
     async with Stack() as stack:
-        address = stack.orchestrator_address
-        return await run_python((*command, "--host", address), address)
+        yield stack.orchestrator_address
+
+
+async def run_locust(address: str, arguments: Sequence[str]) -> int:
+    """Run Locust to its end; its exit code."""
+    command = ("-m", "locust", "-f", str(_LOCUSTFILE), "--stop-timeout", "120", *arguments)
+    return await run_python((*command, "--host", address), address)
 
 
 if __name__ == "__main__":

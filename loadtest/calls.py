@@ -14,31 +14,21 @@ import grpc
 
 from specrej.client.channel import open_blocking_channel
 from specrej.client.client import build_request
-from specrej.security import TENANT_METADATA, Credentials, watch_token
+from specrej.security import Credentials, watch_token
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
-class RoundEvent:
-    """A completed round: seconds since the previous round or the start, tokens generated in it."""
-
-    seconds: float
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: a status name, seconds, generated tokens (0 from the cache), rounds.
-
-    `admitted_s`: seconds to the first event of a stream, when its session was open; 0 without one.
-    """
+    """How a call ended: a status, seconds, generated tokens (0 from the cache), reward, and of each
+    round the seconds since the previous one or the start, and its tokens."""
 
     code: str
     seconds: float
     tokens: int = 0
+    reward: float = 0.0
     cached: bool = False
-    admitted_s: float = 0.0
-    rounds: tuple[RoundEvent, ...] = ()
+    rounds: tuple[tuple[float, int], ...] = ()
 
 
 class Caller:
@@ -54,58 +44,50 @@ class Caller:
         """Cancel all calls and disconnect."""
         self._channel.close()
 
-    def generate(self, prompt: str, started: float, tenant: str = "", **options: Any) -> Outcome:
+    def generate(self, prompt: str, started: float, **options: Any) -> Outcome:
         """Make a unary call; `started` is a reading of time.perf_counter()."""
         message = build_request(prompt, **options)
         try:
-            answer = self._stub.Generate(message, **self._arguments(tenant))
+            answer = self._stub.Generate(message, **self._arguments())
         except grpc.RpcError as error:
             return _failed(error, started)
         return _answered(answer, started)
 
-    def stream(self, prompt: str, started: float, tenant: str = "", **options: Any) -> Outcome:
+    def stream(self, prompt: str, started: float, **options: Any) -> Outcome:
         """Make a streaming call and time every round; stopping the greenlet cancels the call.
 
         Reads the stream to its status: otherwise the server would count the call as cancelled.
         """
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
-        rounds: list[RoundEvent] = []
-        previous, admitted_s, answer = started, 0.0, None
-        events = self._stub.GenerateStream(message, **self._arguments(tenant))
+        rounds: list[tuple[float, int]] = []
+        previous, answer = started, None
+        events = self._stub.GenerateStream(message, **self._arguments())
         try:
             for event in events:
                 now = time.perf_counter()
-                if event.HasField("admitted"):
-                    admitted_s = now - started
-                elif event.HasField("round_completed"):
+                if event.HasField("round_completed"):
                     tokens = event.round_completed.round.generated_tokens
-                    rounds.append(RoundEvent(now - previous, tokens))
+                    rounds.append((now - previous, tokens))
                     previous = now
                 elif event.HasField("finished"):
-                    answer = _answered(event.finished, started, admitted_s, rounds)
+                    answer = _answered(event.finished, started, rounds)
         except grpc.RpcError as error:
-            return answer or _failed(error, started, admitted_s, rounds)
+            return answer or _failed(error, started, rounds)
         finally:
             events.cancel()
         return answer or Outcome("NO_ANSWER", time.perf_counter() - started)
 
-    def _arguments(self, tenant: str) -> dict[str, Any]:
-        metadata = [(TENANT_METADATA, tenant)] if tenant else []
-        if self._token:
-            metadata.append(("authorization", f"Bearer {self._token.get()}"))
+    def _arguments(self) -> dict[str, Any]:
+        metadata = [("authorization", f"Bearer {self._token.get()}")] if self._token else []
         return {"timeout": self._timeout_s, "metadata": metadata}
 
 
-def _answered(
-    answer: Any, started: float, admitted_s: float = 0.0, rounds: Sequence[RoundEvent] = ()
-) -> Outcome:
+def _answered(answer: Any, started: float, rounds: Sequence[tuple[float, int]] = ()) -> Outcome:
     tokens = 0 if answer.cached else answer.usage.generated_tokens
     seconds = time.perf_counter() - started
-    return Outcome("OK", seconds, tokens, answer.cached, admitted_s, tuple(rounds))
+    return Outcome("OK", seconds, tokens, answer.score, answer.cached, tuple(rounds))
 
 
-def _failed(
-    error: Any, started: float, admitted_s: float = 0.0, rounds: Sequence[RoundEvent] = ()
-) -> Outcome:
+def _failed(error: Any, started: float, rounds: Sequence[tuple[float, int]] = ()) -> Outcome:
     seconds = time.perf_counter() - started
-    return Outcome(error.code().name, seconds, admitted_s=admitted_s, rounds=tuple(rounds))
+    return Outcome(error.code().name, seconds, rounds=tuple(rounds))

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from locust import events
 
-from loadtest import options, page, thresholds
+from loadtest import options, page
 from loadtest.users import StreamingUser, UnaryUser
 
 __all__ = ["StreamingUser", "UnaryUser"]
 
 events.init_command_line_parser.add_listener(options.add_options)  # type: ignore[no-untyped-call]
 events.init.add_listener(page.extend)  # type: ignore[no-untyped-call]
-events.quitting.add_listener(thresholds.judge)  # type: ignore[no-untyped-call]

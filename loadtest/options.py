@@ -42,21 +42,6 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def tenants(text: str) -> dict[str, float]:
-    """Weights by tenant: "acme=3,other" has the weights 3 and 1; "" has no tenant.
-
-    Raises:
-        ArgumentTypeError: a name is not plain ASCII, or a weight is not positive.
-    """
-    weights = {}
-    for part in text.split(",") if text.strip() else ():
-        name, _, weight = (piece.strip() for piece in part.partition("="))
-        if not (name.isascii() and name.replace("-", "").replace("_", "").isalnum()):
-            raise ArgumentTypeError("must be names with weights, such as acme=3,other=1")
-        weights[name] = _number(float, 1e-6)(weight or "1")
-    return weights
-
-
 def violations(values: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the options' values, given by name; other names are ignored."""
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False)
@@ -97,8 +82,19 @@ def _number(kind: Callable[[str], N], least: float, most: float = math.inf) -> C
 
 def add_options(parser: ArgumentParser) -> None:
     """Listener of Locust's `init_command_line_parser`."""
-    _add_load_options(parser)
-    _add_limits(parser)
+    parser.add_argument(
+        "--rate",
+        type=_number(float, 0),
+        default=0.0,
+        help="open loop: arrivals per second of each user, whether or not earlier requests are "
+        "answered; 0: each user waits for its answer",
+    )
+    parser.add_argument(
+        "--max-in-flight",
+        type=_number(int, 1),
+        default=1000,
+        help="open loop: most unanswered requests per user; further requests are missed",
+    )
     parser.add_argument(
         "--n",
         type=_checked(counts),
@@ -133,37 +129,5 @@ def add_options(parser: ArgumentParser) -> None:
         help="file with one prompt per line",
     )
     parser.add_argument(
-        "--tenants",
-        type=_checked(tenants),
-        default="",
-        help="weights of tenants, such as acme=3,other=1, where callers may name their tenant",
-    )
-    parser.add_argument(
         "--request-timeout", type=_number(float, 0.001), default=120.0, help="deadline in seconds"
     )
-
-
-def _add_load_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--rate",
-        type=_number(float, 0),
-        default=0.0,
-        help="open loop: arrivals per second of each user, whether or not earlier requests are "
-        "answered; 0: each user waits for its answer",
-    )
-    parser.add_argument(
-        "--max-in-flight",
-        type=_number(int, 1),
-        default=1000,
-        help="open loop: most unanswered requests per user; further requests are missed",
-    )
-
-
-def _add_limits(parser: ArgumentParser) -> None:
-    limits = parser.add_argument_group("limits", "the exit code is 1 if a limit is broken")
-    limits.add_argument("--max-p95-ms", type=float, help="latency of whole answers")
-    limits.add_argument("--max-first-round-p95-ms", type=float, help="time to the first round")
-    limits.add_argument("--max-failure-ratio", type=float, help="of calls; default: 0")
-    limits.add_argument("--max-late-ratio", type=float, help="open loop: sent late, or missed")
-    limits.add_argument("--min-goodput", type=float, help="answers within --slo-ms, per second")
-    limits.add_argument("--slo-ms", type=float, default=10_000, help="limit of a good answer")

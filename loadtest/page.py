@@ -1,20 +1,54 @@
-"""Checks of the forms that Locust's page sends."""
+"""What Locust's page has of ours: a tab with what answers cost and buy, and checks of its forms."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
 from flask import Response, jsonify, request
 
+from loadtest.bought import bought
 from loadtest.options import violations
 from specrej.security import is_loopback
+
+_KEY = "bought"
+_COLUMNS = {
+    "algorithm": "Algorithm",
+    "n": "N, candidates",
+    "users": "Users",
+    "answers": "Answers",
+    "reward": "Mean reward",
+    "tokens": "Tokens per answer",
+    "median_s": "Median, s",
+    "p95_s": "95 %, s",
+    "answers_per_s": "Answers per s",
+}
 
 
 def extend(environment: Any, **_: Any) -> None:
     """Listener of Locust's `init`; without a page, nothing."""
     if environment.web_ui:
         environment.web_ui.app.before_request(_check_form)
+        environment.web_ui.app.after_request(_add_bought)
+        columns = [{"key": key, "title": title} for key, title in _COLUMNS.items()]
+        environment.web_ui.template_args |= {
+            "extended_tabs": [{"title": "Reward and cost", "key": _KEY}],
+            "extended_tables": [{"key": _KEY, "structure": columns}],
+        }
+
+
+def _add_bought(response: Response) -> Response:
+    """Add the tab's rows to the statistics that the page polls."""
+    if request.endpoint == "locust.request_stats" and response.json:
+        rows = [
+            {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row}
+            for one in bought(response.json["stats"], response.json["user_count"])
+            for row in [asdict(one).items()]
+        ]
+        extended = [{"key": _KEY, "data": rows}]
+        response.set_data(jsonify({**response.json, "extendedStats": extended}).get_data())
+    return response
 
 
 def _check_form() -> Response | None:

@@ -21,18 +21,22 @@ from gevent.pool import Pool  # type: ignore[import-untyped]
 from locust import User, events, stats, task
 from locust.env import Environment
 
+from loadtest.bought import CALLS, Kind
 from loadtest.calls import Caller, Outcome
-from loadtest.thresholds import CALLS, Kind, rounded_ms
 from loadtest.workload import LoadRequest, poisson, requests
 from specrej.security import credentials_from
 
 # Must run before the first channel is created: otherwise one call blocks all users.
 grpc_gevent.init_gevent()
 
-# Locust's own two digits are up to 5 % off, and times are compared with limits.
-stats.bucket_response_time = rounded_ms
 
-DEFAULT_ADDRESS = "127.0.0.1:50050"
+def _rounded(response_time: float) -> int:
+    # Four digits: Locust's own two are up to 5 % off.
+    return round(float(f"{response_time:.4g}"))
+
+
+stats.bucket_response_time = _rounded
+
 LATE_S = 0.05  # a request that is sent later than this after it was due counts as late
 _MAX_PAUSE_S = 0.1  # of the closed loop, between an answer and the next request
 
@@ -89,7 +93,7 @@ class ApiUser(User):
         """Connect with the credentials of the command line's environment variables."""
         parsed: Any = self.environment.parsed_options
         self.caller = Caller(
-            self.host or DEFAULT_ADDRESS, parsed.request_timeout, **credentials_from(os.environ)
+            self.host or "127.0.0.1:50050", parsed.request_timeout, **credentials_from(os.environ)
         )
         self.requests = _test.requests(self.environment)
         self._pool = Pool(parsed.max_in_flight)
@@ -162,18 +166,16 @@ class ApiUser(User):
         self._pool.spawn(self._call, request, due)
 
     def _call(self, request: LoadRequest, started: float) -> None:
-        made = (request.prompt, started, request.tenant)
-        outcome = self.call(self.caller, *made, **request.options)
-        if outcome.admitted_s:
-            self.fire(Kind.ADMITTED, request, outcome.admitted_s)
-        for number, event in enumerate(outcome.rounds):
+        outcome = self.call(self.caller, request.prompt, started, **request.options)
+        for number, (seconds, tokens) in enumerate(outcome.rounds):
             kind = Kind.BETWEEN_ROUNDS if number else Kind.FIRST_ROUND
-            self.fire(kind, request, event.seconds, event.tokens)
+            self.fire(kind, request, seconds, tokens)
         if outcome.code != "OK":
             self.fire(Kind.FAILED, request, outcome.seconds, 0, CallFailed(outcome.code))
         else:
             kind = Kind.CACHED if outcome.cached else Kind.ANSWER
             self.fire(kind, request, outcome.seconds, outcome.tokens)
+            self.fire(Kind.REWARD, request, outcome.reward, outcome.tokens)
 
 
 class StreamingUser(ApiUser):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.options import BOTH, counts, read_prompts, tenants
+from loadtest.options import BOTH, counts, read_prompts
 from specrej.contracts import Algorithm, CacheControl, Options
 
 # Worker k uses seeds from k times this number, so that no two workers send equal requests.
@@ -19,11 +19,10 @@ _N = " n="
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A prompt and its options. `label` names the row of Locust's tables: algorithm, tenant, N."""
+    """A prompt and its options. `label` names the row of Locust's tables: algorithm and N."""
 
     label: str
     prompt: str
-    tenant: str
     options: Options
 
 
@@ -37,13 +36,11 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
         OSError, ValueError: the prompts cannot be read.
     """
     prompts, ns = read_prompts(Path(parsed.prompts)), counts(parsed.n)
-    weights = tenants(parsed.tenants) or {"": 1.0}
     cached = parsed.cache == "on"
     algorithms = tuple(Algorithm) if parsed.algorithm == BOTH else (Algorithm(parsed.algorithm),)
     number = worker * _SEEDS_PER_WORKER
     while True:
         number += 1
-        (tenant,) = random.Random(number).choices(list(weights), list(weights.values()))
         for algorithm in algorithms:
             n = n_of_step(ns, time.perf_counter() - started, parsed.step_seconds)
             options = Options(
@@ -55,8 +52,7 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
                 cache=CacheControl.USE if cached else CacheControl.BYPASS,
             )
             prompt = prompts[number % len(prompts)]
-            series = f"{algorithm.value} {tenant}".strip()
-            yield LoadRequest(f"{series}{_N}{n}", prompt, tenant, options)
+            yield LoadRequest(f"{algorithm.value}{_N}{n}", prompt, options)
 
 
 def poisson(per_second: float, seed: int | str) -> Iterator[float]:
@@ -72,9 +68,9 @@ def poisson(per_second: float, seed: int | str) -> Iterator[float]:
 
 
 def split_label(label: str) -> tuple[str, int]:
-    """Algorithm and tenant, and N, of a request's label."""
-    series, _, n = label.rpartition(_N)
-    return series, int(n)
+    """Algorithm and N of a request's label."""
+    algorithm, _, n = label.rpartition(_N)
+    return algorithm, int(n)
 
 
 def n_of_step(ns: tuple[int, ...], elapsed_s: float, step_s: float) -> int:

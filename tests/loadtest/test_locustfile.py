@@ -75,37 +75,33 @@ async def test_calls_that_hang_are_unfinished(rate: str) -> None:
 
 
 @pytest.mark.long
-async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> None:
+async def test_master_adds_up_its_workers(toys: Stack) -> None:
     """Requests, rounds and tokens of two workers come together."""
-    options = ("--processes", "2", "--algorithm", "both", "--max-p95-ms", "1", "--run-time", "6s")
+    options = ("--processes", "2", "--algorithm", "both", "--run-time", "6s")
     run = await locust(*USERS, *options, "--host", toys.orchestrator_address)
-    assert run.returncode == 1
-    assert "limit broken: p95 ms" in run.stderr
-    assert "goodput" in run.stderr
+    assert run.returncode == 0, run.stderr
     assert set(rows(run, "answer")) == {FAST, FULL}
     assert rows(run, "first round")[FAST]["num_requests"] > 0
 
 
 async def test_open_loop_counts_requests_it_did_not_send(toys: Stack) -> None:
     """Guards against an open loop that becomes a closed one when the service is slow."""
-    narrow = (*USERS, "--rate", "20", "--max-in-flight", "1", "--max-late-ratio", "0.01")
+    narrow = (*USERS, "--rate", "20", "--max-in-flight", "1")
     run = await locust(*narrow, "--host", toys.orchestrator_address)
-    assert run.returncode == 1
+    assert run.returncode == 0, run.stderr
     assert rows(run, "missed")
-    assert "limit broken: late ratio" in run.stderr
 
 
 @pytest.mark.long
 async def test_refusals_are_one_row_by_status_name(toys: Stack, tmp_path: Path) -> None:
-    """They break no limit that --max-failure-ratio allows."""
     limits = {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1", "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "0"}
     backends = {name: getattr(toys.ports, name) for name in ("generator", "reward", "redis")}
     narrow = Stack(replace(Ports.free(), **backends), environment=limits)
     program = narrow._replica(narrow._orchestrators[0])
     async with Processes([program], tmp_path, start_timeout_s=60):
         where = ("--host", narrow.orchestrator_address)
-        run = await locust(*USERS, *where, "--max-failure-ratio", "0.99")
-    assert run.returncode == 0, run.stderr
+        run = await locust(*USERS, *where)
+    assert run.returncode == 1, run.stderr
     assert " RESOURCE_EXHAUSTED" in run.stderr
     failed = rows(run, "failed")[FAST]
     assert failed["num_failures"] == failed["num_requests"] > 0

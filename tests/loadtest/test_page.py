@@ -19,7 +19,6 @@ import pytest_asyncio
 
 from deploy.local.stack import Ports, Stack
 from specrej import Client
-from specrej.security import TENANT_METADATA
 from tests.serving import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -61,9 +60,9 @@ async def send(url: str, headers: dict[str, str] | None = None, **form: object) 
         return json.load(response)
 
 
-async def test_forms_of_other_sites_and_bad_values_are_refused(toys: Stack, url: str) -> None:
-    """Guards against a page of another site that sends the token and a file to its own host, and
-    options that have no effect or no error."""
+async def test_forms_are_checked_and_rewards_are_shown(toys: Stack, url: str) -> None:
+    """Guards against a page of another site that sends the token and a file to its own host,
+    options that have no effect or no error, and answers without what they buy."""
     origin = {"Origin": "http://other.example"}
     for headers in (origin, origin | {"Host": "other.example"}):  # a name of 127.0.0.1
         with pytest.raises(HTTPError, match="403"):
@@ -73,16 +72,25 @@ async def test_forms_of_other_sites_and_bad_values_are_refused(toys: Stack, url:
     assert "alpha: must be a number, 0 to 0.999" in bad["message"]
     assert "max_tokens: must be a number" in bad["message"]
     where: dict[str, Any] = {"user_count": 2, "spawn_rate": 2, "host": toys.orchestrator_address}
-    options: dict[str, Any] = {"alpha": "0.25", "max_tokens": 24, "n": "4", "tenants": "acme=1"}
+    options: dict[str, Any] = {"alpha": "0.25", "max_tokens": 25, "n": "4"}
     started = await send(f"{url}/swarm", **where, **options)
     assert started["success"], started
 
-    async def has_answers() -> bool:
-        return bool((await send(f"{url}/stats/requests"))["total_rps"])
+    async def rewards() -> list[dict[str, Any]]:
+        (shown,) = (await send(f"{url}/stats/requests"))["extendedStats"]
+        return list(shown["data"])
 
-    await until(has_answers, every_s=0.2)
+    async def has_rewards() -> bool:
+        return bool(await rewards())
+
+    await until(has_rewards, every_s=0.2)
     await send(f"{url}/stop", now=1)
+    (row,) = await rewards()
     async with Client(toys.orchestrator_address) as client:
-        records = await client.records(metadata=[(TENANT_METADATA, "acme")])
-    assert {record.max_tokens for record in records} == {24}
-    assert {record.selection.alpha for record in records} == {0.25}
+        records = [
+            record for record in await client.records() if record.max_tokens == 25 and record.usage
+        ]
+    assert {(record.n, record.selection.alpha) for record in records} == {(4, 0.25)}
+    assert (row["algorithm"], row["n"]) == ("speculative-rejection", 4)
+    scores = [record.score for record in records]
+    assert min(scores) - 0.001 <= float(row["reward"]) <= max(scores) + 0.001

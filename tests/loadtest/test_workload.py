@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.options import OWN_PROMPTS, add_options, read_prompts, violations
-from loadtest.workload import LoadRequest, n_of_step, poisson, requests, split_label
+from loadtest.workload import LoadRequest, n_of_step, poisson, requests
 from specrej.contracts import Algorithm, CacheControl
 
 _USERS = """
@@ -87,23 +87,12 @@ def test_steps_use_each_n_in_order() -> None:
     assert [n_of_step((1, 4, 16), at_s, 10) for at_s in (0, 9.9, 10, 25, 99)] == [1, 1, 4, 16, 16]
 
 
-def test_tenants_send_by_their_weights() -> None:
-    """Both requests of a pair are one tenant's."""
-    sent = first(2_000, "--tenants", "acme=3, other", "--algorithm", "both")
-    assert 0.7 < sum(request.tenant == "acme" for request in sent) / len(sent) < 0.8
-    assert all(one.tenant == other.tenant for one, other in zip(sent[::2], sent[1::2], strict=True))
-    assert split_label(sent[0].label) == (f"speculative-rejection {sent[0].tenant}", 16)
-    assert {request.tenant for request in first(10)} == {""}
-
-
 def test_every_bad_value_of_a_form_is_reported(tmp_path: Path) -> None:
     """Guards against a value that stops Locust's users instead of being refused."""
     form = {"n": "0", "alpha": "nan", "max_tokens": "", "rate": "-1", "cache": "off"}
     form["prompts"] = str(tmp_path / "missing")
     assert [text.partition(":")[0] for text in violations({**form, "user_count": "?"})] == [*form]
-    assert not list(
-        violations({"n": "1,4", "alpha": "0", "tenants": "", "prompts": str(OWN_PROMPTS)})
-    )
+    assert not list(violations({"n": "1,4", "alpha": "0", "prompts": str(OWN_PROMPTS)}))
 
 
 def test_gaps_are_exponential() -> None:
