@@ -133,6 +133,38 @@ def test_dashboards_are_well_formed(path: Path) -> None:
             assert filtered == target["expr"].count("{"), panel["title"]
 
 
+def test_dashboards_show_zeros(busy: Scrape, tmp_path: Path) -> None:
+    """Guards against "No data", and against NaN for a share or a quantile of nothing: before
+    anything was counted, and while nothing is."""
+    counted = []
+    for name, values in busy.values.items():
+        for one in values:
+            labels = {**dict(one.labels), "instance": one.url}
+            selector = ",".join(f"{label}={json.dumps(text)}" for label, text in labels.items())
+            counted.append({"series": f"{name}{{{selector}}}", "values": "7x10"})
+    queries = [
+        expression.text
+        for expression in of_dashboards()
+        # Heatmaps are empty; without TLS there is no certificate, and none that expires.
+        if expression.legend not in ("", "{{le}}") and "certificate" not in expression.where
+    ]
+    assert len(queries) > 60
+    tests = [
+        {
+            "input_series": given,
+            "promql_expr_test": [
+                {"expr": wrong, "eval_time": "10m", "exp_samples": []}
+                for query in queries
+                for wrong in (f"vector(1) unless on() ({query})", f"({query}) != ({query})")
+            ],
+        }
+        for given in ([], counted)
+    ]
+    file = tmp_path / "queries.json"  # which is YAML, too
+    file.write_text(json.dumps({"tests": tests}))
+    promtool("test", "rules", str(file))
+
+
 # Rules
 
 
