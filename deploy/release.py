@@ -110,7 +110,7 @@ def _check_demo(tools: Path) -> None:
     lock = ROOT / "requirements-torch.lock"
     python = _environment("services", *index, "--no-deps", f"--requirement={lock}")
     torch = re.findall(r"^torch==\S+", lock.read_text(), re.MULTILINE)
-    packages = (f"{_wheel('specrej')}[embedded,cli]", _wheel("specrej_server"), *torch)
+    packages = (_wheel("specrej"), f"{_wheel('specrej_server')}[cpu]", *torch)
     python = _environment("services", *packages, tools=tools)
     os.environ["XDG_CACHE_HOME"] = str(SCRATCH / "cache")
     if "everything is stopped" not in _run(str(python.with_name("specrej")), "demo", cwd=SCRATCH):

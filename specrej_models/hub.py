@@ -210,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model in given.models:
             print(pull(model, with_code=given.with_code).directory)
     except ImportError as error:
-        parser.exit(1, f"specrej: {error.name} is not installed: pip install 'specrej[server]'\n")
+        way = "pip install 'specrej-server[cpu]'"
+        parser.exit(1, f"specrej: {error.name} is not installed: {way}\n")
     except (OSError, ValueError) as error:
         parser.exit(1, f"specrej: {error}\n")
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("orchestrator", "generator", "reward", "models", "generator-vllm")
+TARGETS = ("orchestrator", "generator", "reward", "models", "all", "generator-vllm")
 _PIP_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
 
 

@@ -65,13 +65,13 @@ _INTERRUPTED, _TERMINATED = 130, 143
 _EPILOG = """Exit codes: 0 done, 2 bad usage or request, 3 server unavailable, 4 deadline exceeded,
 5 overloaded, 6 missing or refused token, 130 interrupted, 143 terminated, 1 any other error."""
 
-# Commands of `python -m MODULE ...`: the extra they need, the module's arguments, and a help text.
-_FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "up": ("embedded", ("deploy.local", "up"), "run the whole service until Ctrl-C"),
-    "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
-    "pull": ("server", ("specrej_models.hub",), "fetch models of a hub by their names"),
-    "plan": ("server", ("generator_service.budget",), "compute slots, N and settings of a model"),
-    "experiment": ("", ("experiments",), "find N, alpha and the first cut for your models"),
+# Commands of `python -m MODULE ...`: the module's arguments, and a help text.
+_FORWARDED: dict[str, tuple[tuple[str, ...], str]] = {
+    "up": (("deploy.local", "up"), "run the whole service until Ctrl-C"),
+    "demo": (("deploy.local", "demo"), "start everything and answer one prompt"),
+    "pull": (("specrej_models.hub",), "fetch models of a hub by their names"),
+    "plan": (("generator_service.budget",), "compute slots, N and settings of a model"),
+    "experiment": (("experiments",), "find N, alpha and the first cut for your models"),
 }
 
 
@@ -101,10 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _forward(name: str, arguments: Sequence[str]) -> None:
     """Replace this process with `python -m MODULE`, for commands outside of this package."""
-    extra, (module, *rest), _ = _FORWARDED[name]
+    (module, *rest), _ = _FORWARDED[name]
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        way = f"pip install 'specrej[{extra}]'" if extra else "run this command in the repository"
+        in_wheel, in_checkout = "pip install 'specrej-server[cpu]'", "run it in the repository"
+        way = in_checkout if package == "experiments" else in_wheel
         _fail(f"{package} is not installed: {way}")
     os.execv(sys.executable, (sys.executable, "-m", module, *rest, *arguments))
 
@@ -246,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("completion", _completion, text)
     command.add_argument("shell", metavar="SHELL", help="bash, zsh, fish, tcsh or powershell")
 
-    for name, (_, _, text) in _FORWARDED.items():
+    for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
