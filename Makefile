@@ -62,7 +62,7 @@ up: $(READY) models $(if $(EDGE),$(ENVOY)) ## start all services until Ctrl-C; b
 example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
-frameworks: $(READY) models $(FRAMEWORKS) examples/frameworks/node_modules ## call the gateway from OpenAI's SDKs and five frameworks' agents
+frameworks: $(READY) $(FRAMEWORKS) examples/frameworks/node_modules ## let the agents of five frameworks do twenty tasks with toys
 	@$(BIN)/python -m examples.frameworks
 
 # A process that crashes fails the run: another one in its place can wait for tests forever.
