@@ -269,12 +269,12 @@ $(LLAMA): requirements-llama.txt
 # vLLM imports torchvision for every model of images. PyPI has it for CUDA's torch only; of that, the
 # part in Python works without its operators, which vLLM's processors do not use.
 $(VISION): $(VLLM)
-	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) torchvision==0.28.0
+	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install --upgrade --no-deps --target $(@D) torchvision==0.28.0
 	@: > $(@D)/torchvision/_meta_registrations.py
 	@touch $@
 
 $(SVG): examples/svg/requirements.txt $(READY)
-	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $(@D) --requirement $<
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --upgrade --no-deps --target $(@D) --requirement $<
 	@touch $@
 
 $(ROUTER):
