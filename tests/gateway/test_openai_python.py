@@ -272,27 +272,3 @@ async def test_an_agent_of_chats_calls_its_tools(client: AsyncOpenAI) -> None:
     ids = [turn["tool_call_id"] for turn in turns if turn["role"] == "tool"]
     assert len({*ids}) == 2
     assert message.content == "The result is 1!, 2!."
-
-
-async def test_an_agent_of_responses_calls_its_tools(client: AsyncOpenAI) -> None:
-    items: list[Any] = [{"role": "user", "content": STEPS}]
-    made: list[Any] = []
-    for _ in range(3):
-        async with client.responses.stream(
-            model=MODEL,
-            input=items,
-            tools=[{"type": "function", "strict": True, **ADD}],
-            reasoning={"effort": "none"},
-            extra_body={"seed": 5, **extra()},
-        ) as stream:
-            response = await stream.get_final_response()
-        items += response.output
-        for item in response.output:
-            if item.type == "function_call":
-                made.append(json.loads(item.arguments))
-                output = f"{len(made)}!"
-                items.append(
-                    {"type": "function_call_output", "call_id": item.call_id, "output": output}
-                )
-    assert made == [{"a": 1}, {"a": 2}]
-    assert response.output_text == "The result is 1!, 2!."
