@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 _STUDIES, _MEASURED = ROOT / "experiments/results", ROOT / "benchmarks/results"
 _REWARDS = ("relevance", "likelihood", "harmless")
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-_AHEAD = "ahead of Best-of-N at equal tokens (95 %)"
 Rows = Iterable[Sequence[object]]
 
 
@@ -95,24 +94,6 @@ def _judged() -> str:
         rows += [(name, *row) for row in study.drop(columns=study.columns[3]).to_numpy()]
     gains = ("gain over one answer", "Best-of-N's gain with equal tokens", "difference")
     return markdown(("chosen by", "judged by", *gains), rows)
-
-
-def _first_cuts() -> str:
-    """What the first cut gives at the default N, by the tokens of an answer."""
-    rows = []
-    for folder, limit in (("n16_100_prompts", 128), ("n16_20_prompts", 512)):
-        leads = {}
-        for name in _REWARDS:
-            study = studied(
-                f"{folder}/studies-{limit}-tokens-{name}.md", "The first decision token"
-            )
-            leads[name] = study.set_index("first decision token")[_AHEAD]
-        rows += [
-            (f"{limit}", first, *(leads[name][first] for name in _REWARDS))
-            for first in ("8", "16", "32", "64", "128")
-            if first in leads["relevance"]
-        ]
-    return markdown(("max_tokens", "first", *(f"ahead by {name}" for name in _REWARDS)), rows)
 
 
 def _pays() -> str:
@@ -227,7 +208,6 @@ _RATIO = "Best-of-N's tokens for equal reward"
 TABLES: dict[str, Callable[[], str]] = {
     "saved": _saved,
     "judged": _judged,
-    "first-cuts": _first_cuts,
     "pays": _pays,
     "best-of-n": _columns(
         "Best-of-N by relevance",

@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[2] / "docs/rewards.md"
 
 def recipes() -> dict[str, dict[str, Any]]:
     """By the last part of the model's name."""
-    (block,) = re.findall(r"### Recipes.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (block,) = re.findall(r"## Recipes.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     specs = json.loads(block)
     return {spec["directory"].split("/")[-1]: spec for spec in specs}
 
