@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import matplotlib
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
@@ -205,7 +204,6 @@ class Record:
     settings: Mapping[str, Any] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     unavailable: dict[tuple[str, int], str] = field(default_factory=dict)
-    load: pd.DataFrame | None = None  # of callers at the same time
 
     def resume(self, settings: Mapping[str, Any]) -> None:
         """Continue the file, if it exists; what was not available is tried again.
@@ -340,42 +338,6 @@ class Bench:
             line |= {"tokens": tokens, "prefilled": prefilled}
             answers.append(line | {"reward": reward, "second_judge": second, "text": text})
 
-    async def under_load(
-        self, items: Sequence[Item], max_tokens: int, callers: Sequence[int]
-    ) -> pd.DataFrame:
-        """Answers per second while so many callers wait for answers to all items, by turns."""
-        rows = []
-        for number, name in itertools.product(callers, self.systems):
-            rows.append(await self._load(name, self.ns[name][-1], items, max_tokens, number))
-            log(f"{rows[-1]}")
-        return pd.DataFrame(rows)
-
-    async def _load(
-        self, name: str, n: int, items: Sequence[Item], max_tokens: int, callers: int
-    ) -> dict[str, Any]:
-        waiting, seconds, texts = iter(items), list[float](), list[tuple[Item, str]]()
-
-        async def call() -> None:
-            for item in waiting:
-                began = time.perf_counter()
-                texts.append((item, (await self.systems[name](item, n, max_tokens)).text))
-                seconds.append(time.perf_counter() - began)
-
-        await asyncio.sleep(self.settle_s)
-        began = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(callers):
-                group.create_task(call())
-        took = time.perf_counter() - began
-        rewards = [(await self.judge(item.prompt, text))[0] for item, text in texts]
-        return {
-            **{"system": name, "n": n, "callers": callers},
-            "answers_per_s": round(len(texts) / took, 3),
-            "p50_s": round(float(np.quantile(seconds, 0.5)), 2),
-            "p95_s": round(float(np.quantile(seconds, 0.95)), 2),
-            "reward": round(float(np.mean(rewards)), 4),
-        }
-
 
 def main() -> None:
     """Measure and report; an interruption or a failure ends with a report, too."""
@@ -388,7 +350,6 @@ def main() -> None:
         systems=([*OURS, PEER], "systems to compare; name=N: at this N instead of the others"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
         limit=(120.0, "most seconds for an answer of a peer"),
-        callers=("", "such as 1,4,16: answers per second with so many callers, at the last n"),
         out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
     known = (*OURS, *ENDPOINT, PEER)
@@ -404,11 +365,7 @@ def main() -> None:
         interrupted = True
         log("interrupted: the same command continues")
     finally:
-        if record.load is not None:
-            lines = json.loads(record.load.to_json(orient="records"))
-            about = {"max_tokens": arguments.max_tokens, "reward": arguments.reward, "load": lines}
-            report("answers under load", [*record.load], record.load.to_numpy(), about)
-        elif record.answers or record.unavailable:
+        if record.answers or record.unavailable:
             _report(arguments, record)
     sys.exit(130 if interrupted else int(any(name in OURS for name, _ in record.unavailable)))
 
@@ -494,11 +451,7 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         least = {name: [of[0]] for name, of in ns.items()}
         await Bench(systems, least, judge, warm).answer(items[0], max_tokens=8)
         bench = Bench(systems, ns, judge, record)
-        items = items[: arguments.prompts]
-        if callers := [int(number) for number in arguments.callers.split(",") if number]:
-            record.load = await bench.under_load(items, arguments.max_tokens, callers)
-            return
-        for item in items:
+        for item in items[: arguments.prompts]:
             await bench.answer(item, arguments.max_tokens)
             record.store()
 

@@ -10,9 +10,7 @@ tests the checks themselves. It writes gpu-check.json:
   candidates, with random weights in the shape of a model;
 * verbs: the same tokens by calls of vLLM alone, one request with n = N, by turns, whole and with
   cuts to a half at a quarter and at a half of the tokens, and the processor time of this process
-  and vLLM's together, per step;
-* load: answers per second of 1 to 64 sessions at the same time, with cuts and whole;
-* slots_decide: rounds of a session whose N and rounds the slots decide.
+  and vLLM's together, per step.
 
 The bound of a step is the sum over its operators of the longer one of two times: for its bytes at
 the bandwidth of a large copy, and for its operations at the speed of a large product, both measured
@@ -99,7 +97,6 @@ def main() -> None:
         prompt=(128, "tokens of the prompt"),
         new=(128 if ON_CUDA else 32, "new tokens per candidate"),
         rounds=(3, "measurements of the verbs, of which the medians are reported"),
-        sessions=([1, 4, 16, 64] if ON_CUDA else [1, 4], "sessions at the same time"),
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
     )
@@ -161,8 +158,6 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments, roofline))
         result["verbs"] = [await _verbs(generator, n, arguments) for n in arguments.n]
-        result["load"] = await _load(generator, arguments)
-        result["slots_decide"] = await _memory(generator, arguments)
     finally:
         await generator.close()
 
@@ -371,49 +366,6 @@ def _processor_s() -> float:
     us = psutil.Process()
     times = [one.cpu_times() for one in (us, *us.children(recursive=True))]
     return float(sum(one.user + one.system for one in times))
-
-
-async def _load(generator: StockGenerator, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Answers per second of sessions at the same time, with cuts and without."""
-    n, new = arguments.n[0], arguments.new
-    cut = [(n, new // 4), (max(1, n // 2), new // 4), (max(1, n // 4), new - new // 2)]
-    points = []
-    for sessions in arguments.sessions:
-        log(f"{sessions} sessions at the same time")
-        point: dict[str, Any] = {"sessions": sessions, "n": n}
-        for name, plan in {"cut": cut, "whole": [(n, new)]}.items():
-            began = time.perf_counter()
-            async with asyncio.TaskGroup() as group:
-                for number in range(sessions):
-                    text = f"{number}{name}" + "z" * (arguments.prompt - 12)
-                    group.create_task(_by_verbs(generator, text, plan))
-            point[f"{name}_answers_per_s"] = round(sessions / (time.perf_counter() - began), 3)
-        points.append(point)
-    return points
-
-
-async def _memory(generator: StockGenerator, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A session whose N is left open, cut to a half whenever its slots are full."""
-    log("a session whose N the slots decide")
-    longest = (await generator.describe()).context_tokens - arguments.prompt
-    sampling = Sampling(min(4 * arguments.new, longest), seed=1, ignore_eos=True)
-    text, rounds = "m" * (arguments.prompt - 1), []
-    async with generator.open(SessionSpec(Prompt(text=text), 0, sampling, 1)) as session:
-        while True:
-            ended = await session.extend(sampling.max_tokens)
-            live = [one.id for one in ended.candidates if one.finish is None]
-            pruned = await session.prune(live[: -(-len(live) // 2)])
-            rounds.append(
-                {
-                    "tokens": ended.num_tokens,
-                    "ended_by": ended.ended_by.value,
-                    "live": len(ended.candidates),
-                    "slots": ended.slots.session,
-                    "freed": pruned.freed_slots,
-                }
-            )
-            if not live:
-                return rounds
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:

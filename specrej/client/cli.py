@@ -488,7 +488,7 @@ def _token(given: argparse.Namespace) -> None:
         except ValueError as error:
             _fail(f"--{error}", 2)
     made, line = new_token(given.tenant, given.role or (), given.expires)
-    print(line)
+    print(line, flush=True)  # no token whose line is lost
     note(made)
 
 

@@ -70,6 +70,7 @@ async def test_the_command_line(stack: Stack) -> None:
     assert good > bad
 
 
+@pytest.mark.long
 async def test_the_printed_structured_output(stack: Stack) -> None:
     """Guards against a command in docs/structured.md that fails; the toy has no JSON."""
     page = (ROOT / "docs" / "structured.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Faults of a real engine: out of memory in the middle of a request, a thread that ends or hangs.
+"""A real engine without memory in the middle of a request.
 
 The engine runs a tiny model of random weights with comparatively large keys and values, in a
 separate world. The invariant is checked there, with that world's reference answer.
@@ -7,29 +7,19 @@ separate world. The invariant is checked there, with that world's reference answ
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from deploy.local.stack import Stack
 from specrej.contracts import Schedule
-from specrej.server.serving import LIVENESS
 from tests.faults.case import Case, case
-from tests.faults.world import World, until, world
-from tests.serving import health_of
+from tests.faults.world import World, world
 
-# What breaks `broken_engine`.
-ENDS, HANGS = signal.SIGUSR1, signal.SIGUSR2
-
-_START_S = 60.0
 _LIMIT_S = 180.0
-_STUCK_S = 1.0
 _MIB = 1 << 20
 # 8 KiB of keys and values per token.
 _LAYERS, _WIDTH = 4, 256
@@ -41,13 +31,6 @@ _STARVING: Mapping[str, Any] = {
     "schedule": Schedule("tokens", tokens=(16,)),
 }
 _ROOM_MIB = 120
-_LONG: Mapping[str, Any] = {"n": 4, "max_tokens": 2000}
-
-
-class _BreakableStack(Stack):
-    """A stack whose generator a signal can break."""
-
-    modules: ClassVar = {**Stack.modules, "generator": "tests.faults.broken_engine"}
 
 
 @asynccontextmanager
@@ -62,7 +45,7 @@ async def engine_world(**environment: str) -> AsyncIterator[World]:
             "SPECREJ_GENERATOR_THREADS": "1",
             **environment,
         }
-        yield await undo.enter_async_context(world(variables, _BreakableStack))
+        yield await undo.enter_async_context(world(variables))
 
 
 def _save_model(folder: Path) -> None:
@@ -96,31 +79,6 @@ async def out_of_memory(_: World) -> list[str]:
         return [failed.label, answered.label]
 
 
-async def thread_breaks(number: signal.Signals, _: World) -> list[str]:
-    """The engine's thread ends silently, or a step never ends: calls fail, by their deadlines at
-    the latest, and liveness fails; a new process serves again."""
-    async with engine_world(SPECREJ_GENERATOR_STUCK_S=str(_STUCK_S)) as running:
-        call = running.call(**_LONG, timeout_s=3 if number is HANGS else 60)
-        await running.until_generator(lambda g: g.slots.owned > 0, bound_s=_START_S)
-        running.signal("generator", number)
-        outcome = await call.outcome()
-        late = await running.generate(timeout_s=5)
-
-        async def is_dead() -> bool:  # or has ended by itself
-            alive = await health_of(running.addresses["generator"], LIVENESS)
-            return alive in ("NOT_SERVING", "UNAVAILABLE")
-
-        await until(is_dead, bound_s=_START_S)
-        await running.stack.restart("generator")
-        await running.settle()
-        return [outcome.label, late.label]
-
-
-_LOST = "DEADLINE_EXCEEDED|UNAVAILABLE"
-_case = partial(case, limit_s=_LIMIT_S)
-
 CASES: tuple[Case, ...] = (
-    _case("engine/out-of-memory", out_of_memory, "INTERNAL", "OK"),
-    _case("engine/thread-ends", partial(thread_breaks, ENDS), "UNAVAILABLE x 2"),
-    _case("engine/step-hangs", partial(thread_breaks, HANGS), f"{_LOST} x 2"),
+    case("engine/out-of-memory", out_of_memory, "INTERNAL", "OK", limit_s=_LIMIT_S),
 )

@@ -1,16 +1,14 @@
-"""Faults of Redis: the real server in bad states, and failures of the connection."""
+"""Redis that hangs and that is killed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 
 from specrej.contracts import CacheControl
 from tests.faults.case import Case, case
-from tests.faults.proxy import Proxy
 from tests.faults.world import Outcome, World, until
 
 _NUM_KILLED = 24
@@ -40,13 +38,13 @@ def _codes(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.label for outcome in outcomes]
 
 
-async def broken_link(change: Callable[[Proxy], None], seed: int, world: World) -> list[str]:
-    """Break the connection to Redis, then restore it: the cache must work again."""
-    change(world.proxies["redis"])
-    outcomes = await _cached_answers(world, seed)
+async def hanging(world: World) -> list[str]:
+    """The connection to Redis hangs, then is restored: the cache must work again."""
+    world.proxies["redis"].replies.shut()
+    outcomes = await _cached_answers(world, 400)
     assert not any(map(_is_cached, outcomes)), "the cache answered"
     await world.proxies["redis"].heal()
-    await _until_used(world, seed)
+    await _until_used(world, 400)
     return _codes(outcomes)
 
 
@@ -55,13 +53,6 @@ async def _until_used(world: World, seed: int) -> None:
         return _is_cached((await _cached_answers(world, seed))[1])
 
     await until(is_used)
-
-
-async def absent(world: World) -> list[str]:
-    """An orchestrator that starts without Redis serves, and uses Redis once it is available."""
-    world.proxies["redis"].refuse()
-    await world.stack.restart("orchestrator")
-    return await broken_link(Proxy.refuse, 110, world)
 
 
 async def killed(world: World) -> list[str]:
@@ -78,37 +69,7 @@ async def killed(world: World) -> list[str]:
     return [outcome.label for outcome in outcomes]
 
 
-async def read_only(world: World) -> list[str]:
-    """A server that accepts no writes: stored answers are still used."""
-    async with redis_client(world) as client:
-        await client.flushall()
-        first = await _cached_answers(world, 600)
-        await client.replicaof("127.0.0.1", 1)
-        try:
-            second = await _cached_answers(world, 600)
-        finally:
-            await client.replicaof("NO", "ONE")
-        assert _is_cached(second[0]), "the cache did not answer"
-        await _until_used(world, 600)
-    return _codes([*first, *second])
-
-
-_LINKS: Mapping[str, Callable[[Proxy], None]] = {
-    "hanging": lambda proxy: proxy.replies.shut(),
-    "refused": Proxy.refuse,
-}
-
 CASES: tuple[Case, ...] = (
-    *(
-        case(
-            f"redis/{name}",
-            partial(broken_link, change, 400 + number),
-            "OK x 2",
-            fast=name == "hanging",
-        )
-        for number, (name, change) in enumerate(_LINKS.items())
-    ),
-    case("redis/read-only", read_only, "OK x 4"),
-    case("redis/absent-at-start", absent, "OK x 2"),
+    case("redis/hanging", hanging, "OK x 2", fast=True),
     case("redis/killed-under-load", killed, f"OK x {_NUM_KILLED}"),
 )

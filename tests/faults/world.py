@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -38,7 +38,6 @@ from specrej.contracts import (
     wire,
 )
 from specrej.contracts.status import DETAILS_TRAILER, PUSHBACK_TRAILER
-from specrej.security import Metadata
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy
@@ -51,7 +50,6 @@ CALL_S = 20.0  # a call that takes longer hangs
 CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
 LEASE_S = 3.0
 MAX_RUNNING = 4
-MAX_QUEUED = 128
 CACHE_SECRET = "cache-secret"  # a file
 FAILING_SEED = 666
 # The prompt of requests under attack, which proxies recognise.
@@ -103,25 +101,19 @@ class Call:
         stream: bool = False,
         timeout_s: float | None = CALL_S,
         narrow: bool = False,
-        pause_s: float = 0,
-        metadata: Metadata = (),
         **options: Any,
     ) -> None:
-        """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB; `pause_s`: between
-        two events of a stream, until `resume`."""
+        """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB."""
         self.events: list[Any] = []
-        self._pause_s = pause_s
-        self._resumed = asyncio.Event()
         self._channel = _narrow_channel(address) if narrow else open_channel(address)
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         message = request(**options)
         self._stream = stream
-        sent: Mapping[str, Any] = {"timeout": timeout_s, "metadata": tuple(metadata)}
         if stream:
             whole = orchestrator_pb2.GenerateStreamRequest(request=message)
-            self._rpc = stub.GenerateStream(whole, **sent)
+            self._rpc = stub.GenerateStream(whole, timeout=timeout_s)
         else:
-            self._rpc = stub.Generate(message, **sent)
+            self._rpc = stub.Generate(message, timeout=timeout_s)
         self._task = asyncio.ensure_future(self._run())
 
     @property
@@ -143,11 +135,6 @@ class Call:
     def cancel(self) -> None:
         """Cancel the call."""
         self._rpc.cancel()
-        self.resume()
-
-    def resume(self) -> None:
-        """Read without pauses from now on."""
-        self._resumed.set()
 
     async def _run(self) -> Outcome:
         began = time.monotonic()
@@ -168,10 +155,6 @@ class Call:
             return await self._rpc
         async for message in self._rpc:
             self.events.append(message)
-            if self._pause_s:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._pause_s):
-                        await self._resumed.wait()
         return self.events[-1].finished
 
 
@@ -273,11 +256,9 @@ class World:
                 await self.stack.restart(name)
 
     @asynccontextmanager
-    async def another(
-        self, kind: str, state: str = "SERVING", **settings: str
-    ) -> AsyncIterator[tuple[str, Process]]:
-        """One more process of a service, with these settings besides the world's, once its health
-        is `state`: its address and the process, which is killed at the end."""
+    async def another(self, kind: str, **settings: str) -> AsyncIterator[str]:
+        """The address of one more process of a service, with these settings besides the world's,
+        once it serves; it is killed at the end."""
         settings = {"PORT": str(Ports.free().orchestrator), **settings}
         named = {f"SPECREJ_{kind.upper()}_{name}": value for name, value in settings.items()}
         address = f"{HOST}:{settings['PORT']}"
@@ -287,8 +268,8 @@ class World:
             stderr=DEVNULL,
         )
         try:
-            await until_health(address, state)
-            yield address, process
+            await until_serving(address)
+            yield address
         finally:
             with suppress(ProcessLookupError):
                 process.kill()
@@ -347,7 +328,7 @@ class World:
 
 @asynccontextmanager
 async def world(
-    environment: Mapping[str, str] | None = None, make_stack: Callable[..., Stack] = Stack
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[World]:
     """Start a world; `environment` overrides the variables of all its services."""
     other_children = _children()
@@ -360,19 +341,19 @@ async def world(
         files = Path(undo.enter_context(TemporaryDirectory(prefix="specrej-faults-")))
         (files / CACHE_SECRET).write_text(secrets.token_hex(32))
         variables = {**_environment(proxies, files), **(environment or {})}
-        stack = await undo.enter_async_context(make_stack(ports, environment=variables, grace_s=10))
+        stack = await undo.enter_async_context(Stack(ports, environment=variables, grace_s=10))
         running = World(stack, proxies, other_children, variables)
         await running.settle()  # the first answer is the reference
         yield running
 
 
-async def until_health(address: str, state: str) -> None:
-    """Wait for a state of a service's health, or the status code of a failed check."""
+async def until_serving(address: str) -> None:
+    """Wait until a service's health is SERVING."""
 
-    async def is_reached() -> bool:
-        return await health_of(address) == state
+    async def is_serving() -> bool:
+        return await health_of(address) == "SERVING"
 
-    await until(is_reached, bound_s=_START_S)
+    await until(is_serving, bound_s=_START_S)
 
 
 def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRequest:
@@ -403,7 +384,6 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE": str(files / CACHE_SECRET),
         "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": str(CACHE_S),
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
-        "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
         **{f"SPECREJ_{name.upper()}_GRACE_S": "2" for name in SERVICES},
     }
 

@@ -1,6 +1,7 @@
 """Seeded defects of defects.toml, each in a copy of the orchestrator, and the seeds that find them.
 
-As a program, it prints the first seed that finds a violation, and the violation.
+As a program, it prints the first of the seeds in its arguments that finds a violation, and the
+violation.
 """
 
 import json
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from tests.simulation.loop import Violation
 from tests.simulation.run import Simulation
 
 _ROOT = Path(__file__).parents[2]
-_SEEDS, _REQUESTS, _LIMIT_S = 60, 100, 900.0
+_SEEDS, _REQUESTS, _LIMIT_S = range(60), 100, 900.0
 NOT_FOUND = -1
 # An invariant, not a mutation that cannot be called.
 _FOUND_BY = (
@@ -32,13 +33,13 @@ def listed() -> dict[str, tuple[str, str, str]]:
     return {name: (file, *texts) for file, rows in files.items() for name, texts in rows.items()}
 
 
-def first_found(file: str, old: str, new: str) -> tuple[int, str]:
-    """The first seed that finds a defect, or `NOT_FOUND`, and the violation.
+def first_found(file: str, old: str, new: str, seeds: Iterable[int] = _SEEDS) -> tuple[int, str]:
+    """The first of the seeds that finds a defect, or `NOT_FOUND`, and the violation.
 
     Raises ValueError: the defect is stale.
     """
     with changed(file, old, new) as path:
-        command = (sys.executable, "-m", __name__)
+        command = (sys.executable, "-m", __name__, *map(str, seeds))
         environment = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
             printed = subprocess.check_output(command, env=environment, timeout=_LIMIT_S)
@@ -78,8 +79,8 @@ def print_table(part: str) -> int:
     return seeds.count(NOT_FOUND)
 
 
-def _search() -> tuple[int, str]:
-    for seed in range(_SEEDS):
+def _search(seeds: Iterable[int]) -> tuple[int, str]:
+    for seed in seeds:
         try:
             Simulation(seed, _REQUESTS).run()
         except Violation as violation:
@@ -89,4 +90,4 @@ def _search() -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_search()))
+    print(json.dumps(_search(map(int, sys.argv[1:]))))

@@ -20,11 +20,8 @@ from tests.specrej.fakes import FakeOrchestrator
 
 Code = grpc.StatusCode
 BOUND_S = 20.0
-_LIST_SERVICES = b"\x3a\x01*"  # a request of reflection
-CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+CHECK = "/grpc.health.v1.Health/Check"
 GENERATE = "/specrej.v1.OrchestratorService/Generate"
-STREAM = "/specrej.v1.OrchestratorService/GenerateStream"
 
 
 @pytest.fixture

@@ -225,6 +225,7 @@ def everywhere(directory: Path, authority: Authority) -> dict[str, str]:
     return settings
 
 
+@pytest.mark.long
 async def test_everything_works_with_tls_and_tokens(
     authority: Authority,
     tmp_path: Path,

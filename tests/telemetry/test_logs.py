@@ -82,21 +82,18 @@ def test_no_text_ends_a_line_or_controls_a_terminal(log: logging.Logger, as_json
         assert line.isprintable() and r"\u2028forged\u0085" in line
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [("baggage", "a," * 180)],
-        [("baggage", "\u00e9," * 2700)],
-        [("traceparent", f"00-{'1' * 32}-{'2' * 16}-01"), ("tracestate", "a,=,\x1b")],
-    ],
-)
-def test_headers_of_callers_are_not_logged(headers: list[tuple[str, str]]) -> None:
+def test_headers_of_callers_are_not_logged() -> None:
     """Guards against thousands of lines, and a blocked event loop, by one call without a token."""
-    program = f"""
+    program = """
 from specrej.telemetry import logs, traces
 logs.configure("service", "INFO", as_json=False, error_text=False)
-with traces.served("method", {headers!r}):
-    pass
+for headers in (
+    [("baggage", "a," * 180)],
+    [("baggage", "\u00e9," * 2700)],
+    [("traceparent", f"00-{'1' * 32}-{'2' * 16}-01"), ("tracestate", "a,=,\x1b")],
+):
+    with traces.served("method", headers):
+        pass
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
