@@ -29,10 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import matplotlib
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 from benchmarks.harness import log, parse_arguments, print_table, provenance, report
 from deploy.local.machine import describe_machine
@@ -516,6 +513,10 @@ def _report(arguments: argparse.Namespace, record: Record) -> None:
 
 def write_picture(path: Path, measured: pd.DataFrame, title: str) -> None:
     """Write an SVG file: means with 95 % intervals over prompts; every point has its N."""
+    import matplotlib  # only here: to import it takes seconds
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     figure.suptitle(title)
     by_seconds, by_tokens = figure.subplots(1, 2, sharey=True)

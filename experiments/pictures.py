@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from experiments.statistics import Estimate
 
 
@@ -19,6 +16,9 @@ def draw(
     groups: Mapping[str, Sequence[tuple[str, float, Estimate]]],
 ) -> None:
     """Write an SVG file: each group's points of (name, tokens, worth), with their intervals."""
+    import matplotlib  # only here: to import it takes seconds
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for number, (group, points) in enumerate(groups.items()):

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -60,6 +59,8 @@ def resampled(num_prompts: int, statistic: Callable[[IntArray], Any]) -> FloatAr
     `statistic` maps indices in [..., prompts] to values in [...]. Draws are equal for equal numbers
     of prompts, so that figures can be compared. Values may be infinite.
     """
+    from scipy import stats  # only here: to import it takes seconds
+
     if num_prompts == 1:
         return np.atleast_1d(statistic(np.zeros(1, np.int64)))
     with np.errstate(invalid="ignore"):
@@ -101,4 +102,6 @@ def mean(values: ArrayLike) -> Estimate:
 
 def kendall(x: ArrayLike, y: ArrayLike) -> float:
     """Kendall's tau-b; NaN for fewer than two values, and if all of x, or of y, are equal."""
+    from scipy import stats
+
     return float(stats.kendalltau(x, y).statistic) if np.size(x) > 1 else math.nan

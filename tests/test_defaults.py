@@ -9,7 +9,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from benchmarks import answer
 from deploy.local import __main__ as local
 from experiments.prompts import Item
 from gateway import page
@@ -40,6 +39,9 @@ def test_defaults_of_services_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_what_is_claimed_is_measured_with_the_default_selection() -> None:
     """Guards against figures of another objective than users get: README's lead over Best-of-N was
     measured by reward alone, while requests preferred complete answers by default."""
+    # Only here, as every process of the tests would load it.
+    from benchmarks import answer
+
     selection, options = asdict(Selection()), {field.name for field in fields(Selection)}
     assert selection["prefer_complete"] is False, "replays and vLLM's best of N are by reward alone"
     sent: dict[str, set[str]] = {}

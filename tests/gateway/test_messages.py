@@ -28,17 +28,19 @@ from tests.gateway.test_tools import Weather, prompt_of
 from tests.serving import listening
 from tests.specrej.fakes import FakeOrchestrator
 
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
-types = anthropic.types
-
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
 FIELDS: dict[str, Any] = {"model": "toy", "max_tokens": 64, "messages": ASK, "tools": [TOOL]}
 
 
+def sdk() -> Any:
+    """Anthropic's client. To import it takes seconds, in each process of the tests."""
+    return pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
+
+
 def client_at(port: int, **arguments: Any) -> Any:
     arguments = arguments or {"api_key": "none"}
-    return anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", max_retries=0, **arguments)
+    return sdk().AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", max_retries=0, **arguments)
 
 
 @pytest.fixture
@@ -151,7 +153,7 @@ async def test_keys_are_tokens(
         async with client_at(server.port, **headers) as client:
             assert (await client.messages.create(**FIELDS)).content
         async with client_at(server.port, api_key="blue") as client:
-            with pytest.raises(anthropic.AuthenticationError):
+            with pytest.raises(sdk().AuthenticationError):
                 await client.messages.create(**FIELDS)
         both = {"authorization": "Bearer red", "x-api-key": "red"}
         status, _, body = await post(server.port, "/v1/messages", FIELDS, **both)
@@ -176,7 +178,7 @@ async def test_errors_have_anthropics_form(
 ) -> None:
     orchestrator.failures += [failure] * 8 if failure else []
     changes = {} if failure else {"top_k": -5}
-    with pytest.raises(anthropic.APIStatusError) as failed:
+    with pytest.raises(sdk().APIStatusError) as failed:
         await client.messages.create(**FIELDS, extra_body=changes)
     assert failed.value.status_code == status
     assert failed.value.body["type"] == "error"
@@ -190,36 +192,26 @@ async def test_a_failure_in_mid_stream_is_an_exception(
     script(orchestrator, ONLY_TEXT)
     orchestrator.events = orchestrator.events[:2]
     orchestrator.after_events = Unavailable("away", retry_after_s=0.01)
-    with pytest.raises(anthropic.APIError, match="overloaded_error"):
+    with pytest.raises(sdk().APIError, match="overloaded_error"):
         async for _ in await client.messages.create(**FIELDS, stream=True):
             pass
 
 
-@pytest.mark.parametrize(
-    ("kinds", "model"),
-    [
+def test_every_field_of_the_official_types_has_a_rule() -> None:
+    types = sdk().types
+    blocks = ("Text", "Image", "ToolUse", "ToolResult", "Thinking", "RedactedThinking")
+    rules: list[tuple[Any, Any]] = [
         (get_args(types.message_create_params.MessageCreateParams), MessagesRequest),
         (get_args(types.MessageParam) or [types.MessageParam], Turn),
-        (
-            [
-                types.TextBlockParam,
-                types.ImageBlockParam,
-                types.ToolUseBlockParam,
-                types.ToolResultBlockParam,
-                types.ThinkingBlockParam,
-                types.RedactedThinkingBlockParam,
-            ],
-            ContentBlock,
-        ),
+        ([getattr(types, f"{name}BlockParam") for name in blocks], ContentBlock),
         ([types.ToolParam], Tool),
         (get_args(types.ToolChoiceParam), ToolChoice),
         (get_args(types.ThinkingConfigParam), Thinking),
         ([types.OutputConfigParam], OutputConfig),
-    ],
-)
-def test_every_field_of_the_official_types_has_a_rule(kinds: Any, model: Any) -> None:
-    for kind in kinds:
-        assert get_type_hints(kind).keys() <= known(model), kind
+    ]
+    for kinds, model in rules:
+        for kind in kinds:
+            assert get_type_hints(kind).keys() <= known(model), kind
     names = get_type_hints(types.JSONOutputFormatParam).keys()
     assert names <= known(ResponseFormat) | known(SchemaFormat)
 
