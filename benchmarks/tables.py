@@ -130,7 +130,6 @@ def _right(name: str) -> Callable[[], str]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "answers-10": _answers("answer"),
-    "paired-10": _paired("answer"),
     "answers-100": _answers("answer_100"),
     "paired-100": _paired("answer_100"),
     "answers-512": _answers("answer_512"),

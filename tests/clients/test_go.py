@@ -1,6 +1,7 @@
 """Go stubs that buf generates, under `go test`, on all services with toys.
 
-With the packages of Debian that docs/clients.md names: no module is fetched.
+With packages of Debian, no module is fetched: golang-go, protoc-gen-go, protoc-gen-go-grpc,
+golang-google-grpc-dev, golang-github-golang-protobuf-1-5-dev.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Java stubs that buf generates, on all services with toys.
 
-With a JDK and the packages of Debian that docs/clients.md names.
+With a JDK and packages of Debian: protobuf-compiler,
+protobuf-compiler-grpc-java-plugin, libgrpc-java, libprotobuf-java, libgoogle-common-protos-java,
+libnetty-java, libperfmark-java, libgeronimo-annotation-1.3-spec-java.
 """
 
 from __future__ import annotations
