@@ -7,10 +7,7 @@ tests the checks themselves. It writes gpu-check.json:
 * agreement: greedy tokens and log-probabilities of a small model on both engines, against the own
   engine in float32 on the processor; on CUDA those drawn by the own engine there, too;
 * speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the
-  candidates, with random weights in the shape of a model;
-* verbs: the same tokens by calls of vLLM alone, one request with n = N, by turns, whole and with
-  cuts to a half at a quarter and at a half of the tokens, and the processor time of this process
-  and vLLM's together, per step.
+  candidates, with random weights in the shape of a model.
 
 The bound of a step is the sum over its operators of the longer one of two times: for its bytes at
 the bandwidth of a large copy, and for its operations at the speed of a large product, both measured
@@ -22,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -32,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import LlamaConfig
 
@@ -96,7 +91,6 @@ def main() -> None:
         n=([16, 64, 256, 1024] if ON_CUDA else [4, 16], "candidates"),
         prompt=(128, "tokens of the prompt"),
         new=(128 if ON_CUDA else 32, "new tokens per candidate"),
-        rounds=(3, "measurements of the verbs, of which the medians are reported"),
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
     )
@@ -157,7 +151,6 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
         result["speed"] = []
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments, roofline))
-        result["verbs"] = [await _verbs(generator, n, arguments) for n in arguments.n]
     finally:
         await generator.close()
 
@@ -286,86 +279,6 @@ async def _speed(
         "prune_ms": round(1e3 * prune_s, 2),
         "ended_by": rest.ended_by.value,
     }
-
-
-async def _verbs(
-    generator: StockGenerator, n: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Speed through the verbs over that of vLLM alone, and processor time per step of both."""
-    log(f"verbs against bare calls, N = {n}")
-    new, prompt = arguments.new, "y" * (arguments.prompt - 1)
-    quarter, half = new // 4, new // 2
-    plans = {
-        "whole": [(n, new)],
-        "cut": [(n, quarter), (max(1, n // 2), half - quarter), (max(1, n // 4), new - half)],
-    }
-    ways = {"verbs": _by_verbs, "bare": _by_calls}
-    point: dict[str, Any] = {"n": n}
-    for name, plan in plans.items():
-        measured: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for number in range(arguments.rounds):
-            for way, run in ways.items():
-                text = f"{number}{way}{prompt}"[: arguments.prompt - 1]  # no stored prompt
-                began, used = time.perf_counter(), _processor_s()
-                await run(generator, text, plan)
-                measured[way].append((time.perf_counter() - began, _processor_s() - used))
-        (ours_s, our_processor_s), (bare_s, bare_processor_s) = (
-            map(statistics.median, zip(*measured[way], strict=True)) for way in ways
-        )
-        tokens = sum(rows * count for rows, count in plan)
-        point[name] = {
-            "tokens_per_s": round(tokens / ours_s, 1),
-            "of_bare": round(bare_s / ours_s, 3),
-            "processor_ms_per_step": round(1e3 * our_processor_s / new, 3),
-            "bare_processor_ms_per_step": round(1e3 * bare_processor_s / new, 3),
-        }
-    return point
-
-
-async def _by_verbs(
-    generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
-) -> None:
-    """A session that is cut to each part's rows; `plan`: rows and tokens of each part."""
-    total = sum(count for _, count in plan)
-    sampling = Sampling(total, seed=1, ignore_eos=True)
-    spec = SessionSpec(Prompt(text=prompt), plan[0][0], sampling, plan[0][1])
-    async with generator.open(spec) as session:
-        reached = 0
-        for rows, count in plan:
-            if reached:
-                await session.prune(range(rows))
-            reached += count
-            await session.extend(reached)
-
-
-async def _by_calls(
-    generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
-) -> None:
-    """One request with n per part, all with the same prompt."""
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-
-    requests: Any = generator.requests
-    spec = SessionSpec(Prompt(text=prompt), 1, Sampling(1, ignore_eos=True), 1)
-    ids = (await generator.frontend.command(spec)).prompt_ids
-    for rows, count in plan:
-        params = vllm.SamplingParams(
-            n=rows,
-            max_tokens=count,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        given = {"prompt_token_ids": [*ids]}
-        async for _ in requests.llm.generate(given, params, f"bare-{time.monotonic_ns()}"):
-            pass
-
-
-def _processor_s() -> float:
-    """Processor time of this process and its children so far."""
-    us = psutil.Process()
-    times = [one.cpu_times() for one in (us, *us.children(recursive=True))]
-    return float(sum(one.user + one.system for one in times))
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:

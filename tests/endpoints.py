@@ -51,17 +51,6 @@ class Scrape:
         """The sum over all matching series; 0 if there is none."""
         return sum(self.matching(name, **labels).values())
 
-    def __sub__(self, before: Scrape) -> Scrape:
-        return Scrape(
-            {
-                name: {
-                    series: value - before.values.get(name, {}).get(series, 0.0)
-                    for series, value in values.items()
-                }
-                for name, values in self.values.items()
-            }
-        )
-
 
 async def scrape(urls: Iterable[str]) -> Scrape:
     """Read all endpoints; raises OSError if one does not answer."""

@@ -39,5 +39,4 @@ def slow(_: Prompt, texts: Sequence[str]) -> list[float]:
 
 
 nan = _misbehaving(lambda texts: [math.nan] * len(texts))
-raising = _misbehaving(lambda _: _raise(RuntimeError("secret: the reward fails")))
 exiting = _misbehaving(lambda _: _raise(SystemExit("secret: the reward exits")))  # ends a thread

@@ -17,21 +17,15 @@ from specrej.client.client import build_request
 from specrej.contracts import CacheControl, Event, Options, wire
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.collector import Collector, collecting
-from tests.endpoints import Scrape, scrape
 
 GENERATE = "specrej.v1.OrchestratorService/Generate"
 GENERATE_STREAM = "specrej.v1.OrchestratorService/GenerateStream"
 SESSION = "specrej.backend.v1.GeneratorService/Session"
 SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 SERVICES = ("orchestrator", "generator", "reward")
-_REWARDS = [
-    {"name": "toy", "kind": "toy"},
-    {"name": "raising", "kind": "function", "function": "tests.faults.rewards:raising"},
-]
 _TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
-    "SPECREJ_GENERATOR_LEASE_S": "2",
-    "SPECREJ_REWARD_REWARDS": json.dumps(_REWARDS),
+    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
 }
 
 
@@ -51,10 +45,6 @@ class Observed:
     collector: Collector
     stub: Any
 
-    async def scrape(self, service: str) -> Scrape:
-        """The values at a service's Prometheus endpoint."""
-        return await scrape([self.stack.metrics_urls[SERVICES.index(service)]])
-
     def log_of(self, service: str) -> list[dict[str, Any]]:
         """The JSON lines of a service so far."""
         text = (self.stack.log_dir / f"{service}.log").read_text()
@@ -73,8 +63,6 @@ async def observed(
             "SPECREJ_ORCHESTRATOR_LOG_FORMAT": "json",
             # The default of a quarter of a second is short on a busy machine.
             "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
-            "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "4",
-            "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "4",
             **{
                 f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": collector.endpoint
                 for name in (*SERVICES, "gateway")
