@@ -1,8 +1,7 @@
 """Users: `locust -f loadtest/locustfile.py --host HOST:PORT`.
 
 Streaming and unary users come 3 to 1; name a class on the command line to use only that one.
-SPECREJ_TOKEN or SPECREJ_TOKEN_FILE, SPECREJ_TLS, SPECREJ_TLS_CA, SPECREJ_TLS_CERT and
-SPECREJ_TLS_KEY set credentials. See docs/loadtest.md.
+Credentials are those of the client's variables, such as SPECREJ_TOKEN. See docs/loadtest.md.
 """
 
 from __future__ import annotations

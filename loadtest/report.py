@@ -82,9 +82,9 @@ async def _measure(given: argparse.Namespace) -> tuple[int, list[Bought], list[B
                 *("--n", ",".join(map(str, ns)), "--step-seconds", str(given.step_seconds)),
                 *("--run-time", f"{math.ceil(given.step_seconds * len(ns))}s"),
                 *("--max-tokens", str(given.max_tokens), "--request-timeout", "600"),
+                *("--stop-timeout", "600", "StreamingUser"),
             )
-            code = await run_locust(address, (*load, "StreamingUser"))
-            return code, read_rows(Path(f"{file}_stats.csv"), users)
+            return await run_locust(address, load), read_rows(Path(f"{file}_stats.csv"), users)
 
         code, alone = await run(1, "both", *given.n)
         if code:
