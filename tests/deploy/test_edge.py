@@ -36,7 +36,6 @@ from tests.gateway.gateways import (
     BODY,
     CHAT,
     MODELS,
-    STREAM,
     Connection,
     context,
     gateway_at,
@@ -177,17 +176,7 @@ async def test_answers_are_those_of_the_services(stack: Stack) -> None:
     assert other["choices"][0]["message"]["content"] == text
 
 
-async def test_events_are_not_buffered(stack: Stack) -> None:
-    connection = await Connection.open(
-        stack.ports.gateway, request(CHAT, {**STREAM, "seed": 2, "specrej": {"events": "rounds"}})
-    )
-    await connection.read_until(b"data: ")
-    first = time.monotonic()
-    await connection.read_until(b"data: [DONE]")
-    assert time.monotonic() - first > 0.05
-    connection.leave()
-
-
+@pytest.mark.long
 async def test_the_loss_of_an_orchestrator_costs_no_request(envoy: Path) -> None:
     """Guards clients and their few attempts against an edge that uses one orchestrator only, or
     sends most calls to one that is lost, where they end at once."""
@@ -322,38 +311,6 @@ async def test_malformed_requests_end_at_the_edge(
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert headers["connection"] == "close"
     connection.leave()
-
-
-def _endless_headers(port: int, until_s: float) -> None:
-    """A header block that never ends, on a new connection whenever one is closed."""
-    more = http2.frame(9, 0, 1, b"\0\x01x\x7f\x80\x7d" + b"y" * 16_000)  # CONTINUATION
-    begin = BEGIN + http2.frame(http2.HEADERS, 0, 1, http2.headers(GENERATE, "localhost"))
-    while time.monotonic() < until_s:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as peer:
-            peer.sendall(begin)
-            while time.monotonic() < until_s:
-                peer.sendall(more)
-
-
-@pytest.mark.parametrize("seconds", [1.5, pytest.param(5, marks=pytest.mark.long)])
-async def test_endless_header_blocks_delay_no_other_caller(stack: Stack, seconds: float) -> None:
-    """Without the edge six connections delay calls by seconds and take hundreds of MiB."""
-    process = psutil.Process(stack.processes["orchestrator"])
-    worst_s = 0.0
-    async with Client(stack.orchestrator_address) as client:
-        await client.generate(**QUESTION)
-        before = process.memory_info().rss
-        end = time.monotonic() + seconds
-        port = stack.ports.orchestrator
-        floods = [asyncio.to_thread(_endless_headers, port, end) for _ in range(6)]
-        flooding = asyncio.gather(*floods)
-        while time.monotonic() < end:
-            began = time.monotonic()
-            await client.describe()
-            worst_s = max(worst_s, time.monotonic() - began)
-        await flooding
-    assert worst_s < 1
-    assert process.memory_info().rss - before < 10 * 2**20
 
 
 async def test_slow_and_silent_peers_are_cut_off(tmp_path: Path, stack: Stack) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 
 from deploy.local.__main__ import main
 from deploy.local.processes import ProcessError
-from deploy.local.stack import Ports, Stack, replies
-from tests.faults.proxy import reset
+from deploy.local.stack import Ports, Stack
 
 
 async def test_a_taken_port_raises_before_anything_starts() -> None:
@@ -22,16 +20,6 @@ async def test_a_taken_port_raises_before_anything_starts() -> None:
         with pytest.raises(ProcessError, match=rf"port {port} \(reward\)"):
             async with Stack(replace(Ports.free(), reward=port)):
                 pytest.fail("entered")
-
-
-async def test_a_reset_connection_is_no_answer() -> None:
-    """Guards against a stack that ends because one service does, and hides why."""
-
-    async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        reset(writer)
-
-    async with await asyncio.start_server(leave, "127.0.0.1", 0) as server:
-        assert not await replies(server.sockets[0].getsockname()[1], b"PING\r\n", b"")
 
 
 async def test_a_service_that_cannot_start_raises(
@@ -60,13 +48,3 @@ def test_ports_are_checked(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert f"{flag}: must be 1 .. 65532" in capsys.readouterr().err
-
-
-def test_a_misspelt_flag_is_answered_with_its_neighbour(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards against the hints of `specrej generate` that `specrej up` lacked."""
-    monkeypatch.setattr("sys.argv", ["specrej", "up", "--modle", "x"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "did you mean --model?" in capsys.readouterr().err

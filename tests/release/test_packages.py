@@ -78,6 +78,7 @@ def test_the_client_has_few_requirements(built: dict[str, Path]) -> None:
     assert f"specrej=={version()}" in map(str, required["specrej_server"])
 
 
+@pytest.mark.long
 def test_the_source_archive_builds_equal_wheels(built: dict[str, Path], tmp_path: Path) -> None:
     """Guards against an incomplete archive, and packages with times of the building machine."""
     shutil.unpack_archive(built["source"], tmp_path, filter="data")
