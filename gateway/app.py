@@ -75,20 +75,20 @@ class Gateway:
     def app(self) -> Starlette:
         """The ASGI application."""
         handlers: dict[str, Handler] = {
-            "POST /v1/chat/completions": self.chat,
-            "POST /v1/completions": self.complete,
-            "POST /v1/responses": self.respond,
-            f"POST {MESSAGES}": self.message,
-            "POST /v1/score": self.score,
-            "POST /v1/rerank": self.rerank,
+            "POST /v1/chat/completions": partial(self._complete, kind=ChatRequest),
+            "POST /v1/completions": partial(self._complete, kind=CompletionRequest),
+            "POST /v1/responses": partial(self._complete, kind=ResponsesRequest),
+            f"POST {MESSAGES}": partial(self._complete, kind=MessagesRequest),
+            "POST /v1/score": partial(self._score, kind=ScoreRequest),
+            "POST /v1/rerank": partial(self._score, kind=RerankRequest),
             "GET /v1/models": self.models,
             "GET /v1/models/{id:path}": self.model,
-            "POST /v1/specrej/stream": self.stream,
+            "POST /v1/specrej/stream": partial(self._complete, kind=ChatRequest, is_raw=True),
             "GET /v1/specrej/records": self.records,
             "GET /v1/specrej/records/{id}": self.record,
             "GET /v1/specrej/describe": self.describe,
             "GET /": self.page,
-            "GET /page/{name}": self.page_file,
+            "GET /page/{name}": self.page,
             "GET /healthz": self.health,
             "GET /readyz": self.readiness,
         }
@@ -115,35 +115,8 @@ class Gateway:
         handlers = {"/healthz": self.health, "/readyz": self.readiness}
         return Starlette(routes=[Route(path, Endpoint(h, path)) for path, h in handlers.items()])
 
-    async def chat(self, request: HTTPRequest) -> Response:
-        """Answer a conversation."""
-        return await self._complete(request, ChatRequest)
-
-    async def complete(self, request: HTTPRequest) -> Response:
-        """Continue a raw text."""
-        return await self._complete(request, CompletionRequest)
-
-    async def respond(self, request: HTTPRequest) -> Response:
-        """Answer items, as OpenAI's newer API."""
-        return await self._complete(request, ResponsesRequest)
-
-    async def message(self, request: HTTPRequest) -> Response:
-        """Answer a conversation of Anthropic's API."""
-        return await self._complete(request, MessagesRequest)
-
-    async def stream(self, request: HTTPRequest) -> Response:
-        """Answer a conversation with every event of the orchestrator."""
-        return await self._complete(request, ChatRequest, is_raw=True)
-
-    async def score(self, http: HTTPRequest) -> Response:
-        """Score answers to prompts by a reward."""
-        return await self._score(http, ScoreRequest)
-
-    async def rerank(self, http: HTTPRequest) -> Response:
-        """Order answers to a prompt by a reward."""
-        return await self._score(http, RerankRequest)
-
     async def _score(self, http: HTTPRequest, kind: type[ScoreRequest | RerankRequest]) -> Response:
+        """Score answers to prompts by a reward, or order them."""
         token = await self._token(http)
         ignored: dict[str, bool] = {}
         body = await self._bodies.read(http)
@@ -172,6 +145,7 @@ class Gateway:
     async def _complete(
         self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False
     ) -> Response:
+        """Answer a conversation or raw texts; `is_raw`: by every event of the orchestrator."""
         token = await self._token(http)
         settings = self._settings
         ignored: dict[str, bool] = {}
@@ -300,12 +274,8 @@ class Gateway:
         return JSONResponse({**described, "docs_url": self._settings.docs_url})
 
     async def page(self, http: HTTPRequest) -> Response:
-        """The page to watch requests."""
-        return self._page.response("index.html", http.headers)
-
-    async def page_file(self, http: HTTPRequest) -> Response:
-        """A file of the page."""
-        return self._page.response(http.path_params["name"], http.headers)
+        """The page to watch requests, or another file of it."""
+        return self._page.response(http.path_params.get("name", "index.html"), http.headers)
 
     async def models(self, http: HTTPRequest) -> Response:
         """The model and its adapters, each alone and with every preset."""

@@ -101,7 +101,6 @@ def _orchestrator(
         extractors=functions_of(settings.vote_extractors),
         records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),
-        log_texts=settings.log_texts,
     )
 
 

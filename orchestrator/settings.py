@@ -105,9 +105,6 @@ class OrchestratorSettings(ServiceSettings):
         description="latest requests whose rounds and rewards are kept for specrej trace, without"
         " texts; 0: none",
     )
-    log_texts: CliImplicitFlag[bool] = Field(
-        False, description="a request's line in the log has its prompt and its answer"
-    )
     backend_message_bytes: MessageBytes = Field(
         MAX_MESSAGE_BYTES, description="most bytes of a message to or from a backend"
     )

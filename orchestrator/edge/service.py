@@ -66,10 +66,8 @@ class Orchestrator:
         extractors: Mapping[str, Extract] = MappingProxyType({}),
         records: RequestRecords | None = None,
         backends: Callable[[], Sequence[BackendState]] = tuple,
-        log_texts: bool = False,
     ) -> None:
-        """`extractors`: functions of votes by name. `log_texts`: a request's log line has its
-        prompt and its answer."""
+        """`extractors`: functions of votes by name."""
         self._defaults = defaults
         secret = cache.secret
         self._planner = Planner(generator, rewards, defaults, secret=secret, extractors=extractors)
@@ -82,7 +80,6 @@ class Orchestrator:
         self.records = records or RequestRecords()
         self._backends = backends
         self._process_id = uuid.uuid4().hex
-        self._log_texts = log_texts
 
     async def describe(self, *, with_backends: bool = False) -> ServiceDescription:
         """Models, rewards and load; with addresses and states of the backends on request.
@@ -126,7 +123,7 @@ class Orchestrator:
             SpecrejError: see `specrej.contracts.errors`.
         """
         request_id = uuid.uuid4().hex
-        note_request(request, request_id, tenant, with_texts=self._log_texts)
+        note_request(request, request_id, tenant)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
         if within:
@@ -138,7 +135,6 @@ class Orchestrator:
             arrived=plan.arrived,
             model=plan.model,
             time_left_s=time_left_s,
-            with_texts=self._log_texts,
         ) as observed:
 
             def deliver(event: Event) -> None:
@@ -214,15 +210,14 @@ class Orchestrator:
                 raise _with_public_paths(error) from error
             permit.unused = plan.grown_tokens
             before_run_ms = (time.perf_counter() - plan.arrived) * 1e3
-            backends = self._generator, plan.scorers
-            given = (salt, plan.left_s)
-            weight = plan.share.weight
             events = run(
                 plan.request,
-                *backends,
-                *given,
+                self._generator,
+                plan.scorers,
+                salt,
+                plan.left_s,
                 within=within,
-                weight=weight,
+                weight=plan.share.weight,
                 cheap=plan.cheap,
                 extract=plan.extract,
                 are_valid=plan.are_valid,

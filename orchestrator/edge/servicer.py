@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
@@ -154,16 +155,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Score(  # noqa: N802
         self, request: pb.OrchestratorServiceScoreRequest, context: Context
     ) -> pb.OrchestratorServiceScoreResponse:
-        caller, left_s = current_caller(), time_left_s()
         reward, scores = await self._orchestrator.score(
             wire.from_message(request.prompt, Prompt),
             request.responses,
             reward=request.reward,
             unfinished=request.unfinished,
             data=request.data,
-            tenant=caller.tenant,
-            share=caller.share,
-            time_left_s=math.inf if left_s is None else left_s,
+            **_of_call(),
         )
         return pb.OrchestratorServiceScoreResponse(
             scores=scores.values, computed_tokens=scores.computed_tokens, reward=reward
@@ -203,16 +201,16 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> None:
         violations: list[Violation] = []
         request = wire.request_from_message(message, violations)
-        caller, left_s = current_caller(), time_left_s()
         await self._orchestrator.generate(
-            request,
-            emit,
-            tenant=caller.tenant,
-            share=caller.share,
-            violations=violations,
-            time_left_s=math.inf if left_s is None else left_s,
-            within=within,
+            request, emit, violations=violations, within=within, **_of_call()
         )
+
+
+def _of_call() -> dict[str, Any]:
+    """Who calls, and the seconds left to the deadline."""
+    caller, left_s = current_caller(), time_left_s()
+    left_s = math.inf if left_s is None else left_s
+    return {"tenant": caller.tenant, "share": caller.share, "time_left_s": left_s}
 
 
 def _answer_reply(event: Event) -> pb.GenerateResponse:

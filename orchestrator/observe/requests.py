@@ -6,7 +6,6 @@ Records are of the last requests: times, rounds and rewards, without texts; boun
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -54,9 +53,7 @@ _CHAT, _COMPLETION = "chat", "text_completion"
 _PHASES = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms", "first_round_ms")
 
 
-def note_request(
-    request: GenerationRequest, request_id: str, tenant: str, *, with_texts: bool
-) -> None:
+def note_request(request: GenerationRequest, request_id: str, tenant: str) -> None:
     """Note a request that has arrived and may be invalid."""
     sampling, selection = request.sampling, request.selection
     telemetry.annotate(
@@ -80,10 +77,6 @@ def note_request(
         algorithm=selection.algorithm.value,
         rounds=0,
     )
-    if with_texts:
-        # Without images, which may have megabytes.
-        turns = [{"role": turn.role, "content": turn.text} for turn in request.prompt.messages]
-        telemetry.note(prompt=request.prompt.text or json.dumps(turns, ensure_ascii=False))
 
 
 def _operation(request: GenerationRequest) -> str:
@@ -100,9 +93,7 @@ class ObservedRequest:
         clock: Callable[[], float],
         *,
         labels: Mapping[str, str] | None = None,
-        with_texts: bool = False,
     ) -> None:
-        """`with_texts`: its log line has the answer."""
         self.size = 0
         self.arrived = arrived
         self.outcome = ""  # empty while it runs
@@ -111,7 +102,6 @@ class ObservedRequest:
         self._facts: dict[str, Any] = {}  # fields of the record that are set since
         self._clock = clock
         self._rounds: list[RecordedRound] = []
-        self._with_texts = with_texts
         self._labels = dict(labels or {})  # of the conventions' metrics
 
     async def admitted(
@@ -155,7 +145,7 @@ class ObservedRequest:
                 ):
                     typed = {**self._labels, names.TOKEN_TYPE: kind}
                     metrics.record(names.GEN_AI_USAGE, tokens, **typed)
-                _note_answer(generation, source, with_texts=self._with_texts)
+                _note_answer(generation, source)
                 self._add_answer(generation, source)
 
     def end(self, outcome: str) -> None:
@@ -243,7 +233,6 @@ class RequestRecords:
         arrived: float,
         model: str = "",
         time_left_s: float = math.inf,
-        with_texts: bool = False,
     ) -> Iterator[ObservedRequest]:
         """Observe a planned request that arrived at `arrived` on the clock; leaving ends it.
 
@@ -265,9 +254,7 @@ class RequestRecords:
             names.PROVIDER: names.NAMESPACE,
             names.REQUEST_MODEL: model,
         }
-        observed = ObservedRequest(
-            record, arrived, self._clock, labels=labels, with_texts=with_texts
-        )
+        observed = ObservedRequest(record, arrived, self._clock, labels=labels)
         key = tenant, request_id
         self._kept[key] = observed
         self._trim()
@@ -294,7 +281,7 @@ class RequestRecords:
             del self._kept[key]
 
 
-def _note_answer(generation: Generation, source: AnswerSource, *, with_texts: bool) -> None:
+def _note_answer(generation: Generation, source: AnswerSource) -> None:
     """Note the answer that the caller receives in the request's span and log line."""
     usage, best = generation.usage, generation.best
     metrics.add(names.ANSWERS, source=source.value)
@@ -326,8 +313,6 @@ def _note_answer(generation: Generation, source: AnswerSource, *, with_texts: bo
     if source is AnswerSource.RUN:
         timings = generation.timings
         telemetry.note(**{name: round(getattr(timings, name), 3) for name in _PHASES})
-    if with_texts:
-        telemetry.note(answer=best.text)
 
 
 def _count_run(generation: Generation, algorithm: Algorithm, labels: Mapping[str, str]) -> None:

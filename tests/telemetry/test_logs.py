@@ -162,11 +162,3 @@ async def test_a_failed_request_is_a_line(facts: Facts) -> None:
     assert error.code().name == "INVALID_ARGUMENT"
     fields = facts()
     assert (fields["code"], fields["n"], fields["rounds"]) == ("INVALID_ARGUMENT", -1, 0)
-
-
-async def test_texts_are_logged_if_the_setting_allows(facts: Facts) -> None:
-    """Guards the setting for debugging a user's report."""
-    async with world(log_texts=True) as service:
-        answer = await service.stub.Generate(request("Why is it so?"))
-    assert "Why is it so?" in facts()["prompt"]
-    assert facts()["answer"] == answer.candidates[0].text
