@@ -243,11 +243,11 @@ class LongTexts(HeldGenerator):
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         texts = (f"{number} ".ljust(self._num_characters, "é") for number in range(self.n))
         candidates = tuple(
-            Candidate(number, text, 2000, -0.5, self._finish, tuple(range(2000)))
+            Candidate(number, text, 20, -0.5, self._finish, tuple(range(20)))
             for number, text in enumerate(texts)
         )
         ended_by = RoundEnd.ALL_FINISHED if self._finish else RoundEnd.DECISION_TOKEN
-        return Round(candidates, ended_by, 2000, SlotGauge(1, 0, 0))
+        return Round(candidates, ended_by, 20, SlotGauge(1, 0, 0))
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         return Pruned(len(keep), SlotGauge(1, 0, 0))

@@ -53,15 +53,14 @@ async def until_running(stack: Stack) -> None:
     await until(has_slots)
 
 
-@pytest.mark.parametrize("leave", [Connection.leave, Connection.reset], ids=["end", "reset"])
 @pytest.mark.parametrize(
-    ("path", "body", "after"),
+    ("path", "body", "after", "leave"),
     [
-        (CHAT, WHOLE, b""),
-        (CHAT, STREAM, b""),
-        (CHAT, STREAM, b'"decision_token":16'),
-        (TEXT, RAW_TEXT, b'"decision_token":16'),
-        (RAW, WHOLE, b"event: admitted"),
+        (CHAT, WHOLE, b"", Connection.leave),
+        (CHAT, WHOLE, b"", Connection.reset),
+        (CHAT, STREAM, b"", Connection.reset),
+        (TEXT, RAW_TEXT, b'"decision_token":16', Connection.leave),
+        (RAW, WHOLE, b"event: admitted", Connection.reset),
     ],
 )
 async def test_slots_are_free_after_a_client_left(

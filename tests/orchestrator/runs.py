@@ -12,40 +12,19 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.run import run
-from specrej.contracts import (
-    Branching,
-    Candidate,
-    Event,
-    Finished,
-    Generation,
-    GenerationRequest,
-    Generator,
-    Normalization,
-    Prompt,
-    Report,
-    Round,
-    RoundEnd,
-    Sampling,
-    Schedule,
-    Scorer,
-    Scores,
-    ScoringSession,
-    Selection,
-    SessionSpec,
-    WeightedReward,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import SpecrejError, Unavailable
 from tests.orchestrator.caching import Clock
 
 NEVER = 10**9
-PROMPT = Prompt.from_user("four words of prompt")
+PROMPT = c.Prompt.from_user("four words of prompt")
 SCHEDULES = st.one_of(
-    st.just(Schedule("memory")),
+    st.just(c.Schedule("memory")),
     st.builds(
-        lambda tokens: Schedule("tokens", tokens=tuple(sorted(tokens))),
+        lambda tokens: c.Schedule("tokens", tokens=tuple(sorted(tokens))),
         st.sets(st.integers(1, 50), min_size=1, max_size=6),
     ),
-    st.builds(Schedule, first=st.integers(1, 20), factor=st.floats(1.1, 4)),
+    st.builds(c.Schedule, first=st.integers(1, 20), factor=st.floats(1.1, 4)),
 )
 
 
@@ -70,11 +49,11 @@ class FaultyGenerator(ToyGenerator):
         self.num_broken = 0  # calls
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
         async with super().open(spec) as session:
             extend, num_tokens = session.extend, 0
 
-            async def faulty(until_tokens: int, report: Report | None = None) -> Round:
+            async def faulty(until_tokens: int, report: c.Report | None = None) -> c.Round:
                 nonlocal num_tokens
                 until = min(until_tokens, self.breaks_at, self.hangs_at)
                 if until < until_tokens:
@@ -101,19 +80,19 @@ class FixedScorer:
 
     def __init__(
         self,
-        values: Sequence[float] | Callable[[Candidate], float] = lambda c: float(len(c.text)),
+        values: Sequence[float] | Callable[[c.Candidate], float] = lambda one: float(len(one.text)),
     ) -> None:
         self._values = values
         self.seen: list[int] = []  # ids of finished candidates
 
     @asynccontextmanager
-    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: c.Prompt) -> AsyncIterator[c.ScoringSession]:
         yield self
 
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        self.seen += [c.id for c in candidates if c.finish]
+    async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
+        self.seen += [one.id for one in candidates if one.finish]
         values = [*map(self._values, candidates)] if callable(self._values) else self._values
-        return Scores(tuple(values), computed_tokens=len(candidates))
+        return c.Scores(tuple(values), computed_tokens=len(candidates))
 
 
 class FaultyScorer(FixedScorer):
@@ -127,11 +106,11 @@ class FaultyScorer(FixedScorer):
         self._error = error
 
     @asynccontextmanager
-    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: c.Prompt) -> AsyncIterator[c.ScoringSession]:
         await self._fail_at_zero()
         yield self
 
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+    async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
         self._left -= 1
         await self._fail_at_zero()
         return await super().score(candidates)
@@ -152,27 +131,27 @@ class LetterScorer(FixedScorer):
     """Returns the share of one letter, which differs between candidates and changes over rounds."""
 
     def __init__(self, letter: str) -> None:
-        super().__init__(lambda c: c.text.count(letter) / max(1, len(c.text)))
+        super().__init__(lambda one: one.text.count(letter) / max(1, len(one.text)))
 
 
 async def events_of(
-    request: GenerationRequest,
-    generator: Generator,
-    scorer: Scorer | Sequence[Scorer],
+    request: c.GenerationRequest,
+    generator: c.Generator,
+    scorer: c.Scorer | Sequence[c.Scorer],
     **options: Any,
-) -> list[Event]:
+) -> list[c.Event]:
     async with aclosing(run(request, generator, scorer, **options)) as events:
         return [event async for event in events]
 
 
 async def answer(
-    request: GenerationRequest,
-    generator: Generator,
-    scorer: Scorer | Sequence[Scorer],
+    request: c.GenerationRequest,
+    generator: c.Generator,
+    scorer: c.Scorer | Sequence[c.Scorer],
     **options: Any,
-) -> Generation:
+) -> c.Generation:
     last = (await events_of(request, generator, scorer, **options))[-1]
-    assert isinstance(last, Finished)
+    assert isinstance(last, c.Finished)
     return last.generation
 
 
@@ -183,20 +162,20 @@ def request(
     sampling: Mapping[str, Any] | None = None,
     allow_degraded: bool = False,
     **selection: Any,
-) -> GenerationRequest:
-    return GenerationRequest(
+) -> c.GenerationRequest:
+    return c.GenerationRequest(
         PROMPT,
-        Sampling(max_tokens, **(sampling or {})),
-        Selection(**{"n": n, "return_candidates": 64} | selection),
+        c.Sampling(max_tokens, **(sampling or {})),
+        c.Selection(**{"n": n, "return_candidates": 64} | selection),
         allow_degraded=allow_degraded,
     )
 
 
 REWARDS = st.builds(
-    WeightedReward,
+    c.WeightedReward,
     st.sampled_from("aeo"),
     st.sampled_from([-1.0, 0.5, 2.0]),
-    st.sampled_from([Normalization(), Normalization("batch")]),
+    st.sampled_from([c.Normalization(), c.Normalization("batch")]),
     st.none() | st.floats(0, 0.2),
 )
 REQUESTS = st.builds(
@@ -208,11 +187,13 @@ REQUESTS = st.builds(
     rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
     prefer_complete=st.booleans(),
     branching=st.none()
-    | st.builds(Branching, st.integers(4, 20), st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0])),
+    | st.builds(
+        c.Branching, st.integers(4, 20), st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0])
+    ),
 )
 
 
-def check_counts(generation: Generation, n: int) -> None:
+def check_counts(generation: c.Generation, n: int) -> None:
     """Every candidate is finished or rejected once, and every token is counted once."""
     rounds = generation.rounds
     num_finished = sum(trace.num_finished for trace in rounds)
@@ -224,7 +205,7 @@ def check_counts(generation: Generation, n: int) -> None:
         usage = generation.usage
         assert usage.best_of_n_tokens_estimate >= usage.generated_tokens
     for trace in rounds:
-        if trace.ended_by is RoundEnd.SLOTS_FULL and trace.num_started > 1:
+        if trace.ended_by is c.RoundEnd.SLOTS_FULL and trace.num_started > 1:
             assert trace.num_rejected + trace.num_finished >= 1
             assert not trace.forks
         # One vetoed candidate may continue if no other is left.

@@ -9,16 +9,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.background import converted, in_thread
-from specrej.contracts import (
-    CandidateText,
-    CandidateTrace,
-    Fate,
-    Finished,
-    RecordedRound,
-    RequestRecord,
-    RoundCompleted,
-    Selection,
-)
+from specrej import contracts as c
 from specrej.security import Caller, set_caller
 from tests.orchestrator.caching import BOUND_S, generation
 from tests.serving import turns, until
@@ -48,26 +39,28 @@ async def test_no_tenant_takes_all_threads() -> None:
     assert done[1:] == ["greedy"] * 19
 
 
-_TRACED = CandidateTrace(1, 0.5, Fate.KEPT)
+_TRACED = c.CandidateTrace(1, 0.5, c.Fate.KEPT)
 _SMALL, _LARGE = (
     replace(generation(), rounds=(replace(generation().rounds[0], candidates=(_TRACED,) * count),))
     for count in (10, 5000)
 )
 _TOKENS = replace(_SMALL, candidates=(replace(_SMALL.best, token_ids=(7,) * 5000),))
 _TEXT = replace(_SMALL, candidates=(replace(_SMALL.best, text="x" * 100_000),))
-_RECORD = RequestRecord("id", 0.0, Selection(), 1, rounds=(RecordedRound(0.0, _LARGE.rounds[0]),))
+_RECORD = c.RequestRecord(
+    "id", 0.0, c.Selection(), 1, rounds=(c.RecordedRound(0.0, _LARGE.rounds[0]),)
+)
 
 
 @pytest.mark.parametrize(
     ("value", "in_thread"),
     [
-        (Finished(_SMALL), False),
-        (Finished(_LARGE), True),
+        (c.Finished(_SMALL), False),
+        (c.Finished(_LARGE), True),
         (_LARGE, True),
-        (Finished(_TOKENS), True),
-        (Finished(_TEXT), True),
-        (RoundCompleted(_SMALL.rounds[0], (), "", (CandidateText(1, "x" * 100_000),)), True),
-        (RoundCompleted(_LARGE.rounds[0], (), ""), True),
+        (c.Finished(_TOKENS), True),
+        (c.Finished(_TEXT), True),
+        (c.RoundCompleted(_SMALL.rounds[0], (), "", (c.CandidateText(1, "x" * 100_000),)), True),
+        (c.RoundCompleted(_LARGE.rounds[0], (), ""), True),
         (_RECORD, True),
         (b"x" * 4096, False),
         (b"x" * 8192, True),

@@ -14,38 +14,16 @@ from hypothesis import strategies as st
 from orchestrator.cache import Secret, answer_key
 from orchestrator.cache.keys import FORMAT_VERSION, hashed_tenant
 from orchestrator.cache.single_flight import lock_key
-from specrej.contracts import (
-    Algorithm,
-    Branching,
-    CacheControl,
-    ConfidenceCut,
-    GenerationRequest,
-    Grammar,
-    Image,
-    JsonSchema,
-    Message,
-    Normalization,
-    Prompt,
-    Regex,
-    Sampling,
-    Schedule,
-    Selection,
-    TextPart,
-    TokenBias,
-    Tool,
-    ToolCall,
-    Vote,
-    WeightedReward,
-)
+from specrej import contracts as c
 from tests.orchestrator.caching import SECRET
 
 
-def request(text: str = "hello", **parts: Any) -> GenerationRequest:
-    return GenerationRequest(Prompt.from_user(text), **parts)
+def request(text: str = "hello", **parts: Any) -> c.GenerationRequest:
+    return c.GenerationRequest(c.Prompt.from_user(text), **parts)
 
 
 def key_of(
-    request: GenerationRequest,
+    request: c.GenerationRequest,
     tenant: str = "t",
     generator: str = "g",
     reward: str = "w",
@@ -79,67 +57,70 @@ _OTHER_SAMPLING: list[dict[str, Any]] = [
     {"repetition_penalty": 1.1},
     {"presence_penalty": 0.5},
     {"frequency_penalty": 0.5},
-    {"logit_bias": (TokenBias(1, 2.0),)},
-    {"logit_bias": (TokenBias(1, 3.0),)},
+    {"logit_bias": (c.TokenBias(1, 2.0),)},
+    {"logit_bias": (c.TokenBias(1, 3.0),)},
     {"bad_words": ("x",)},
     {"stop_token_ids": (1,)},
-    *({"structured_output": output} for output in (JsonSchema("a"), Regex("a"), Grammar("a"))),
+    *(
+        {"structured_output": output}
+        for output in (c.JsonSchema("a"), c.Regex("a"), c.Grammar("a"))
+    ),
     {"max_thinking_tokens": 8},
 ]
 _OTHER_SELECTIONS: list[dict[str, Any]] = [
     {"prefer_complete": True},
     {"min_answers": 2},
-    *({"branching": branching} for branching in (Branching(), Branching(keep=2))),
+    *({"branching": branching} for branching in (c.Branching(), c.Branching(keep=2))),
     {"n": 4},
     {"alpha": 0.25},
-    {"algorithm": Algorithm.BEST_OF_N},
+    {"algorithm": c.Algorithm.BEST_OF_N},
     {"return_candidates": 2},
-    {"schedule": Schedule("tokens", tokens=(16, 32))},
-    {"schedule": Schedule("tokens", tokens=(16, 33))},
-    {"schedule": Schedule(factor=3.0)},
-    {"rewards": (WeightedReward("a"),)},
-    {"rewards": (WeightedReward("a", 0.5), WeightedReward("b"))},
-    {"rewards": (WeightedReward("a"), WeightedReward("b", 0.5))},
-    {"rewards": (WeightedReward("a", veto_below=0.0),)},
-    {"rewards": (WeightedReward("a", normalization=Normalization("batch")),)},
-    {"rewards": (WeightedReward("a", stage="end"),)},
-    *({"rewards": (WeightedReward("a", data=data),)} for data in ('{"a":1}', '{"a":2}')),
+    {"schedule": c.Schedule("tokens", tokens=(16, 32))},
+    {"schedule": c.Schedule("tokens", tokens=(16, 33))},
+    {"schedule": c.Schedule(factor=3.0)},
+    {"rewards": (c.WeightedReward("a"),)},
+    {"rewards": (c.WeightedReward("a", 0.5), c.WeightedReward("b"))},
+    {"rewards": (c.WeightedReward("a"), c.WeightedReward("b", 0.5))},
+    {"rewards": (c.WeightedReward("a", veto_below=0.0),)},
+    {"rewards": (c.WeightedReward("a", normalization=c.Normalization("batch")),)},
+    {"rewards": (c.WeightedReward("a", stage="end"),)},
+    *({"rewards": (c.WeightedReward("a", data=data),)} for data in ('{"a":1}', '{"a":2}')),
     {"stop_at": 0.0},
     {"stop_at": 1.0},
     {"waves": 4},
     {"first": 1},
-    *({"vote": vote} for vote in (Vote(), Vote("boxed"), Vote(weight="reward"))),
-    *({"vote": Vote("regex", argument)} for argument in ("a", "b")),
-    {"vote": Vote(stop_probability=0.9)},
-    *({"confidence_cut": cut} for cut in (ConfidenceCut(), ConfidenceCut(0.5))),
-    {"rewards": (WeightedReward("a", normalization=Normalization("fixed", 0.0, 2.0)),)},
+    *({"vote": vote} for vote in (c.Vote(), c.Vote("boxed"), c.Vote(weight="reward"))),
+    *({"vote": c.Vote("regex", argument)} for argument in ("a", "b")),
+    {"vote": c.Vote(stop_probability=0.9)},
+    *({"confidence_cut": cut} for cut in (c.ConfidenceCut(), c.ConfidenceCut(0.5))),
+    {"rewards": (c.WeightedReward("a", normalization=c.Normalization("fixed", 0.0, 2.0)),)},
     {"score_thinking": True},
 ]
-_USER = Message("user", "hello")
+_USER = c.Message("user", "hello")
 _OTHER_PROMPTS: list[dict[str, Any]] = [
     {"messages": (), "text": "hello"},
     {"messages": (), "text": "hello", "allow_special_tokens": True},
-    {"messages": (Message("system", "hello"), _USER)},
+    {"messages": (c.Message("system", "hello"), _USER)},
     {"continue_final": True},
-    *({"tools": (tool,)} for tool in (Tool("f"), Tool("f", "f"), Tool("f", parameters="{}"))),
+    *({"tools": (tool,)} for tool in (c.Tool("f"), c.Tool("f", "f"), c.Tool("f", parameters="{}"))),
     {"tool_choice": "none"},
     {"tool_choice": "required", "tool_name": "f"},
     {"parallel_tool_calls": False},
     *({"thinking": thinking} for thinking in (True, False)),
     *(
-        {"messages": (_USER, Message("assistant", tool_calls=(ToolCall(*call),)))}
+        {"messages": (_USER, c.Message("assistant", tool_calls=(c.ToolCall(*call),)))}
         for call in ("1fa", "2fa", "1ga", "1fb")
     ),
-    *({"messages": (_USER, Message("tool", "hello", tool_call_id=one))} for one in "12"),
+    *({"messages": (_USER, c.Message("tool", "hello", tool_call_id=one))} for one in "12"),
     *(
-        {"messages": (Message("user", parts=parts),)}
+        {"messages": (c.Message("user", parts=parts),)}
         for parts in (
-            (TextPart("hello"),),
-            (Image(b"hello"),),
-            (Image(b"hello", "image/jpeg"),),
-            (Image(b"hello."),),
-            (TextPart("a"), Image(b"hello")),
-            (Image(b"hello"), TextPart("a")),
+            (c.TextPart("hello"),),
+            (c.Image(b"hello"),),
+            (c.Image(b"hello", "image/jpeg"),),
+            (c.Image(b"hello."),),
+            (c.TextPart("a"), c.Image(b"hello")),
+            (c.Image(b"hello"), c.TextPart("a")),
         )
     ),
 ]
@@ -150,8 +131,8 @@ _OTHERS = [
     request("\ud801"),
     replace(_BASE, absent=("max_tokens",)),  # its answer depends on the room in the context
     *(replace(_BASE, prompt=replace(_BASE.prompt, **changed)) for changed in _OTHER_PROMPTS),
-    *(request(sampling=replace(Sampling(), **changed)) for changed in _OTHER_SAMPLING),
-    *(request(selection=replace(Selection(), **changed)) for changed in _OTHER_SELECTIONS),
+    *(request(sampling=replace(c.Sampling(), **changed)) for changed in _OTHER_SAMPLING),
+    *(request(selection=replace(c.Selection(), **changed)) for changed in _OTHER_SELECTIONS),
 ]
 _OTHER_MAKERS: list[dict[str, Any]] = [
     *({"tenant": tenant} for tenant in ("u", "U", "u ", "u\0", "\ud800", "\ud801")),
@@ -166,45 +147,47 @@ def test_every_field_that_matters_changes_the_key() -> None:
     keys += [key_of(_BASE, **maker) for maker in _OTHER_MAKERS]
     assert len(set(keys)) == len(keys)
     changed = (
-        (Prompt, _OTHER_PROMPTS),
-        (Sampling, _OTHER_SAMPLING),
-        (Selection, _OTHER_SELECTIONS),
+        (c.Prompt, _OTHER_PROMPTS),
+        (c.Sampling, _OTHER_SAMPLING),
+        (c.Selection, _OTHER_SELECTIONS),
     )
     for part, others in changed:
         assert {field.name for field in fields(part)} == {name for o in others for name in o}
 
 
-_ONE, _TWO = WeightedReward("a", 0.3), WeightedReward("b", 0.7)
-_BEST_OF_N = Selection(algorithm=Algorithm.BEST_OF_N)
+_ONE, _TWO = c.WeightedReward("a", 0.3), c.WeightedReward("b", 0.7)
+_BEST_OF_N = c.Selection(algorithm=c.Algorithm.BEST_OF_N)
 
 
-def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
-    return request(selection=Selection(rewards=rewards))
+def _rewarded(*rewards: c.WeightedReward) -> c.GenerationRequest:
+    return request(selection=c.Selection(rewards=rewards))
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (_BASE, request(sampling=Sampling(max_tokens=2048, temperature=1.0, top_p=1.0, seed=0))),
-        (_BASE, request(sampling=Sampling(temperature=1, top_p=1))),
+        (_BASE, request(sampling=c.Sampling(max_tokens=2048, temperature=1.0, top_p=1.0, seed=0))),
+        (_BASE, request(sampling=c.Sampling(temperature=1, top_p=1))),
         (
-            request(sampling=Sampling(logit_bias=(TokenBias(1, 2.0), TokenBias(2, 0.5)))),
-            request(sampling=Sampling(logit_bias=(TokenBias(2, 0.5), TokenBias(1, 2)))),
+            request(sampling=c.Sampling(logit_bias=(c.TokenBias(1, 2.0), c.TokenBias(2, 0.5)))),
+            request(sampling=c.Sampling(logit_bias=(c.TokenBias(2, 0.5), c.TokenBias(1, 2)))),
         ),
-        (_BASE, request(selection=Selection(schedule=Schedule(first=16, factor=2)))),
-        (_BASE, replace(_BASE, cache=CacheControl.REFRESH)),
+        (_BASE, request(selection=c.Selection(schedule=c.Schedule(first=16, factor=2)))),
+        (_BASE, replace(_BASE, cache=c.CacheControl.REFRESH)),
         (_BASE, replace(_BASE, allow_degraded=True)),
         (_BASE, replace(_BASE, absent=("n", "schedule"))),
         (_rewarded(_ONE, _TWO), _rewarded(_TWO, _ONE)),
         (
             request(selection=_BEST_OF_N),
             request(
-                selection=replace(_BEST_OF_N, alpha=0.9, schedule=Schedule("tokens", tokens=(4,)))
+                selection=replace(_BEST_OF_N, alpha=0.9, schedule=c.Schedule("tokens", tokens=(4,)))
             ),
         ),
     ],
 )
-def test_equal_requests_have_one_key(first: GenerationRequest, second: GenerationRequest) -> None:
+def test_equal_requests_have_one_key(
+    first: c.GenerationRequest, second: c.GenerationRequest
+) -> None:
     """Guards against misses over 1 and 1.0, explicit defaults, order, or fields without effect."""
     assert key_of(first) == key_of(second)
 

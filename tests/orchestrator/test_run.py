@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from generator_service.engine.commands import ReportRate
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import run_state
-from orchestrator.loop.progress import WithinRounds
-from orchestrator.loop.run_state import MAX_TRACED, RunState
+from orchestrator.loop.progress import ProgressReporter, WithinRounds
+from orchestrator.loop.run_state import RunState
 from orchestrator.loop.schedule import first_round_tokens, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer
-from specrej.contracts import (
-    Admitted,
-    Algorithm,
-    Branching,
-    Candidate,
-    Fate,
-    Finished,
-    FinishReason,
-    Fork,
-    Generation,
-    GenerationRequest,
-    Round,
-    RoundCompleted,
-    RoundEnd,
-    Sampling,
-    Schedule,
-    Scores,
-    Selection,
-    SlotGauge,
-    WeightedReward,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InternalError, RewardInvalid, Unavailable
 from specrej.telemetry import names
 from tests.orchestrator.runs import (
@@ -54,7 +39,7 @@ from tests.orchestrator.runs import (
 )
 
 
-def promising(any_request: GenerationRequest, most: int) -> GenerationRequest:
+def promising(any_request: c.GenerationRequest, most: int) -> c.GenerationRequest:
     """With min_answers, as large as the request allows, at most `most`."""
     selection = any_request.selection
     keep = selection.branching.keep if selection.branching else most
@@ -67,7 +52,7 @@ PROMISING = st.builds(promising, REQUESTS, st.integers(1, 12))
 
 @given(REQUESTS | PROMISING, st.integers(0, 60), st.integers(2, 80))
 async def test_every_request_ends_with_an_answer_and_all_slots_free(
-    any_request: GenerationRequest, room: int, end_every: int
+    any_request: c.GenerationRequest, room: int, end_every: int
 ) -> None:
     """Progress, Never empty and Conservation, for capacities from ample to hardly enough."""
     selection, max_tokens = any_request.selection, any_request.sampling.max_tokens
@@ -76,38 +61,38 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     generator = ToyGenerator(least_slots + room, end_every=end_every)
     scorers: list[FixedScorer] = [LetterScorer(reward.name) for reward in selection.rewards]
     events = await events_of(any_request, generator, scorers or FixedScorer())
-    assert isinstance(events[0], Admitted)
-    assert isinstance(events[-1], Finished)
+    assert isinstance(events[0], c.Admitted)
+    assert isinstance(events[-1], c.Finished)
     generation = events[-1].generation
     check_counts(generation, selection.n)
     _check_ranking(generation, selection)
     assert generation.rounds[-1].best_score == generation.best.score
-    is_full = any(trace.ended_by is RoundEnd.SLOTS_FULL for trace in generation.rounds)
+    is_full = any(trace.ended_by is c.RoundEnd.SLOTS_FULL for trace in generation.rounds)
     if not is_full and all(reward.veto_below is None for reward in selection.rewards):
         _check_promise(generation, selection.min_answers)
     generator.ledger.check_integrity()
     assert generator.ledger.owned == 0
     for event in events[1:-1]:
-        assert isinstance(event, RoundCompleted)
+        assert isinstance(event, c.RoundCompleted)
         assert event.trace.num_live == len(event.survivors)
         _check_fates(event, generation)
 
 
-def _check_fates(completed: RoundCompleted, generation: Generation) -> None:
+def _check_fates(completed: c.RoundCompleted, generation: c.Generation) -> None:
     """Guards against fates before the cut, of other candidates, and vetoes traced as low ranks."""
     trace = completed.trace
-    ids = {fate: {c.id for c in trace.candidates if c.fate is fate} for fate in Fate}
-    assert ids[Fate.KEPT] | {fork.id for fork in trace.forks} == set(completed.survivors)
-    assert len(ids[Fate.FINISHED]) == trace.num_finished
+    ids = {fate: {made.id for made in trace.candidates if made.fate is fate} for fate in c.Fate}
+    assert ids[c.Fate.KEPT] | {fork.id for fork in trace.forks} == set(completed.survivors)
+    assert len(ids[c.Fate.FINISHED]) == trace.num_finished
     if len(generation.candidates) < 64:  # otherwise not all are returned
-        assert ids[Fate.FINISHED] <= {candidate.id for candidate in generation.candidates}
-    num_vetoed = len(ids[Fate.VETOED])
-    assert len(ids[Fate.REJECTED]) + num_vetoed == trace.num_rejected
+        assert ids[c.Fate.FINISHED] <= {candidate.id for candidate in generation.candidates}
+    num_vetoed = len(ids[c.Fate.VETOED])
+    assert len(ids[c.Fate.REJECTED]) + num_vetoed == trace.num_rejected
     # If no other is left, one vetoed candidate continues alone.
-    assert trace.num_vetoed - num_vetoed in ((0, 1) if len(ids[Fate.KEPT]) == 1 else (0,))
+    assert trace.num_vetoed - num_vetoed in ((0, 1) if len(ids[c.Fate.KEPT]) == 1 else (0,))
 
 
-def _check_promise(generation: Generation, least: int) -> None:
+def _check_promise(generation: c.Generation, least: int) -> None:
     """After every cut, at least `least` candidates, forks aside, are live or complete."""
     num_finished = 0
     for trace in generation.rounds:
@@ -116,11 +101,11 @@ def _check_promise(generation: Generation, least: int) -> None:
     assert len(generation.candidates) >= least
 
 
-def _check_ranking(generation: Generation, selection: Selection) -> None:
+def _check_ranking(generation: c.Generation, selection: c.Selection) -> None:
     """The order is complete, truncated (if complete ones are preferred), vetoed. Only a value below
     its bound vetoes a candidate."""
-    last = FinishReason.LENGTH if selection.prefer_complete else None
-    ranks = [(c.vetoed, c.finish is last, -c.score) for c in generation.candidates]
+    last = c.FinishReason.LENGTH if selection.prefer_complete else None
+    ranks = [(made.vetoed, made.finish is last, -made.score) for made in generation.candidates]
     assert ranks == sorted(ranks)
     rewards = selection.rewards
     for candidate in generation.candidates:
@@ -133,8 +118,8 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     best_of_n, speculative = [
         await answer(request(32, **selection), ToyGenerator(end_every=10**9), FixedScorer())
         for selection in (
-            {"algorithm": Algorithm.BEST_OF_N, "alpha": 0.9},
-            {"schedule": Schedule(first=8)},
+            {"algorithm": c.Algorithm.BEST_OF_N, "alpha": 0.9},
+            {"schedule": c.Schedule(first=8)},
         )
     ]
     assert [trace.num_rejected for trace in best_of_n.rounds] == [0]
@@ -145,38 +130,46 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     for trace in speculative.rounds:
         scores = [traced.score for traced in trace.candidates]
         assert scores == sorted(scores, reverse=True)
-    whole = request(algorithm=Algorithm.BEST_OF_N).selection
+    whole = request(algorithm=c.Algorithm.BEST_OF_N).selection
     assert first_round_tokens(schedule_of(whole), 60) == 60
 
 
-async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:
+async def test_the_candidates_in_an_answers_rounds_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Guards against 1,024 rounds of 1,024 candidates each: 100 MB in answer, cache and record."""
+    monkeypatch.setattr(run_state, "MAX_TRACED", 1000)
     whole = await answer(
         request(
-            300, alpha=0.0, schedule=Schedule("tokens", tokens=tuple(range(1, 61))), max_tokens=60
+            30, alpha=0.0, schedule=c.Schedule("tokens", tokens=tuple(range(1, 61))), max_tokens=60
         ),
         ToyGenerator(end_every=10**9),
         FixedScorer(),
     )
     traced = [len(trace.candidates) for trace in whole.rounds]
     assert len(traced) == 60
-    assert sum(traced) == MAX_TRACED // 300 * 300
-    assert [trace.num_started for trace in whole.rounds] == [300] * 60
+    assert sum(traced) == 1000 // 30 * 30
+    assert [trace.num_started for trace in whole.rounds] == [30] * 60
 
 
-@pytest.mark.parametrize("branching", [None, Branching(8, 3)])
-async def test_only_full_slots_cost_answers(branching: Branching | None) -> None:
+@pytest.mark.parametrize("branching", [None, c.Branching(8, 3)])
+async def test_only_full_slots_cost_answers(branching: c.Branching | None) -> None:
     """`min_answers` is a rule of the cut: where the slots suffice, as many are complete."""
     deep = request(
-        16, 60, schedule=Schedule("memory", first=4), alpha=0.9, branching=branching, min_answers=3
+        16,
+        60,
+        schedule=c.Schedule("memory", first=4),
+        alpha=0.9,
+        branching=branching,
+        min_answers=3,
     )
     for capacity_slots, num_answers in ((4 + 16 * 60, 16), (4 + 8 * 8, 1)):
         toy = ToyGenerator(capacity_slots, end_every=10**9)
         generation = await answer(deep, toy, FixedScorer())
         assert len(generation.candidates) == num_answers
         assert {candidate.num_tokens for candidate in generation.candidates} == {60}
-    assert {trace.ended_by for trace in generation.rounds} >= {RoundEnd.SLOTS_FULL}
-    planned = replace(deep.selection, schedule=Schedule(first=4))
+    assert {trace.ended_by for trace in generation.rounds} >= {c.RoundEnd.SLOTS_FULL}
+    planned = replace(deep.selection, schedule=c.Schedule(first=4))
     plenty = await answer(
         replace(deep, selection=planned), ToyGenerator(end_every=10**9), FixedScorer()
     )
@@ -185,14 +178,14 @@ async def test_only_full_slots_cost_answers(branching: Branching | None) -> None
 
 async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     """Live candidates may rank it out, and it can still be the best answer."""
-    scorer = FixedScorer(lambda c: -c.id if c.finish else 100.0 - c.id)
+    scorer = FixedScorer(lambda made: -made.id if made.finish else 100.0 - made.id)
     generation = await answer(
-        request(16, schedule=Schedule(first=4), alpha=0.75),
+        request(16, schedule=c.Schedule(first=4), alpha=0.75),
         ToyGenerator(end_every=9),
         scorer,
     )
     assert len(scorer.seen) == len(set(scorer.seen))
-    assert generation.best.score == max(c.score for c in generation.candidates)
+    assert generation.best.score == max(made.score for made in generation.candidates)
     early = [trace.num_finished for trace in generation.rounds[:-1]]
     assert sum(early) > 0, "the case did not occur"
 
@@ -202,18 +195,18 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
     seen: dict[int, list[str]] = {}
 
     class Noting(LikelihoodScorer):
-        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
             for candidate in candidates:
                 seen.setdefault(candidate.id, []).append(candidate.text)
             return await super().score(candidates)
 
-    branching: dict[str, Any] = {"schedule": Schedule(first=8), "branching": Branching(8, 2)}
+    branching: dict[str, Any] = {"schedule": c.Schedule(first=8), "branching": c.Branching(8, 2)}
     forked = request(16, 64, sampling={"logprobs": True}, **branching)
     generation = await answer(forked, ToyGenerator(end_every=10**9), Noting())
     first, second, *_ = generation.rounds
-    best = [fate.id for fate in first.candidates if fate.fate is Fate.KEPT]
+    best = [fate.id for fate in first.candidates if fate.fate is c.Fate.KEPT]
     assert len(best) == 2
-    assert first.forks == tuple(Fork(16 + i, best[i % 2]) for i in range(6))
+    assert first.forks == tuple(c.Fork(16 + i, best[i % 2]) for i in range(6))
     assert [trace.num_live for trace in generation.rounds] == [8, 8, 8, 0]
     assert [trace.num_started for trace in generation.rounds] == [16, 8, 8, 8]
     for fork in first.forks:
@@ -229,8 +222,8 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
 async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a million candidates of one request, and against texts of rejected ones."""
     monkeypatch.setattr(run_state, "MAX_FORKS", 100)
-    every_token = Schedule("tokens", tokens=tuple(range(1, 60)))
-    many = request(8, 60, schedule=every_token, branching=Branching(16, 1))
+    every_token = c.Schedule("tokens", tokens=tuple(range(1, 60)))
+    many = request(8, 60, schedule=every_token, branching=c.Branching(16, 1))
     states: list[RunState] = []
     keep = RunState.keep
 
@@ -248,7 +241,7 @@ async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_taper_narrows_later_rounds() -> None:
     """Guards against a width of the round that has ended, not of the one that begins."""
-    branching = request(16, 64, schedule=Schedule(first=8), branching=Branching(16, 2, 1.0))
+    branching = request(16, 64, schedule=c.Schedule(first=8), branching=c.Branching(16, 2, 1.0))
     generation = await answer(branching, ToyGenerator(end_every=10**9), FixedScorer())
     assert [trace.num_live for trace in generation.rounds] == [16, 8, 4, 0]
     assert [trace.alpha for trace in generation.rounds] == [14 / 16, 14 / 16, 6 / 8, 0]
@@ -256,11 +249,11 @@ async def test_a_taper_narrows_later_rounds() -> None:
 
 async def test_tokens_of_forks_and_their_most_probable_ones() -> None:
     """Guards against tokens of another candidate, step or round."""
-    selection = replace(request(8, 60, schedule=Schedule(first=8)).selection)
-    reporting = GenerationRequest(
+    selection = replace(request(8, 60, schedule=c.Schedule(first=8)).selection)
+    reporting = c.GenerationRequest(
         PROMPT,
-        Sampling(60, logprobs=True, top_logprobs=3),
-        replace(selection, branching=Branching(8, 2)),
+        c.Sampling(60, logprobs=True, top_logprobs=3),
+        replace(selection, branching=c.Branching(8, 2)),
     )
     within = WithinRounds(emit=lambda event: None)
     generation = await answer(reporting, ToyGenerator(end_every=99), FixedScorer(), within=within)
@@ -292,7 +285,7 @@ async def test_invalid_scores_are_refused(values: list[float], is_weighted: bool
     """Guards against ranking by NaN, which would reject at random, and against a weighted sum
     that hides it."""
     generator = ToyGenerator()
-    rewards = (WeightedReward("likelihood"), WeightedReward("invalid"))[not is_weighted :]
+    rewards = (c.WeightedReward("likelihood"), c.WeightedReward("invalid"))[not is_weighted :]
     scorers = (LikelihoodScorer(), FixedScorer(values))[not is_weighted :]
     with pytest.raises(RewardInvalid):
         await answer(request(rewards=rewards), generator, scorers)
@@ -322,7 +315,7 @@ async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_err
     wait without end for the missing candidate."""
     extend = ToySession.extend
 
-    async def faulty(session: ToySession, until_tokens: int, _: Any) -> Round:
+    async def faulty(session: ToySession, until_tokens: int, _: Any) -> c.Round:
         ended = await extend(session, min(until_tokens, most_tokens))
         return replace(ended, candidates=ended.candidates[num_lost:])
 
@@ -337,7 +330,7 @@ async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.M
     whole = await answer(request(8), ToyGenerator(), FixedScorer())
     extend, grown = ToySession.extend, list[int]()
 
-    async def noted(session: ToySession, until_tokens: int, _: Any) -> Round:
+    async def noted(session: ToySession, until_tokens: int, _: Any) -> c.Round:
         before = session._num_tokens
         ended = await extend(session, until_tokens)
         grown.append(len(ended.candidates) * (ended.num_tokens - before))
@@ -353,24 +346,270 @@ async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("ended_by", "num_tokens", "message"),
     [
-        (RoundEnd.DECISION_TOKEN, None, "max_tokens"),
-        (RoundEnd.DECISION_TOKEN, 3, "max_tokens"),
-        (RoundEnd.ALL_FINISHED, 3, "with live candidates"),
-        (RoundEnd.SLOTS_FULL, 3, "no slot"),
+        (c.RoundEnd.DECISION_TOKEN, None, "max_tokens"),
+        (c.RoundEnd.DECISION_TOKEN, 3, "max_tokens"),
+        (c.RoundEnd.ALL_FINISHED, 3, "with live candidates"),
+        (c.RoundEnd.SLOTS_FULL, 3, "no slot"),
     ],
 )
 async def test_a_generator_without_progress_is_an_internal_error(
-    ended_by: RoundEnd, num_tokens: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+    ended_by: c.RoundEnd, num_tokens: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against thousands of rounds per second: a live candidate at max_tokens or after the
     end of all, one without new tokens, and one whose slots are always full."""
 
-    async def still(session: ToySession, until_tokens: int, _: Any) -> Round:
-        live = (Candidate(0, "a", num_tokens or until_tokens, -1.0),)
-        reached = until_tokens if ended_by is RoundEnd.DECISION_TOKEN else 3
-        return Round(live, ended_by, reached, SlotGauge(10, 10, 10))
+    async def still(session: ToySession, until_tokens: int, _: Any) -> c.Round:
+        live = (c.Candidate(0, "a", num_tokens or until_tokens, -1.0),)
+        reached = until_tokens if ended_by is c.RoundEnd.DECISION_TOKEN else 3
+        return c.Round(live, ended_by, reached, c.SlotGauge(10, 10, 10))
 
     monkeypatch.setattr(ToySession, "extend", still)
     async with asyncio.timeout(20):
         with pytest.raises(InternalError, match=message):
             await answer(request(1), ToyGenerator(), FixedScorer())
+
+
+# Rounds that end because the slots are full, and N by the memory
+
+
+async def test_rounds_of_full_blocks_grow_soon() -> None:
+    """Guards against rounds that release one candidate, grow by nothing and score all again, also
+    where a token may need a block of slots, as on vLLM."""
+    toy = ToyGenerator(1000 * 30, end_every=10**9)
+
+    class Blocks:
+        """Slots for 120 blocks of 8 tokens."""
+
+        @asynccontextmanager
+        async def open(self, spec: c.SessionSpec) -> AsyncIterator[Any]:
+            async with toy.open(spec) as session:
+                self.session, self.live, self.n = session, spec.n, spec.n
+                self.prompt_tokens, self.reduced = session.prompt_tokens, False
+                self.max_tokens = session.max_tokens
+                self.fingerprint, self.costly_rounds = "", False
+                self.answer_form = c.PLAIN
+                yield self
+
+        async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
+            most = 8 * (120 // self.live)
+            ended = await self.session.extend(min(until_tokens, most))
+            is_full = most < until_tokens
+            return replace(ended, ended_by=c.RoundEnd.SLOTS_FULL) if is_full else ended
+
+        async def prune(self, keep: Collection[int], forks: c.Forks) -> c.Pruned:
+            self.live = len(keep)
+            return await self.session.prune(keep, forks)
+
+    never = request(40, 60, alpha=0.0, schedule=c.Schedule("memory", first=4))
+    rounds = (await answer(never, cast(c.Generator, Blocks()), FixedScorer())).rounds
+    positions = Counter(trace.decision_token for trace in rounds)
+    assert len(positions) > 4 and max(positions.values()) < 4, positions
+
+
+@pytest.mark.parametrize(("first", "n"), [(16, 8), (32, 4), (200, 2)])
+async def test_the_memory_decides_n_by_the_first_decision_token(first: int, n: int) -> None:
+    """As in the paper: all slots are full at the first cut. No cut before max_tokens: 2 fit."""
+    prompt_slots = len(PROMPT.turns[0].content.split())
+    generator = ToyGenerator(8 * 16 + prompt_slots, end_every=10**9)
+    open_n = request(0, 64, schedule=c.Schedule("memory", first=first))
+    generation = await answer(open_n, generator, FixedScorer())
+    ended = generation.rounds[0]
+    assert (generation.n, ended.decision_token) == (n, min(first, 64))
+    assert n * ended.decision_token == 8 * 16  # all slots
+
+
+# The run loop on toys: weighted rewards, normalisation and vetoes
+
+
+async def test_batch_normalisation_covers_all_candidates_that_count() -> None:
+    """Guards against scores of finished candidates that stay normalised over an earlier batch.
+
+    All candidates finish after the only cut, so the scores can be computed here."""
+    rewards = (
+        c.WeightedReward("a", 1.0, c.Normalization("batch")),
+        c.WeightedReward("e", -0.5, c.Normalization("batch")),
+    )
+    generation = await answer(
+        request(16, schedule=c.Schedule("tokens", tokens=(8,)), rewards=rewards),
+        ToyGenerator(end_every=20),
+        [LetterScorer("a"), LetterScorer("e")],
+    )
+    first, last = generation.rounds
+    assert last.num_rejected == 0
+    assert first.num_finished + first.num_live > 8, "no finished candidate was ranked out"
+    columns = [[made.rewards[index] for made in generation.candidates] for index in (0, 1)]
+    for candidate in generation.candidates:
+        one, two = (
+            (value - statistics.fmean(column)) / statistics.pstdev(column)
+            for value, column in zip(candidate.rewards, columns, strict=True)
+        )
+        assert candidate.score == pytest.approx(one - 0.5 * two)
+
+
+class ComparingScorer(FixedScorer):
+    """Returns which share of a batch each candidate is better than, as `pairwise` does; qualities
+    are fixed by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.qualities = Random(seed).sample(range(1000), 1000)
+
+    async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
+        own = [self.qualities[candidate.id] for candidate in candidates]
+        others = max(1, len(own) - 1)
+        shares = [sum(other < one for other in own) / others for one in own]
+        return c.Scores(tuple(shares) if len(own) > 1 else (0.5,), compare=True)
+
+
+@pytest.mark.parametrize("branching", [None, c.Branching(8, 4)])
+async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
+    branching: c.Branching | None,
+) -> None:
+    """Guards against scores of different batches in one ranking: the last candidate, which is
+    better than all, would have 0.5, and an early answer of a weak batch more."""
+    for seed in range(12):
+        scorer = ComparingScorer(seed)
+        schedule = c.Schedule(first=6, factor=1.5)
+        asked = request(16, branching=branching, schedule=schedule, prefer_complete=True)
+        generation = await answer(asked, ToyGenerator(end_every=12), scorer)
+        finished = [made for made in generation.candidates if made.finish is c.FinishReason.STOP]
+        assert len(finished) > 1 and generation.relative_scores
+        assert generation.best.id == max(
+            {made.id for made in finished}, key=scorer.qualities.__getitem__
+        )
+
+
+async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
+    """Guards against vetoes that have no effect before the end: alpha is 0."""
+    reward = c.WeightedReward("a", veto_below=0.06)
+    vetoing = request(alpha=0.0, schedule=c.Schedule("tokens", tokens=(10,)), rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(end_every=10**9), LetterScorer("a"))
+    first = generation.rounds[0]
+    assert 0 < first.num_vetoed < first.num_started, "the case did not occur"
+    assert first.num_rejected == first.num_vetoed
+    assert first.freed_slots == 10 * first.num_vetoed
+    low = {candidate.id for candidate in first.candidates if candidate.score < 0.06}
+    assert {made.id for made in first.candidates if made.fate is c.Fate.VETOED} == low
+
+
+async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
+    """The answer was ranked out, but no reward vetoes it."""
+
+    def value(candidate: c.Candidate) -> float:
+        """Low for early answers, high for early prefixes; longer ones are vetoed."""
+        if candidate.num_tokens > 8:
+            return 0.0
+        return 1.0 if candidate.finish else 10.0
+
+    reward = c.WeightedReward("r", veto_below=0.5)
+    vetoing = request(16, schedule=c.Schedule("tokens", tokens=(8, 12)), rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(end_every=16), FixedScorer(value))
+    first, second = generation.rounds
+    assert first.num_finished and first.num_live, "the case did not occur"
+    assert second.num_live == 0
+    assert second.num_vetoed == second.num_rejected > 0
+    assert generation.best.rewards == (1.0,) and not generation.best.vetoed
+
+
+# Events within rounds: progress, and the text of an answer that is certain to win
+
+
+@given(REQUESTS, st.integers(2, 80))
+async def test_progress_changes_nothing_and_text_is_the_answers(
+    any_request: c.GenerationRequest, end_every: int
+) -> None:
+    """Guards against text of a candidate that does not win, or that the answer does not have."""
+    scorers = [LetterScorer(reward.name) for reward in any_request.selection.rewards]
+    plain = await answer(any_request, ToyGenerator(end_every=end_every), scorers or FixedScorer())
+    within: list[c.Progress | c.TextDelta] = []
+    generation = await answer(
+        any_request,
+        ToyGenerator(end_every=end_every),
+        scorers or FixedScorer(),
+        within=WithinRounds(within.append),
+    )
+    assert generation.candidates == plain.candidates
+    assert generation.usage == plain.usage
+    deltas = [event for event in within if isinstance(event, c.TextDelta)]
+    progress = [event for event in within if isinstance(event, c.Progress)]
+    positions = [event.num_tokens for event in progress]
+    assert positions == sorted(positions)
+    for event in progress:
+        ended = next(t for t in generation.rounds if event.num_tokens <= t.decision_token)
+        fewest = ended.num_started - ended.num_finished
+        assert fewest <= event.num_live <= ended.num_started
+        assert event.num_live * event.num_tokens < event.session_slots <= event.capacity_slots
+    if deltas:
+        assert {delta.id for delta in deltas} == {generation.best.id}
+        assert "".join(delta.text for delta in deltas) == generation.best.text
+
+
+@pytest.mark.parametrize("n", [8, 640])
+async def test_the_last_stretch_streams_within_one_extend(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment one candidate is left and none has ended; before that nothing is certain.
+    Guards against a call per token, and against all texts again in each report."""
+    monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
+    extend, calls = ToySession.extend, []
+
+    async def counted(*arguments: Any) -> c.Round:
+        calls.append(arguments)
+        return await extend(*arguments)
+
+    monkeypatch.setattr(ToySession, "extend", counted)
+    within: list[c.Progress | c.TextDelta] = []
+    long = request(n, 64, schedule=c.Schedule(tokens=(4, 8), kind="tokens"), alpha=1.0)
+    endless = ToyGenerator(end_every=10**9)
+    events = await events_of(long, endless, FixedScorer(), within=WithinRounds(within.append))
+    rounds = [event for event in events if isinstance(event, c.RoundCompleted)]
+    assert [event.trace.decision_token for event in rounds] == [4, 8, 64] and len(calls) == 3
+    deltas = [event.text for event in within if isinstance(event, c.TextDelta)]
+    assert [len(delta.split()) for delta in deltas] == [5, *[1] * 59]
+    assert len([event for event in within if isinstance(event, c.Progress)]) == 64
+    assert [bool(event.best_text) for event in rounds] == [True, False, False]  # sent already
+
+
+async def test_the_last_live_candidate_is_not_certain_to_win() -> None:
+    """Guards against sent text that a shorter answer, which has ended before, then beats."""
+    within: list[c.Progress | c.TextDelta] = []
+    shortest = FixedScorer(lambda candidate: -float(len(candidate.text)))
+    generation = await answer(
+        request(4, 64, alpha=0.0, schedule=c.Schedule(first=4, factor=1.1)),
+        ToyGenerator(end_every=12),
+        shortest,
+        within=WithinRounds(within.append),
+    )
+    last = [trace.candidates[0].id for trace in generation.rounds if trace.num_started == 1]
+    assert last and generation.best.id not in last, "the case did not occur"
+    assert not any(isinstance(event, c.TextDelta) for event in within)
+
+
+async def test_growth_is_reported_at_once_then_some_twenty_times_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a message per token of a fast engine, and a first token that waits."""
+    now_s = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    rate, reported = ReportRate(), []
+    for _ in range(1000):
+        if rate.is_due():
+            reported.append(now_s[0])
+        now_s[0] += 0.004
+    assert reported[0] == 100.0 and 70 < len(reported) <= 81
+
+
+async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
+    """Guards against sent text that a stop text then takes back."""
+    sent: list[c.Progress | c.TextDelta] = []
+    reporter = ProgressReporter(WithinRounds(sent.append), ["END", "\n\n"])
+    for text, finish in (
+        ("a", None),
+        ("a b EN", None),
+        ("a b ENd", None),
+        ("a b ENd.", c.FinishReason.STOP),
+    ):
+        candidate = c.Candidate(0, text, 1, 0.0, finish)
+        grown = c.Round((candidate,), c.RoundEnd.DECISION_TOKEN, 1, c.SlotGauge(1, 1, 1))
+        reporter.report(grown, is_certain=True)
+    assert [event.text for event in sent if isinstance(event, c.TextDelta)] == ["a b ", "E", "Nd."]

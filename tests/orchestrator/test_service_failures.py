@@ -23,7 +23,6 @@ from tests.serving import failure_of, reason_of, retry_info_s, turns, until
 from tests.world import BOUND_S, Code, LongTexts, World, rewards, small_request, world
 
 PROMPT_COST = len("four words of prompt") // 4
-BY_METHOD = pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
 
 
 def start_call(service: World, message: pb.GenerateRequest, stream: bool, **options: Any) -> Any:
@@ -118,8 +117,7 @@ async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_default", [True, False], ids=["default", "client"])
-@BY_METHOD
-@pytest.mark.parametrize("phase", ["open", "extend", "score"])
+@pytest.mark.parametrize(("phase", "stream"), [("open", False), ("extend", True), ("score", False)])
 async def test_a_deadline_ends_a_running_request(
     phase: str, stream: bool, is_default: bool
 ) -> None:
@@ -133,9 +131,19 @@ async def test_a_deadline_ends_a_running_request(
         await until(lambda: service.is_idle)
 
 
-@pytest.mark.parametrize("closes_channel", [False, True], ids=["cancel", "channel"])
-@BY_METHOD
-@pytest.mark.parametrize("phase", ["open", "extend", "score", "prune", "close"])
+@pytest.mark.parametrize(
+    ("phase", "stream", "closes_channel"),
+    [
+        ("open", False, False),
+        ("open", True, True),
+        ("extend", False, True),
+        ("extend", True, False),
+        ("score", False, True),
+        ("score", True, False),
+        ("prune", True, False),
+        ("close", False, False),
+    ],
+)
 async def test_a_cancelled_call_frees_everything(
     service: World, phase: str, stream: bool, closes_channel: bool
 ) -> None:
@@ -256,8 +264,9 @@ async def test_a_long_deadline_is_shortened(timeout_s: float) -> None:
         assert reason_of(await error_of_call(call, stream=False)) == "DEADLINE_EXCEEDED"
 
 
-@BY_METHOD
-@pytest.mark.parametrize("phase", ["open", "extend", "prune", "score"])
+@pytest.mark.parametrize(
+    ("phase", "stream"), [("open", False), ("extend", True), ("prune", False), ("score", True)]
+)
 async def test_a_backend_that_ends_is_unavailable_until_it_returns(
     service: World, phase: str, stream: bool
 ) -> None:

@@ -15,24 +15,8 @@ from orchestrator.cache import Secret
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.planning import Defaults, Plan, Planner
 from orchestrator.edge.service import Orchestrator
-from specrej.contracts import (
-    Branching,
-    CandidateForm,
-    GenerationRequest,
-    GeneratorDescription,
-    Image,
-    JsonSchema,
-    Message,
-    Prompt,
-    RewardDescription,
-    Sampling,
-    Schedule,
-    Selection,
-    TextPart,
-    Tool,
-    WeightedReward,
-    wire,
-)
+from specrej import contracts as c
+from specrej.contracts import wire
 from specrej.contracts.errors import InvalidRequest
 from specrej.security import Share
 from specrej.v1 import common_pb2
@@ -145,29 +129,31 @@ async def test_a_refusal_of_the_generator_has_the_public_field_path() -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "field"),
-    [((), "selection.n"), ((WeightedReward("small"),), "selection.rewards[0]")],
+    [((), "selection.n"), ((c.WeightedReward("small"),), "selection.rewards[0]")],
     ids=["default", "named"],
 )
 @pytest.mark.parametrize(
-    "size", [{"n": 5}, {"n": 0}, {"n": 2, "branching": Branching(width=5, keep=1)}]
+    "size", [{"n": 5}, {"n": 0}, {"n": 2, "branching": c.Branching(width=5, keep=1)}]
 )
 async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
-    size: dict[str, Any], rewards: tuple[WeightedReward, ...], field: str
+    size: dict[str, Any], rewards: tuple[c.WeightedReward, ...], field: str
 ) -> None:
     """With n = 0 the toy has eight. Guards against a failure after the first round, with a path of
     the internal port."""
 
     class SmallRewards:
-        def open(self, name: str, prompt: Prompt, data: str = "") -> Any:
+        def open(self, name: str, prompt: c.Prompt, data: str = "") -> Any:
             raise AssertionError("must not be called")
 
-        async def describe(self) -> list[RewardDescription]:
-            return [RewardDescription("small", "f", "accepts few", max_batch=4)]
+        async def describe(self) -> list[c.RewardDescription]:
+            return [c.RewardDescription("small", "f", "accepts few", max_batch=4)]
 
     orchestrator = Orchestrator(
         ToyGenerator(), SmallRewards(), new_cache(""), Admission(Limits(1, 0))
     )
-    request = GenerationRequest(Prompt(text="hello"), selection=Selection(**size, rewards=rewards))
+    request = c.GenerationRequest(
+        c.Prompt(text="hello"), selection=c.Selection(**size, rewards=rewards)
+    )
     with pytest.raises(InvalidRequest) as raised:
         await orchestrator.generate(request, print, tenant="", share=Share())
     assert [violation.field for violation in raised.value.violations] == [field]
@@ -215,8 +201,8 @@ async def test_the_time_to_the_deadline_passes() -> None:
     """Guards against a run that takes the time in the queue for its own."""
     rewards: Any = SimpleNamespace(describe=print)
     planner = Planner(ToyGenerator(), rewards, secret=Secret())
-    selection = Selection(rewards=(WeightedReward("likelihood"),))
-    request = GenerationRequest(Prompt(text="hello"), selection=selection)
+    selection = c.Selection(rewards=(c.WeightedReward("likelihood"),))
+    request = c.GenerationRequest(c.Prompt(text="hello"), selection=selection)
     plan = await planner.plan(request, "", Share(), (), 5.0)
     assert 0 < plan.left_s < 5
 
@@ -243,7 +229,7 @@ async def test_branching_needs_a_generator_that_forks(cached_service: World) -> 
 async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     """Guards against a trace of rejections that a generator without early rejection cannot make,
     and an answer that is stored under a plan that was not carried out."""
-    cached_service.generator.form = CandidateForm.WHOLE_ANSWERS
+    cached_service.generator.form = c.CandidateForm.WHOLE_ANSWERS
     generation = await cached_service.answer(small_request(selection={"n": 6}))
     assert [trace.num_rejected for trace in generation.rounds] == [0]
     record = await cached_service.stub.GetRecord(
@@ -285,33 +271,33 @@ async def test_complete_answers_are_preferred_where_only_they_conform(
     assert Defaults().filled(request, generator).selection.prefer_complete is expected
 
 
-CALL = Tool("ping")
-PNG = Image(b"png")
+CALL = c.Tool("ping")
+PNG = c.Image(b"png")
 
 
 async def planned(
-    prompt: Prompt, *, takes_images: bool = True, tool_format: str = "hermes", **parts: Any
-) -> tuple[Plan, list[Prompt]]:
+    prompt: c.Prompt, *, takes_images: bool = True, tool_format: str = "hermes", **parts: Any
+) -> tuple[Plan, list[c.Prompt]]:
     """A plan with the rewards "sees" and "reads", and the prompts that they get."""
-    opened: list[Prompt] = []
+    opened: list[c.Prompt] = []
 
     class Described(ToyGenerator):
-        async def describe(self) -> GeneratorDescription:
+        async def describe(self) -> c.GeneratorDescription:
             described = await super().describe()
             return replace(described, tool_format=tool_format, takes_images=takes_images)
 
     class TwoRewards:
-        def open(self, name: str, prompt: Prompt, data: str = "") -> Any:
+        def open(self, name: str, prompt: c.Prompt, data: str = "") -> Any:
             opened.append(prompt)
             return nullcontext()
 
-        async def describe(self) -> list[RewardDescription]:
-            sees = RewardDescription("sees", "f", "", takes_images=True)
-            return [sees, RewardDescription("reads", "f", "")]
+        async def describe(self) -> list[c.RewardDescription]:
+            sees = c.RewardDescription("sees", "f", "", takes_images=True)
+            return [sees, c.RewardDescription("reads", "f", "")]
 
-    selection: dict[str, Any] = {"rewards": (WeightedReward("sees"), WeightedReward("reads"))}
+    selection: dict[str, Any] = {"rewards": (c.WeightedReward("sees"), c.WeightedReward("reads"))}
     selection |= parts.pop("selection", {})
-    request = GenerationRequest(prompt, selection=Selection(**selection), **parts)
+    request = c.GenerationRequest(prompt, selection=c.Selection(**selection), **parts)
     planner = Planner(Described(), TwoRewards(), secret=Secret())
     plan = await planner.plan(request, "", Share(), (), 5.0)
     for scorer in plan.scorers:
@@ -322,9 +308,9 @@ async def planned(
 
 async def test_what_tools_images_and_reasoning_exclude_is_refused() -> None:
     """Guards against tools that no model sees, and calls that a stop text cuts."""
-    shown = Message("user", parts=(TextPart("a"), PNG, TextPart("b")))
-    prompt = Prompt(messages=(shown, Message("assistant", "x"), shown), tools=(CALL,))
-    sampling = Sampling(stop=("x",), stop_token_ids=(1,), ignore_eos=True)
+    shown = c.Message("user", parts=(c.TextPart("a"), PNG, c.TextPart("b")))
+    prompt = c.Prompt(messages=(shown, c.Message("assistant", "x"), shown), tools=(CALL,))
+    sampling = c.Sampling(stop=("x",), stop_token_ids=(1,), ignore_eos=True)
     options: dict[str, Any] = {"takes_images": False, "tool_format": ""}
     with pytest.raises(InvalidRequest) as refused:
         await planned(prompt, sampling=sampling, **options)
@@ -333,7 +319,7 @@ async def test_what_tools_images_and_reasoning_exclude_is_refused() -> None:
         *(f"sampling.{name}" for name in ("stop", "stop_token_ids", "ignore_eos")),
         *(f"prompt.messages[{number}].parts" for number in (0, 2)),
     }
-    output = Sampling(structured_output=JsonSchema("{}"))
+    output = c.Sampling(structured_output=c.JsonSchema("{}"))
     with pytest.raises(InvalidRequest, match=r"sampling.structured_output: must be absent with to"):
         await planned(prompt, sampling=output)
     plan, _ = await planned(prompt)
@@ -342,30 +328,33 @@ async def test_what_tools_images_and_reasoning_exclude_is_refused() -> None:
 
 async def test_rewards_that_read_texts_get_no_images() -> None:
     """Guards against refusals of prompts, and megabytes of which a reward has no use."""
-    turns = (Message("user", parts=(TextPart("a"), PNG, TextPart("b"))), Message("assistant", "x"))
-    prompt = Prompt(messages=(*turns, Message("user", parts=(PNG,))))
+    turns = (
+        c.Message("user", parts=(c.TextPart("a"), PNG, c.TextPart("b"))),
+        c.Message("assistant", "x"),
+    )
+    prompt = c.Prompt(messages=(*turns, c.Message("user", parts=(PNG,))))
     _, (reads, sees) = await planned(prompt)
     assert sees == prompt
-    texts = Message("user", "ab"), turns[1], Message("user", "(image)")
-    assert reads == Prompt(messages=texts)
-    tools = replace(Prompt.from_user("a"), tools=(CALL,))
-    request = GenerationRequest(tools, absent=("prefer_complete",))
+    texts = c.Message("user", "ab"), turns[1], c.Message("user", "(image)")
+    assert reads == c.Prompt(messages=texts)
+    tools = replace(c.Prompt.from_user("a"), tools=(CALL,))
+    request = c.GenerationRequest(tools, absent=("prefer_complete",))
     described = await ToyGenerator().describe()
     assert Defaults().filled(request, described).selection.prefer_complete
 
 
 @pytest.mark.parametrize(
     ("growth", "set_by_operator", "first"),
-    [(0.0, None, 16), (1.02, None, 64), (1.5, None, 16), (4.4, None, 16), (1.02, Schedule(), 16)],
+    [(0.0, None, 16), (1.02, None, 64), (1.5, None, 16), (4.4, None, 16), (1.02, c.Schedule(), 16)],
 )
 async def test_the_default_schedule_is_the_generators(
-    growth: float, set_by_operator: Schedule | None, first: int
+    growth: float, set_by_operator: c.Schedule | None, first: int
 ) -> None:
     """Guards against early cuts where they save no time, and a setting that is overruled."""
     generator = replace(await ToyGenerator().describe(), step_growth=growth)
     defaults = Defaults(set_by_operator)
-    assert defaults.schedule_for(generator) == Schedule(first=first)
-    request = GenerationRequest(Prompt.from_user("?"), absent=("schedule",))
+    assert defaults.schedule_for(generator) == c.Schedule(first=first)
+    request = c.GenerationRequest(c.Prompt.from_user("?"), absent=("schedule",))
     assert defaults.filled(request, generator).selection.schedule.first == first
     named = replace(request, absent=())
-    assert defaults.filled(named, generator).selection.schedule == Schedule()
+    assert defaults.filled(named, generator).selection.schedule == c.Schedule()

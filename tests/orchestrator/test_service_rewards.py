@@ -10,14 +10,8 @@ import pytest
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Defaults, Planner
-from specrej.contracts import (
-    GenerationRequest,
-    Normalization,
-    Prompt,
-    RewardDescription,
-    WeightedReward,
-    wire,
-)
+from specrej import contracts as c
+from specrej.contracts import wire
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable
 from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
@@ -76,20 +70,20 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
     kind: type[Exception],
 ) -> None:
     """Guards against INTERNAL where a foreign program answers on the reward service's port."""
-    described = [RewardDescription("toy", "f", "a toy")]
+    described = [c.RewardDescription("toy", "f", "a toy")]
 
     class Failing:
         fails = False
         open = print
 
-        async def describe(self) -> list[RewardDescription]:
+        async def describe(self) -> list[c.RewardDescription]:
             if self.fails:
                 raise kind("failed")
             return described
 
     served: Any = Failing()
     known, unknown = (Planner(ToyGenerator(), served, secret=Secret()) for _ in range(2))
-    asked = GenerationRequest(Prompt.from_user("hi"), allow_degraded=True)
+    asked = c.GenerationRequest(c.Prompt.from_user("hi"), allow_degraded=True)
     arguments = (asked, "", Share(), (), math.inf)
     await known.plan(*arguments)
     served.fails = True
@@ -98,9 +92,9 @@ async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
 
 
 MIXED = (
-    WeightedReward("toy", 3.0, Normalization("fixed", 0.25, 0.125)),
-    WeightedReward("likelihood", -0.5, Normalization("batch")),
-    WeightedReward("other", 1.0, veto_below=0.0),
+    c.WeightedReward("toy", 3.0, c.Normalization("fixed", 0.25, 0.125)),
+    c.WeightedReward("likelihood", -0.5, c.Normalization("batch")),
+    c.WeightedReward("other", 1.0, veto_below=0.0),
 )
 
 
@@ -109,12 +103,12 @@ MIXED = (
     [
         ((), ["toy", "other", "likelihood"]),
         (MIXED, ["toy", "other", "likelihood"]),
-        ((WeightedReward("other"),), ["other", "toy", "likelihood"]),
-        ((WeightedReward("likelihood"),), ["likelihood", "toy", "other"]),
+        ((c.WeightedReward("other"),), ["other", "toy", "likelihood"]),
+        ((c.WeightedReward("likelihood"),), ["likelihood", "toy", "other"]),
     ],
 )
 async def test_the_default_rewards_are_used_and_described_first(
-    default: tuple[WeightedReward, ...], described_names: list[str]
+    default: tuple[c.WeightedReward, ...], described_names: list[str]
 ) -> None:
     async with world(defaults=Defaults(rewards=default)) as service:
         without_names = await service.answer(small_request(selection=ALL))

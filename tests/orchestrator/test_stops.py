@@ -64,7 +64,7 @@ def test_ties_are_decided_by_the_best_score_then_by_the_lower_id(
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_the_probability_ahead_is_that_of_the_beta_posterior(count: int, other: int) -> None:
     """Against an independent numeric integral of the density of Beta(count + 1, other + 1)."""
-    steps = 4000
+    steps = 400
     density = [
         math.exp(
             math.lgamma(count + other + 2)

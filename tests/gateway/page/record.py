@@ -15,27 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.stack import Stack
+from specrej import contracts as c
 from specrej.client import Client
-from specrej.contracts import (
-    Admitted,
-    Branching,
-    CacheControl,
-    Finished,
-    RoundCompleted,
-    Schedule,
-    WeightedReward,
-    wire,
-)
+from specrej.contracts import wire
 from tests.gateway.conftest import TOYS
 
 STREAMS = Path(__file__).with_name("streams")
-_COMMON: Mapping[str, Any] = {"n": 12, "max_tokens": 80, "schedule": Schedule(first=8, factor=2)}
+_COMMON: Mapping[str, Any] = {"n": 12, "max_tokens": 80, "schedule": c.Schedule(first=8, factor=2)}
 # Options of each stream; a stream in `_STOPPED` ends after that many rounds.
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "rejection": {"seed": 3},
-    "cached": {"seed": 3, "cache": CacheControl.USE},
-    "branching": {"seed": 5, "branching": Branching(10, 3)},
-    "vetoed": {"seed": 6, "alpha": 0.2, "rewards": [WeightedReward("toy", veto_below=0.45)]},
+    "cached": {"seed": 3, "cache": c.CacheControl.USE},
+    "branching": {"seed": 5, "branching": c.Branching(10, 3)},
+    "vetoed": {"seed": 6, "alpha": 0.2, "rewards": [c.WeightedReward("toy", veto_below=0.45)]},
     "stopped": {"seed": 7},
     "certain": {"n": 4, "seed": 8, "ignore_eos": True},
 }
@@ -45,7 +37,7 @@ _STOPPED = {"stopped": 2}
 async def recorded(client: Client, name: str) -> dict[str, Any]:
     """The events and the record of one request."""
     began, events, rounds, request_id = time.perf_counter(), [], 0, ""
-    options = {**_COMMON, "cache": CacheControl.REFRESH, **REQUESTS[name]}
+    options = {**_COMMON, "cache": c.CacheControl.REFRESH, **REQUESTS[name]}
     stream = client.stream("why?", progress=True, text_deltas=True, texts=True, **options)
     async with aclosing(stream):
         async for event in stream:
@@ -53,11 +45,11 @@ async def recorded(client: Client, name: str) -> dict[str, Any]:
             at = round((time.perf_counter() - began) * 1e3, 1)
             events.append({"at": at, "name": kind, "data": data})
             match event:
-                case Admitted():
+                case c.Admitted():
                     request_id = event.request_id
-                case Finished(generation):
+                case c.Finished(generation):
                     request_id = generation.request_id
-                case RoundCompleted():
+                case c.RoundCompleted():
                     rounds += 1
             if rounds == _STOPPED.get(name):
                 events.append({"at": at + 1, "name": "stopped", "data": {}})

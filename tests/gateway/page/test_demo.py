@@ -9,10 +9,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 
+import pytest
+
 from tests.gateway.conftest import TOYS
 from tests.gateway.gateways import get
 
 
+@pytest.mark.long
 async def test_the_demo_prints_the_address_of_its_replay() -> None:
     """Guards against an address of nothing, and a demo that never ends."""
     process = await asyncio.create_subprocess_exec(

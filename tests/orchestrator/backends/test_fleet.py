@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Backend, Fleet
-from orchestrator.backends.resolving import Target
-from specrej.contracts import Sampling, SessionSpec
+from orchestrator.backends.placement import AFFINITY_WORTH, Ring, order, prefix_of
+from orchestrator.backends.resolving import Resolver, Target
+from specrej.contracts import Message, Prompt, Sampling, SessionSpec
 from specrej.contracts.errors import Unavailable
 from specrej.remote import RemoteGenerator
 from tests.orchestrator.backends.fleets import (
@@ -224,3 +230,120 @@ async def _backend(generator: HeldGenerator) -> AsyncIterator[Backend[RemoteGene
         backend = Backend(target_of(server), connect_generator, str)
         yield backend
         await backend.close()
+
+
+# The resolver: names stand for all of their addresses, and failed lookups remove none
+
+
+@pytest.fixture
+async def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Addresses by name, in place of the system's lookup."""
+    by_name: dict[str, list[str]] = {}
+
+    async def lookup(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in by_name:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [
+            (
+                socket.AF_INET6 if ":" in address else socket.AF_INET,
+                *(socket.SOCK_STREAM, 6, ""),
+                (address, port),
+            )
+            for address in by_name[host]
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    return by_name
+
+
+@pytest.mark.parametrize(
+    ("backend", "targets"),
+    [
+        ("two:1", {"10.0.0.1:1", "10.0.0.2:1"}),
+        # A machine with an address of each kind counts once.
+        ("both:1", {"127.0.0.1:1"}),
+        ("six:1", {"[fd00::1]:1"}),
+    ],
+)
+async def test_a_name_has_all_its_addresses(
+    addresses: dict[str, list[str]], backend: str, targets: set[str]
+) -> None:
+    addresses |= {
+        "two": ["10.0.0.1", "10.0.0.2"],
+        "both": ["::1", "127.0.0.1"],
+        "six": ["fd00::1"],
+        "other": ["10.0.0.3"],
+    }
+    name = backend.removesuffix(":1")
+    expected = {Target(target, name) for target in targets} | {Target("10.0.0.3:1", "other")}
+    assert await Resolver([backend, "other:1"]).resolve() == expected
+
+
+async def test_a_failed_lookup_keeps_the_last_addresses(addresses: dict[str, list[str]]) -> None:
+    """A headless Service without ready pods, or without its name server, is an unknown name."""
+    resolver = Resolver(["generators:1"])
+    assert await resolver.resolve() == frozenset()
+    addresses["generators"] = ["10.0.0.1"]
+    assert await resolver.resolve() == {Target("10.0.0.1:1", "generators")}
+    del addresses["generators"]
+    assert await resolver.resolve() == {Target("10.0.0.1:1", "generators")}
+    addresses["generators"] = ["10.0.0.2"]
+    assert await resolver.resolve() == {Target("10.0.0.2:1", "generators")}
+
+
+async def test_an_invalid_name_does_not_end_the_lookup_of_others() -> None:
+    """The system's lookup raises UnicodeError for it. Addresses are names of themselves."""
+    targets = {Target("10.0.0.9:1", "10.0.0.9"), Target("[::1]:2", "[::1]")}
+    assert await Resolver(["a..b:1", "10.0.0.9:1", "[::1]:2"]).resolve() == targets
+
+
+# The order in which backends are tried: all of them, the less loaded first
+
+
+LOADS = st.lists(st.floats(0, 10), min_size=1, max_size=6)
+ADDRESSES = [f"10.0.0.{number}:1" for number in range(20)]
+
+
+def favourites(addresses: Sequence[str]) -> list[str]:
+    """Of each of 2,000 prefixes."""
+    ring = Ring({address: address for address in addresses})
+    return [next(ring.after(str(number))) for number in range(2000)]
+
+
+@given(LOADS, st.data(), st.floats(0, 1, exclude_max=True))
+def test_every_backend_is_tried_once_and_the_less_loaded_choice_first(
+    loads: list[float], data: st.DataObject, draw: float
+) -> None:
+    favourite = data.draw(st.sampled_from(range(len(loads))))
+    ranked = [*order(favourite, range(len(loads)), loads.__getitem__, lambda: draw)]
+    assert sorted(ranked) == [*range(len(loads))]
+    assert favourite in ranked[:2]
+    if len(ranked) > 1:
+        assert loads[ranked[0]] <= loads[ranked[1]] + AFFINITY_WORTH
+        assert ranked[0] == favourite or loads[ranked[0]] + AFFINITY_WORTH < loads[favourite]
+
+
+def test_loads_of_the_others_are_computed_only_if_the_first_two_fail() -> None:
+    """Guards against a choice that costs as much as there are backends."""
+    loads: Counter[int] = Counter()
+    ranked = order(7, range(1000), lambda member: loads.update([member]) or 0.0, random.random)
+    assert len({*islice(ranked, 2)}) == len(loads) == 2
+    assert len([*ranked]) == 998
+
+
+def test_prefixes_are_spread_and_stay_where_they_are() -> None:
+    """Guards against prompts that all backends compute anew because one of them has changed."""
+    all_but_one, of_all = favourites(ADDRESSES[1:]), favourites(ADDRESSES)
+    assert max(Counter(of_all).values()) < 3 * min(Counter(of_all).values())
+    moved = {after for after, before in zip(of_all, all_but_one, strict=True) if after != before}
+    assert moved == {ADDRESSES[0]}
+    assert {*Ring({address: address for address in ADDRESSES}).after("a")} == {*ADDRESSES}
+
+
+def test_prompts_share_a_prefix_within_their_tenant() -> None:
+    system = Message("system", "You are terse. " * 40)
+    first = Prompt(messages=(system, Message("user", "one")))
+    second = Prompt(messages=(system, Message("user", "two")))
+    assert prefix_of(first, "salt") == prefix_of(second, "salt")
+    # Tenants share no prompts, so their meeting would gain nothing.
+    assert prefix_of(first, "salt") != prefix_of(first, "pepper")

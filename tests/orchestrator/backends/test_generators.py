@@ -17,22 +17,7 @@ from orchestrator.backends.generators import together
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Planner
 from orchestrator.loop.scoring import LikelihoodScorer
-from specrej.contracts import (
-    Admitted,
-    Branching,
-    CandidateForm,
-    Finished,
-    Generation,
-    GenerationRequest,
-    GeneratorDescription,
-    Prompt,
-    RoundCompleted,
-    Sampling,
-    Schedule,
-    Selection,
-    SessionSpec,
-    WeightedReward,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import Overloaded, Unavailable
 from specrej.security import Share
 from tests.orchestrator.backends.fleets import PATIENT, QUICK, generators, request, target_of
@@ -40,12 +25,12 @@ from tests.orchestrator.runs import PROMPT, FaultyGenerator, answer, events_of
 from tests.serving import until
 from tests.world import BOUND_S, HeldGenerator
 
-SAMPLING = Sampling(max_tokens=32, seed=7)
+SAMPLING = c.Sampling(max_tokens=32, seed=7)
 SCORER = LikelihoodScorer()
 UNUSED_REWARDS: Any = SimpleNamespace(describe=None)  # of a request by likelihood
 
 
-def content(generation: Generation) -> list[object]:
+def content(generation: c.Generation) -> list[object]:
     """All that the loss of a generator must not change."""
     rounds = [
         (trace.decision_token, trace.num_live, trace.num_finished, trace.candidates, trace.forks)
@@ -60,11 +45,17 @@ def holder(toys: Sequence[HeldGenerator]) -> int:
     return index
 
 
-@pytest.mark.parametrize("verb", ["extend", "prune"])
-@pytest.mark.parametrize("rounds_before", [0, 1, 2])
-@pytest.mark.parametrize("branching", [None, Branching(8, 2)], ids=["plain", "branching"])
+@pytest.mark.parametrize(
+    ("verb", "rounds_before", "branching"),
+    [
+        ("extend", 0, None),
+        ("extend", 2, c.Branching(8, 2)),
+        ("prune", 0, c.Branching(8, 2)),
+        ("prune", 2, None),
+    ],
+)
 async def test_an_answer_does_not_change_if_its_generator_is_lost(
-    verb: str, rounds_before: int, branching: Branching | None
+    verb: str, rounds_before: int, branching: c.Branching | None
 ) -> None:
     """Token for token, forks included; the events begin again."""
     of_twelve = request(12, branching=branching)
@@ -85,13 +76,13 @@ async def test_an_answer_does_not_change_if_its_generator_is_lost(
         await running.servers[lost].kill()
         *events, finished = await answering
         assert toys[1 - lost].is_idle
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, c.Finished)
     assert content(finished.generation) == content(undisturbed)
     assert not finished.generation.degraded
     assert finished.generation.generator_fingerprint == "toy-40"
-    first, again = [at for at, event in enumerate(events) if isinstance(event, Admitted)]
+    first, again = [at for at, event in enumerate(events) if isinstance(event, c.Admitted)]
     assert (first, events[again]) == (0, events[0])
-    rounds = [event.trace for event in events[again + 1 :] if isinstance(event, RoundCompleted)]
+    rounds = [event.trace for event in events[again + 1 :] if isinstance(event, c.RoundCompleted)]
     assert tuple(rounds) == finished.generation.rounds
 
 
@@ -104,7 +95,7 @@ async def test_whole_answers_that_failed_are_not_paid_for_again(
     for toy in toys:
         toy.toy = FaultyGenerator(breaks_at=0)  # its port answers, with Unavailable
         if makes_whole_answers:
-            toy.form = CandidateForm.WHOLE_ANSWERS
+            toy.form = c.CandidateForm.WHOLE_ANSWERS
     async with generators(*toys) as running:
         with pytest.raises(Unavailable):
             await answer(request(8), running.client, SCORER)
@@ -117,7 +108,7 @@ class LateGenerator(HeldGenerator):
 
     is_ready = False
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         if not self.is_ready:
             raise Unavailable("the model is loading")
         return await super().describe()
@@ -131,11 +122,11 @@ async def test_a_session_may_begin_before_its_generator_is_described() -> None:
         await until(lambda: running.counts == (0, 0, 1))
         await running.fleet.wait_heard()
         toy.is_ready = True
-        spec = SessionSpec(PROMPT, 4, replace(SAMPLING, ignore_eos=True), 8)
+        spec = c.SessionSpec(PROMPT, 4, replace(SAMPLING, ignore_eos=True), 8)
         async with running.client.open(spec) as session:
             await session.extend(8)
             assert (await session.prune([0, 1], {4: 0})).refused == ()
-            assert {c.id for c in (await session.extend(16)).candidates} == {0, 1, 4}
+            assert {made.id for made in (await session.extend(16)).candidates} == {0, 1, 4}
 
 
 async def test_a_silent_generator_is_lost() -> None:
@@ -186,13 +177,13 @@ async def test_a_generator_with_room_precedes_one_with_fewer_sessions(n: int) ->
     full, roomy = (HeldGenerator(1000, end_every=10**6) for _ in range(2))
     async with AsyncExitStack() as stack:
         large = await stack.enter_async_context(
-            full.toy.open(SessionSpec(PROMPT, 30, SAMPLING, 32))
+            full.toy.open(c.SessionSpec(PROMPT, 30, SAMPLING, 32))
         )
         await large.extend(31)
         for _ in range(3):
-            await stack.enter_async_context(roomy.toy.open(SessionSpec(PROMPT, 1, SAMPLING, 4)))
+            await stack.enter_async_context(roomy.toy.open(c.SessionSpec(PROMPT, 1, SAMPLING, 4)))
         running = await stack.enter_async_context(generators(full, roomy))
-        async with running.client.open(SessionSpec(PROMPT, n, SAMPLING, 32)):
+        async with running.client.open(c.SessionSpec(PROMPT, n, SAMPLING, 32)):
             assert (full.num_opened, roomy.num_opened) == (0, 1)
 
 
@@ -201,13 +192,13 @@ async def test_an_idle_generator_precedes_a_busy_one_with_the_same_prompt() -> N
     toys = [HeldGenerator(200), HeldGenerator(200)]
     async with (
         generators(*toys) as running,
-        running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)),
+        running.client.open(c.SessionSpec(PROMPT, 2, SAMPLING, 4)),
     ):
         await until(lambda: not any(backend.placed for backend in running.fleet.members()))
-        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)):
+        async with running.client.open(c.SessionSpec(PROMPT, 2, SAMPLING, 4)):
             assert [toy.toy.ledger.num_sessions for toy in toys] == [1, 1]
             with pytest.raises(Overloaded):  # one alone would have the room
-                async with running.client.open(SessionSpec(PROMPT, 6, SAMPLING, 32)):
+                async with running.client.open(c.SessionSpec(PROMPT, 6, SAMPLING, 32)):
                     pass
 
 
@@ -231,7 +222,7 @@ async def test_the_description_adds_the_capacities() -> None:
 class NamedGenerator(HeldGenerator):
     """A toy under another model's name."""
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         return replace(await super().describe(), model="new")
 
 
@@ -243,8 +234,8 @@ async def test_a_request_that_names_a_model_goes_to_its_generators() -> None:
         assert {*(await running.client.describe()).adapters} == {*toys}
         for number in range(4):
             for name, toy in toys.items():
-                prompt, num_opened = Prompt.from_user(str(number)), toy.num_opened
-                async with running.client.open(SessionSpec(prompt, 1, SAMPLING, 4, "", name)):
+                prompt, num_opened = c.Prompt.from_user(str(number)), toy.num_opened
+                async with running.client.open(c.SessionSpec(prompt, 1, SAMPLING, 4, "", name)):
                     assert toy.num_opened == num_opened + 1
         assert not any(toys["toy"].opened_adapters)
 
@@ -269,8 +260,8 @@ async def test_a_request_is_charged_for_one_generator() -> None:
     """Guards against a charge for slots of all generators, of which it uses those of one."""
 
     async def charged(generator: Any, n: int) -> int:
-        selection = Selection(n, rewards=(WeightedReward("likelihood"),))
-        asked = GenerationRequest(PROMPT, Sampling(max_tokens=64), selection)
+        selection = c.Selection(n, rewards=(c.WeightedReward("likelihood"),))
+        asked = c.GenerationRequest(PROMPT, c.Sampling(max_tokens=64), selection)
         planner = Planner(generator, UNUSED_REWARDS, secret=Secret())
         return (await planner.plan(asked, "", Share(), (), math.inf)).candidate_tokens
 
@@ -295,8 +286,8 @@ async def test_a_refusal_of_a_small_generator_does_not_decide_for_a_large_one(
     large = HeldGenerator(4 + 9 * 32)
     async with generators(small, large) as running:
         for number in range(6):  # all meet at the same first one with a chance of 1 in 32
-            prompt = Prompt.from_user(f"{number} of four words")
-            other_prompt = replace(request(n, Schedule("tokens", tokens=(32,))), prompt=prompt)
+            prompt = c.Prompt.from_user(f"{number} of four words")
+            other_prompt = replace(request(n, c.Schedule("tokens", tokens=(32,))), prompt=prompt)
             small.num_opened = large.num_opened = 0
             assert (await answer(other_prompt, running.client, SCORER)).n == n
             assert small.num_opened + large.num_opened <= max_opened
@@ -307,10 +298,10 @@ async def test_a_busy_large_generator_is_overloaded_although_a_small_one_refuses
     """Guards against INVALID_ARGUMENT, which a client does not retry."""
     async with (
         generators(HeldGenerator(4 + 3 * 32), HeldGenerator(4 + 9 * 32)) as running,
-        running.client.open(SessionSpec(PROMPT, 9, SAMPLING, 32)),
+        running.client.open(c.SessionSpec(PROMPT, 9, SAMPLING, 32)),
     ):
         for number in range(4):
-            prompt = Prompt.from_user(f"{number} a b c")
+            prompt = c.Prompt.from_user(f"{number} a b c")
             with pytest.raises(Overloaded):
-                async with running.client.open(SessionSpec(prompt, 9, SAMPLING, 32)):
+                async with running.client.open(c.SessionSpec(prompt, 9, SAMPLING, 32)):
                     pass

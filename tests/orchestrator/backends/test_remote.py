@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,26 +14,14 @@ import grpc.aio
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.loop.scoring import fingerprint_of
+from orchestrator.edge.planning import _LastDescription
+from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from reward_service.kinds.toy import ToyReward
 from reward_service.worker import Worker
+from specrej import contracts as c
+from specrej import remote
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.client.channel import open_channel
-from specrej.contracts import (
-    Algorithm,
-    Candidate,
-    Event,
-    Finished,
-    GenerationRequest,
-    Round,
-    RoundCompleted,
-    RoundEnd,
-    Sampling,
-    Schedule,
-    Session,
-    SessionSpec,
-    WeightedReward,
-)
 from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -43,10 +32,11 @@ from specrej.contracts.errors import (
     SpecrejError,
     Unavailable,
 )
+from specrej.contracts.status import DETAILS_TRAILER
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.server.serving import Context
 from specrej.threads import ended
-from tests.orchestrator.runs import PROMPT, events_of, request
+from tests.orchestrator.runs import PROMPT, answer, events_of, request
 from tests.serving import serving, until
 from tests.specrej.fakes import FakeReward
 from tests.world import (
@@ -55,6 +45,7 @@ from tests.world import (
     LongTexts,
     World,
     channel_to,
+    dead_port,
     generator_backend,
     reward_backend,
     timeless,
@@ -62,7 +53,9 @@ from tests.world import (
 )
 
 
-async def remote_events_of(generation_request: GenerationRequest, service: World) -> list[Event]:
+async def remote_events_of(
+    generation_request: c.GenerationRequest, service: World
+) -> list[c.Event]:
     scorer = partial(service.remote_rewards.open, "toy")
     async with asyncio.timeout(BOUND_S):
         return await events_of(generation_request, service.remote_generator, scorer)
@@ -78,16 +71,16 @@ async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
     ("capacity", "end_every", "generation_request"),
     [
         (100_000, 40, request()),
-        (100_000, 12, request(schedule=Schedule("tokens", tokens=(3, 9, 10)), alpha=0.75)),
-        (300, 10**9, request(schedule=Schedule("memory"))),
-        (100_000, 40, request(algorithm=Algorithm.BEST_OF_N)),
+        (100_000, 12, request(schedule=c.Schedule("tokens", tokens=(3, 9, 10)), alpha=0.75)),
+        (300, 10**9, request(schedule=c.Schedule("memory"))),
+        (100_000, 40, request(algorithm=c.Algorithm.BEST_OF_N)),
         (100_000, 5, request(n=0)),
         (100_000, 10**9, request(n=1, max_tokens=1)),
         (100_000, 4, request(sampling={"min_tokens": 20, "logprobs": True})),
     ],
 )
 async def test_remote_backends_give_the_same_events_as_local_ones(
-    capacity: int, end_every: int, generation_request: GenerationRequest
+    capacity: int, end_every: int, generation_request: c.GenerationRequest
 ) -> None:
     """Guards against fields that are lost, rounded or reordered on the wire."""
     worker = await Worker.start(ToyReward)
@@ -96,18 +89,18 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     worker.close()
     async with world(HeldGenerator(capacity, end_every=end_every)) as service:
         remote = await remote_events_of(generation_request, service)
-    assert isinstance(remote[-1], Finished) and isinstance(local[-1], Finished)
+    assert isinstance(remote[-1], c.Finished) and isinstance(local[-1], c.Finished)
     # Only remote backends have fingerprints.
     with_fingerprints = replace(
         local[-1].generation,
         generator_fingerprint=f"toy-{end_every}",
-        reward_fingerprint=fingerprint_of((WeightedReward(""),), (ToyReward().fingerprint,)),
+        reward_fingerprint=fingerprint_of((c.WeightedReward(""),), (ToyReward().fingerprint,)),
     )
-    local[-1] = Finished(with_fingerprints)
+    local[-1] = c.Finished(with_fingerprints)
     assert [timeless(event) for event in remote] == [timeless(event) for event in local]
     if generation_request.selection.schedule.kind == "memory":
-        ends = [event.trace.ended_by for event in remote if isinstance(event, RoundCompleted)]
-        assert RoundEnd.SLOTS_FULL in ends, "the case did not occur"
+        ends = [event.trace.ended_by for event in remote if isinstance(event, c.RoundCompleted)]
+        assert c.RoundEnd.SLOTS_FULL in ends, "the case did not occur"
 
 
 async def test_a_generator_without_the_verb_refuses_nothing() -> None:
@@ -116,21 +109,21 @@ async def test_a_generator_without_the_verb_refuses_nothing() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        await RemoteGenerator(channel).check(SessionSpec(PROMPT, 1, Sampling(), 8))
+        await RemoteGenerator(channel).check(c.SessionSpec(PROMPT, 1, c.Sampling(), 8))
     await server.stop(0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(Unavailable):
-            await RemoteGenerator(channel).check(SessionSpec(PROMPT, 1, Sampling(), 8))
+            await RemoteGenerator(channel).check(c.SessionSpec(PROMPT, 1, c.Sampling(), 8))
 
 
 async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
-    """Guards against the limit of 4 MiB: 1,024 candidates of 6 KiB each, in both directions."""
-    generator = LongTexts(4096)
+    """Guards against the limit of 4 MiB: 512 candidates of 16 KiB each, in both directions."""
+    generator = LongTexts(8192)
     async with (
         remote_generator(generator) as remote,
         reward_backend(ToyReward()) as rewards,
         channel_to(rewards) as channel,
-        remote.open(SessionSpec(PROMPT, 1024, Sampling(), 8)) as session,
+        remote.open(c.SessionSpec(PROMPT, 512, c.Sampling(), 8)) as session,
         RemoteRewards(channel).open("toy", PROMPT) as scoring,
     ):
         ended = await session.extend(8)
@@ -138,17 +131,17 @@ async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
         assert ended == await generator.extend(8)
         assert session.fingerprint == "toy-40"
         scores = await scoring.score(ended.candidates)
-        assert (await session.prune(range(1024))).freed_slots == 1024
-    assert len(scores.values) == 1024
+        assert (await session.prune(range(512))).freed_slots == 512
+    assert len(scores.values) == 512
 
 
 async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
     """Guards against an extend that goes on at the generator, with a part to send, after its
     caller has gone."""
-    parts: list[Round] = []
-    generator, sampling = ToyGenerator(step_s=0.005, end_every=10**9), Sampling(4000)
+    parts: list[c.Round] = []
+    generator, sampling = ToyGenerator(step_s=0.005, end_every=10**9), c.Sampling(4000)
     async with remote_generator(generator) as remote:
-        async with remote.open(SessionSpec(PROMPT, 1, sampling, 8)) as session:
+        async with remote.open(c.SessionSpec(PROMPT, 1, sampling, 8)) as session:
             growing = asyncio.create_task(session.extend(4000, parts.append))
             await until(lambda: len(parts) > 2)
             await ended(growing)
@@ -167,7 +160,7 @@ async def error_of_open(error: SpecrejError) -> SpecrejError:
     async with remote_generator(Refusing()) as generator:
         with pytest.raises(SpecrejError) as raised:
             await AsyncExitStack().enter_async_context(
-                generator.open(SessionSpec(PROMPT, 4, Sampling(), 8))
+                generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8))
             )
     return raised.value
 
@@ -191,12 +184,12 @@ async def test_another_number_of_candidates_is_an_internal_error(
 
     class Miscounting(LongTexts):
         @asynccontextmanager
-        async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+        async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
             async with super().open(replace(spec, n=opened)) as session:
                 yield session
 
     async with remote_generator(Miscounting(1)) as generator:
-        opening = generator.open(SessionSpec(PROMPT, requested, Sampling(), 8))
+        opening = generator.open(c.SessionSpec(PROMPT, requested, c.Sampling(), 8))
         with pytest.raises(InternalError, match=f"opened {opened} candidates"):
             await AsyncExitStack().enter_async_context(opening)
 
@@ -244,10 +237,144 @@ class Rogue(FakeReward):
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_the_answer_to_another_command_is_an_internal_error(fault: str) -> None:
     """Guards against candidates ranked by the scores of another batch."""
-    batch = [Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0)]
+    batch = [c.Candidate(0, "one", 1, -1.0), c.Candidate(1, "two", 1, -1.0)]
     async with (
         serving(Rogue(fault).service()) as channel,
         RemoteRewards(channel).open("toy", PROMPT) as session,
     ):
         with pytest.raises(InternalError, match="another command"):
             await session.score(batch)
+
+
+# Remote backends that refuse connections, send nothing, or end in the middle of a session
+
+
+async def test_a_refused_connection_is_unavailable() -> None:
+    """Guards against a wait for the connection, and against grpc's own text, which has the
+    backend's address."""
+    with dead_port() as port:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            generator, rewards = RemoteGenerator(channel), RemoteRewards(channel)
+            enter = AsyncExitStack().enter_async_context
+            calls = (
+                generator.describe,
+                rewards.describe,
+                lambda: enter(generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8))),
+                lambda: enter(rewards.open("toy", PROMPT)),
+            )
+            for call in calls:
+                with pytest.raises(Unavailable) as raised:
+                    await asyncio.wait_for(call(), BOUND_S)
+                assert raised.value.message == "a backend cannot be reached"
+
+
+async def test_a_backend_that_sends_nothing_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against DEADLINE_EXCEEDED for a caller with time left; the planner uses the last
+    description instead. A stopped process accepts connections and sends nothing."""
+    monkeypatch.setattr(remote, "_DESCRIBE_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with open_channel(address) as channel:
+            for describe in (RemoteGenerator(channel).describe, RemoteRewards(channel).describe):
+                with pytest.raises(Unavailable):
+                    await describe()
+            last = _LastDescription(RemoteGenerator(channel).describe)
+            last._last = description = await ToyGenerator().describe()
+            assert await last.get() is description
+
+
+async def test_a_stream_that_stays_broken_is_unavailable(
+    service: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against INTERNAL, which grpc reports for a stream that breaks inside a write."""
+    monkeypatch.setattr(remote, "_RESTART_PAUSES_S", ())
+    service.remote_generator._stub.Session = lambda **_: _BrokenCall()
+    with pytest.raises(Unavailable, match="ended the stream"):
+        async with service.remote_generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8)):
+            pass
+
+
+@pytest.mark.parametrize("num_dropped", [1, 2])
+async def test_the_status_of_a_stream_refused_before_the_first_write(
+    service: World, num_dropped: int
+) -> None:
+    """Guards against UNAVAILABLE in place of the peer's status, which grpc drops if the stream ends
+    before a write: the stream is started again until the status arrives."""
+    generator = service.remote_generator
+    start = generator._stub.Session
+    started: list[Any] = []
+
+    def broken_first(**options: Any) -> Any:
+        is_broken = len(started) < num_dropped
+        started.append(_BrokenCall() if is_broken else start(**options))
+        return started[-1]
+
+    generator._stub.Session = broken_first
+    spec = c.SessionSpec(PROMPT, 10**6, c.Sampling(), 8)
+    with pytest.raises(InvalidRequest, match="n:"):
+        await AsyncExitStack().enter_async_context(generator.open(spec))
+    assert len(started) == num_dropped + 1
+
+
+async def test_an_internal_error_of_the_peer_is_not_tried_again(service: World) -> None:
+    """Guards against a defect of a backend that is met once per start of the stream."""
+    started = []
+
+    def broken(**_: Any) -> Any:
+        started.append(_BrokenCall((DETAILS_TRAILER, b"")))
+        return started[-1]
+
+    service.remote_generator._stub.Session = broken
+    with pytest.raises(InternalError):
+        async with service.remote_generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8)):
+            pass
+    assert len(started) == 1
+
+
+class _BrokenCall:
+    """A call that is INTERNAL; without trailers it is one whose status grpc has dropped."""
+
+    def __init__(self, *trailers: tuple[str, bytes]) -> None:
+        self._trailers = grpc.aio.Metadata(*trailers)
+
+    async def write(self, _: object) -> None:
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), self._trailers, "from Core"
+        )
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_session_with_an_abandoned_command_is_unavailable(service: World) -> None:
+    """Guards against CancelledError in a task that is not cancelled: the request had CANCELLED."""
+    with pytest.raises(Unavailable, match="abandoned"):
+        async with service.remote_generator.open(
+            c.SessionSpec(PROMPT, 4, c.Sampling(), 8)
+        ) as session:
+            await ended(await service.generator.gates["extend"].hold(session.extend(8)))
+            await session.prune([0])
+
+
+async def test_a_command_after_a_failed_one_has_its_status(service: World) -> None:
+    """Guards against UNAVAILABLE in place of the status of a stride ahead of a cut."""
+    with pytest.raises(InvalidRequest):
+        async with service.remote_generator.open(
+            c.SessionSpec(PROMPT, 4, c.Sampling(), 8)
+        ) as session:
+            with pytest.raises(InvalidRequest):
+                await session.extend(10**6)
+            await session.prune([0])
+
+
+async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
+    service: World,
+) -> None:
+    """Guards against an error in place of a complete answer."""
+    answering = await service.generator.gates["close"].hold(
+        answer(request(12), service.remote_generator, LikelihoodScorer())
+    )
+    await service.generator_server.kill()
+    assert (await answering).candidates
