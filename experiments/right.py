@@ -117,22 +117,23 @@ STUDIES = {
         right_tasks.reasoning,
         num_tasks=200,
         n=32,
-        max_tokens=128,
+        max_tokens=32,
         temperature=0.8,
         policies=(
             Policy("majority", _voting(Vote(), min_answers=32)),  # so it never ends early
             Policy("one sample", replace(_MAJORITY, first=1)),
             Policy("exact stop", _voting(Vote())),
             Policy("exact stop, waves of 4", _voting(Vote(), waves=4)),
+            Policy("stop at 0.99, waves of 4", _voting(Vote(stop_probability=0.99), waves=4)),
             Policy("stop at 0.95, waves of 4", _voting(Vote(stop_probability=0.95), waves=4)),
             Policy("stop at 0.9, waves of 4", _voting(Vote(stop_probability=0.9), waves=4)),
             Policy(
                 "confidence 0.9, waves of 8",
-                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.9, 16)),
+                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.9, 4)),
             ),
             Policy(
                 "confidence 0.5, waves of 8",
-                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.5, 16)),
+                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.5, 4)),
             ),
         ),
     ),
@@ -271,13 +272,20 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
             invalid_calls += not right_tasks.are_valid(task.prompt, generation.best.parts)
         if study.name == "checks":
             wrong_vetoes += await count_wrong_vetoes(task, answers, verifier)
-    rows = [_row(policy.name, right, tokens, study.policies[0].name) for policy in study.policies]
+    rows = table(right, tokens, study.policies[0].name)
     about = {"tasks": len(tasks), "n": study.n, "one_sample": float(np.mean(passing))}
     if study.name == "checks":
         about["passing_candidates_vetoed"] = wrong_vetoes
     if study.name == "calls":
         about["answers_with_invalid_calls"] = invalid_calls
     return about | {"policies": rows}
+
+
+def table(
+    right: Mapping[str, Sequence[float]], tokens: Mapping[str, Sequence[float]], base: str
+) -> list[dict[str, Any]]:
+    """A row for each policy: from what is right and the tokens, task by task."""
+    return [_row(name, right, tokens, base) for name in right]
 
 
 def _row(
@@ -329,14 +337,15 @@ def main() -> None:
     title = f"{study.name}: {result['tasks']} tasks, N = {study.n}"
     draw(options.out / f"{name}.svg", title, "right answers", points)
     head = [*result["policies"][0]]
-    rows = [[_shown(row[key]) for key in head] for row in result["policies"]]
+    rows = [[shown(row[key]) for key in head] for row in result["policies"]]
     notes = [f"one sample is right in {result['one_sample']:.3f}"]
     counted = ("passing_candidates_vetoed", "answers_with_invalid_calls")
     notes += [f"{key.replace('_', ' ')}: {result[key]}" for key in counted if key in result]
     report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
+    """A cell of a table."""
     return str(Estimate(*value)) if isinstance(value, list) else value
 
 

@@ -133,22 +133,33 @@ def _ifbench(reward: Reward) -> Iterator[dict[str, Any]]:
 
 # Kinds of reasoning-gym with one number as their answer, and how hard they are made.
 _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
-    ("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 30}),
     ("products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    ("lcm", {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 12}),
+    ("count_primes", {"max_n": 30}),
 )
+_SHOWN = 3  # solved problems before each one, so that a small model gives short answers
 
 
 def reasoning(count: int) -> list[Task]:
-    """Fresh problems of three kinds, as many of each."""
+    """Problems of three kinds, as many of each, all different."""
     sys.path.append(str(PACKAGES))
     import reasoning_gym  # type: ignore[import-not-found, unused-ignore]
 
     votes, tasks = extractor(Vote(), {}), []
     for kind, (name, config) in enumerate(_KINDS):
         size = len(range(kind, count, len(_KINDS)))
-        dataset = reasoning_gym.create_dataset(name, size=size, seed=2026, **config)
-        for index, entry in enumerate(dataset):
+        dataset = reasoning_gym.create_dataset(name, size=10 * count, seed=2026, **config)
+        different = {entry["question"]: entry for entry in dataset}.values()
+        shown, asked = [*different][:_SHOWN], [*different][_SHOWN : _SHOWN + size]
+        turns = [
+            Message(role, text)
+            for entry in shown
+            for role, text in (
+                ("user", entry["question"]),
+                ("assistant", f"The answer is {entry['answer']}."),
+            )
+        ]
+        for index, entry in enumerate(asked):
 
             def is_right(
                 text: str, vote: str | None, of: Any = dataset, entry: Any = entry
@@ -156,10 +167,8 @@ def reasoning(count: int) -> list[Task]:
                 answer = votes(text) if vote is None else vote
                 return bool(of.score_answer(answer=answer, entry=entry) >= 1)
 
-            text = f"{entry['question']}\nThink step by step, then end with the final number."
-            number = 1000 * kind + index
-            prompt = Prompt.from_user(text)
-            tasks.append(Task(f"{name}-{index:03d}", number, prompt, is_right))
+            prompt = Prompt((*turns, Message("user", entry["question"])))
+            tasks.append(Task(f"{name}-{index:03d}", 1000 * kind + index, prompt, is_right))
     return tasks
 
 
