@@ -61,7 +61,12 @@ async def open_generator(
         instruments.observe(remote.load)
         return remote, remote.heartbeat_s
     if is_toy(settings.model):
-        toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
+        toy = load_toy(
+            settings.model,
+            settings.kv_slots or 100_000,
+            settings.max_waiting,
+            instruments.count_step,
+        )
         instruments.observe(toy.load)
         return toy, lambda: 0.0
     generator = await threads.load(partial(_load_model, settings))

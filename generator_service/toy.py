@@ -151,6 +151,7 @@ class ToySession:
         first, longest = spec.first_round_tokens, self.max_tokens
         self._first_id = spec.first_id
         self.demand = Demand(spec.n, self.prompt_tokens, first, longest, lambda tokens: tokens)
+        self.admitted = asyncio.Event()
         self._generator = generator
         self._ledger = generator.ledger
         self._live: list[GrowingCandidate] = []
@@ -166,9 +167,11 @@ class ToySession:
         self._scripts = {number: self._script(number) for number in ids}
         self._live = [GrowingCandidate(number, text=words.copy()) for number in ids]
         self._unreported = list(self._live)
+        self.admitted.set()
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         until = min(until_tokens, self.max_tokens)
+        self._generator.queue.widen(self, len(self._live))
         ended_by = RoundEnd.DECISION_TOKEN
         while self._live and self._num_tokens < until:
             if self._ledger.room_of(self.id) < len(self._live):
@@ -191,8 +194,10 @@ class ToySession:
         survivors = [live[number] for number in live if number in keep]
         freed = (len(live) - len(survivors)) * self._num_tokens
         self._ledger.give_back(self.id, freed)
+        self._generator.queue.narrow(self, len(survivors), self._num_tokens)
         made = self._generator.queue.with_room(self, forks, live, len(survivors), self._num_tokens)
         self._ledger.take(self.id, len(made) * self._num_tokens)
+        self._generator.queue.admit_waiting()
         self._scripts |= {number: self._scripts[parent] for number, parent in made.items()}
         self._live = [*survivors, *(live[parent].fork(number) for number, parent in made.items())]
         self._unreported = list(self._live)
@@ -284,6 +289,7 @@ class ToyGenerator:
         step_s: float = 0.0,
         failing_seed: int | None = None,
         wrong_every: int = 0,
+        max_waiting: int = 0,
         on_step: OnStep = lambda _: None,
     ) -> None:
         self.ledger = SlotLedger(capacity_slots)
@@ -294,21 +300,25 @@ class ToyGenerator:
         self.on_step = on_step
         self._ids = itertools.count(1)
         self.queue: AdmissionQueue[ToySession] = AdmissionQueue(
-            self.ledger, self._admit, max_waiting=0, auto_candidates=_AUTO_CANDIDATES
+            self.ledger, self._admit, max_waiting=max_waiting, auto_candidates=_AUTO_CANDIDATES
         )
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
         await self.check(spec)
         session = ToySession(self, next(self._ids), spec)
-        self.queue.enter(session)  # admitted or refused: none may wait
-        self.on_step(Step(prefilled=session.prompt_tokens))
+        self.queue.enter(session)
         try:
+            await session.admitted.wait()
+            self.on_step(Step(prefilled=session.prompt_tokens))
             yield session
         finally:
-            self.ledger.close(session.id)
-            self.ledger.retire(session.prompt_tokens)
-            self.ledger.evict(session.prompt_tokens)
+            self.queue.leave(session.id)
+            if session.admitted.is_set():
+                self.ledger.close(session.id)
+                self.ledger.retire(session.prompt_tokens)
+                self.ledger.evict(session.prompt_tokens)
+            self.queue.admit_waiting()
 
     async def check(self, spec: SessionSpec) -> None:
         refuse_images(spec.prompt)
@@ -349,8 +359,10 @@ def is_toy(model: str) -> bool:
     return model.partition(":")[0] == "toy"
 
 
-def load_toy(model: str, capacity_slots: int, on_step: OnStep = lambda _: None) -> ToyGenerator:
-    """The toy of that name.
+def load_toy(
+    model: str, capacity_slots: int, max_waiting: int = 0, on_step: OnStep = lambda _: None
+) -> ToyGenerator:
+    """The toy of that name; `max_waiting`: sessions that may wait for slots.
 
     Raises:
         FileNotFoundError: there is none.
@@ -369,5 +381,6 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep = lambda _: None) 
         step_s=float(match[1] or 0) / 1e3,
         failing_seed=int(match[2] or -1),
         wrong_every=int(match[3] or 0),
+        max_waiting=max_waiting,
         on_step=on_step,
     )

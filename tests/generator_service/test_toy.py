@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from specrej.contracts import (
     Tool,
     ToolCall,
 )
+from specrej.contracts.errors import Overloaded
+from tests.serving import until
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
 TOOLS = (Tool("add", "", json.dumps(SCHEMA)), Tool("now"))
@@ -95,3 +98,26 @@ async def test_it_reasons_first(tools: tuple[Tool, ...]) -> None:
     assert [len(one.reasoning.split()) for one in made] == [8] * 4
     assert made[0].reasoning != made[1].reasoning
     assert all(calls(one) if tools else one.content for one in made)
+
+
+async def test_sessions_wait_for_slots_until_a_cut_or_an_end_frees_them() -> None:
+    toy = ToyGenerator(64, max_waiting=2)
+    spec = SessionSpec(Prompt.from_user("x"), 4, Sampling(12, ignore_eos=True), 4)
+    opened: list[int] = []
+
+    async def one() -> None:
+        async with toy.open(spec) as session:
+            opened.append(session.id)
+
+    async with toy.open(spec) as first:
+        waiting = [asyncio.create_task(one()) for _ in range(2)]
+        await until(lambda: len(toy.queue) == 2)
+        await first.extend(4)
+        assert not opened
+        with pytest.raises(Overloaded):
+            async with toy.open(spec):
+                pass
+        await first.prune([0])
+        await waiting[0]
+    await waiting[1]
+    assert len(opened) == 2 and toy.ledger.num_sessions == 0 == toy.ledger.owned
