@@ -136,6 +136,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired-512": _paired("answer_512"),
     "answers-endpoint": _answers("answer_endpoint"),
     "right-checks": _right("right_checks"),
+    "right-reasoning": _right("right_reasoning"),
     "gpu": _gpu,
 }
 

@@ -259,10 +259,10 @@ class _Run:
             OutOfTime: the generator opened no session in time.
         """
         selection, wave_s = self.request.selection, 0.0
-        waves = stopping.waves_of(selection.n, selection.waves)
+        ids = stopping.next_wave(selection, 0, [])
         async with AsyncExitStack() as scoring:
             try:
-                for ids in waves if selection.waves else (range(selection.n),):
+                while True:
                     began, stack = self.clock(), AsyncExitStack()
                     if ids.start and not await self._continues(stack, ids, wave_s):
                         await self._close(scoring)
@@ -281,6 +281,7 @@ class _Run:
                     wave_s = self.clock() - began
                     if is_last:
                         break
+                    ids = stopping.next_wave(selection, ids.stop, state.choices())
             finally:
                 if self._is_open:
                     _count_fates(self.state)

@@ -6,26 +6,26 @@ Pure functions of numbers: no model, no wire, no clock. Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
-from orchestrator.loop.votes import Choice, is_decided
+from orchestrator.loop.votes import Choice, is_decided, votes_needed
 from specrej.contracts import Selection, StopReason
 
 TOP_LOGPROBS = 5  # most probable tokens whose log-probabilities are the confidence of a step
 
 
-def waves_of(n: int, first: int) -> Iterator[range]:
-    """The ids of each wave's candidates: `first`, then as many as there are already, up to `n`.
+def next_wave(selection: Selection, begun: int, choices: list[Choice]) -> range:
+    """The ids of the next wave's candidates, when `begun` have begun; empty: none is left.
 
-    One wave of all if `first` is 0.
+    First `waves`, or all if it is 0; then as many as there are already, up to n. With a vote no
+    more than may decide it, and at least `waves`.
     """
-    begun, size = 0, first or n
-    while begun < n:
-        size = min(size, n - begun)
-        yield range(begun, begun + size)
-        begun += size
-        size = begun
+    n, least = selection.n, selection.waves or selection.n
+    size = min(begun or least, n - begun)
+    if selection.vote and begun:
+        size = min(size, max(least, votes_needed(choices, selection.vote, n - begun)))
+    return range(begun, begun + size)
 
 
 def reason_to_stop(

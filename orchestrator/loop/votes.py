@@ -77,14 +77,27 @@ def is_decided(choices: list[Choice], vote: Vote, num_left: int) -> bool:
     voted for yet, it leads; a tie is not safe, since the score decides it. With a
     `stop_probability` below 1 also once the leader is as probably the more frequent one of the two.
     """
-    if not choices or not num_left:
-        return False
-    first, second = choices[0], choices[1] if len(choices) > 1 else None
-    if vote.weight == "one" and first.count > (second.count if second else 0) + num_left:
+    return bool(choices and num_left) and _is_safe(*_leaders(choices), vote, num_left)
+
+
+def votes_needed(choices: list[Choice], vote: Vote, num_left: int) -> int:
+    """The fewest of `num_left` further votes that decide, if all are for the leading answer."""
+    first, second = _leaders(choices)
+    fewer = range(1, num_left)
+    return next((k for k in fewer if _is_safe(first + k, second, vote, num_left - k)), num_left)
+
+
+def _leaders(choices: list[Choice]) -> tuple[int, int]:
+    """The votes of the two leading answers."""
+    first, second, *_ = [*(choice.count for choice in choices[:2]), 0, 0]
+    return first, second
+
+
+def _is_safe(first: int, second: int, vote: Vote, num_left: int) -> bool:
+    if vote.weight == "one" and first > second + num_left:
         return True
-    if vote.stop_probability == 1:
-        return False
-    return probability_ahead(first.count, second.count if second else 0) >= vote.stop_probability
+    is_exact = vote.stop_probability == 1
+    return not is_exact and probability_ahead(first, second) >= vote.stop_probability
 
 
 def probability_ahead(count: int, other: int) -> float:

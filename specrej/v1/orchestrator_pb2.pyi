@@ -594,7 +594,8 @@ class Selection(_message.Message):
     -1e12 .. 1e12; absent: never. Not with rewards that are normalized by the batch.
     """
     waves: _builtins.int
-    """Candidates begin in waves: so many, then as many as there are already, up to n, each after the one
+    """Candidates begin in waves: so many, then as many as there are already, up to n, and with a vote no
+    more than may decide it and at least the number of the first wave. Each wave begins after the one
     before has ended, unless the request ends before. A candidate is the same in whichever wave.
     0 .. the server's limit of n; 0: all at once. Not with branching or n = 0.
     """

@@ -14,15 +14,20 @@ from orchestrator.edge.extractors import extractor, functions_of
 from orchestrator.loop.stopping import (
     confidence,
     least_confidence,
+    next_wave,
     reason_to_stop,
     threshold,
-    waves_of,
 )
-from orchestrator.loop.votes import Ballot, is_decided, probability_ahead, tally
+from orchestrator.loop.votes import Ballot, is_decided, probability_ahead, tally, votes_needed
 from specrej.contracts import Selection, StopReason, Vote
 from specrej.contracts.errors import InvalidRequest
 
 BALLOTS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0])), max_size=12)
+VOTES = st.builds(
+    Vote,
+    weight=st.sampled_from(["one", "reward"]),
+    stop_probability=st.sampled_from([0.7, 0.9, 0.95, 1.0]),
+)
 
 
 @given(BALLOTS, st.integers(0, 12))
@@ -88,14 +93,36 @@ def test_a_probable_leader_ends_a_vote_before_a_sure_one() -> None:
     assert not is_decided(choices, weighted, 1), "a vote of unknown weight could win"
 
 
-@given(st.integers(1, 100), st.integers(0, 100))
-def test_waves_double_up_to_n(n: int, first: int) -> None:
+@given(st.integers(1, 100), st.integers(0, 100), BALLOTS, st.none() | VOTES)
+def test_waves_at_most_double_up_to_n(
+    n: int, first: int, votes: list[tuple[str, float]], vote: Vote | None
+) -> None:
     """Guards against a candidate that begins twice or never."""
-    waves = list(waves_of(n, first))
+    choices = tally(Ballot(i, of, 1.0, score) for i, (of, score) in enumerate(votes))
+    selection = Selection(n=n, waves=first, vote=vote)
+    waves: list[range] = []
+    while wave := next_wave(selection, waves[-1].stop if waves else 0, choices):
+        waves.append(wave)
     assert [number for wave in waves for number in wave] == list(range(n))
     assert len(waves[0]) == min(first or n, n)
     for wave in waves[1:-1]:
-        assert len(wave) == wave.start, "as many as there are already"
+        assert len(waves[0]) <= len(wave) <= wave.start
+        assert vote or len(wave) == wave.start, "as many as there are already"
+
+
+@given(BALLOTS, VOTES, st.integers(1, 12))
+def test_no_fewer_votes_than_needed_decide(
+    votes: list[tuple[str, float]], vote: Vote, num_left: int
+) -> None:
+    """Guards against waves that are larger than what decides, and smaller than what can."""
+    seen = [Ballot(i, of, 1.0, score) for i, (of, score) in enumerate(votes)]
+    choices = tally(seen)
+    leader = choices[0].answer if choices else "a"
+    needed = votes_needed(choices, vote, num_left)
+    for more in range(1, num_left):
+        ballots = [*seen, *(Ballot(100 + i, leader, 1.0, 0.0) for i in range(more))]
+        decides = is_decided(tally(ballots), vote, num_left - more)
+        assert decides == (more >= needed)
 
 
 SCORES = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6)
