@@ -137,6 +137,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "answers-endpoint": _answers("answer_endpoint"),
     "right-checks": _right("right_checks"),
     "right-reasoning": _right("right_reasoning"),
+    "right-humaneval": _right("right_humaneval"),
     "gpu": _gpu,
 }
 

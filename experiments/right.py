@@ -24,7 +24,7 @@ from benchmarks.harness import provenance, report
 from experiments import candidates, right_tasks
 from experiments.pictures import draw
 from experiments.recorded import Answer, RecordedGenerator
-from experiments.right_tasks import Task
+from experiments.right_tasks import IsRight, Task
 from experiments.statistics import Estimate, bootstrap, mean
 from orchestrator.edge.extractors import extractor
 from orchestrator.loop.composition import LIKELIHOOD
@@ -237,6 +237,18 @@ async def replay(
     return last.generation
 
 
+async def judged(task: Task, answers: Sequence[Answer], verifier: Any) -> IsRight:
+    """Which answers the verifier passes."""
+    async with scorer_of(verifier, task.data)(task.prompt) as session:
+        whole = [
+            answer.at(number, len(answer.tokens), 0, with_top=False)
+            for number, answer in enumerate(answers)
+        ]
+        values = (await session.score(whole)).values
+    right = {one.text for one, value in zip(answers, values, strict=True) if value >= 1}
+    return lambda text, _: text in right
+
+
 async def count_wrong_vetoes(task: Task, answers: Sequence[Answer], verifier: Any) -> int:
     """Candidates that would have passed, and that a prefix of theirs vetoes: 0 is right."""
     wrong = 0
@@ -265,13 +277,14 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
     wrong_vetoes, invalid_calls, passing = 0, 0, []
     for task in tasks:
         answers = [Answer.from_json(line) for line in recorded[task.id]["answers"]]
-        passing.append(np.mean([task.is_right(one.text, None) for one in answers]))
+        is_right = task.is_right or await judged(task, answers, verifier)
+        passing.append(np.mean([is_right(one.text, None) for one in answers]))
         for policy in study.policies:
             generation = await replay(study, policy, task, answers, verifier)
-            is_right = task.is_right(generation.best.text, generation.best.vote)
-            right[policy.name].append(float(is_right))
+            best = generation.best
+            right[policy.name].append(float(is_right(best.text, best.vote)))
             tokens[policy.name].append(generation.usage.generated_tokens)
-            invalid_calls += not right_tasks.are_valid(task.prompt, generation.best.parts)
+            invalid_calls += not right_tasks.are_valid(task.prompt, best.parts)
         if study.name == "checks":
             wrong_vetoes += await count_wrong_vetoes(task, answers, verifier)
     rows = table(right, tokens, study.policies[0].name)

