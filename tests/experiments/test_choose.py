@@ -122,4 +122,4 @@ def test_installed_wheel_refuses_with_the_way_out(
     monkeypatch.setattr(importlib.util, "find_spec", without_experiments)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["experiment"])
-    assert "run this command in the repository" in capsys.readouterr().err
+    assert "run it in the repository" in capsys.readouterr().err
