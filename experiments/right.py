@@ -121,7 +121,7 @@ STUDIES = {
         temperature=0.8,
         policies=(
             Policy("majority", _voting(Vote(), min_answers=32)),  # so it never ends early
-            Policy("one sample", replace(_MAJORITY, first=1)),
+            Policy("first to end, likeliest", replace(_MAJORITY, first=1)),
             Policy("exact stop", _voting(Vote())),
             Policy("stop at 0.95, waves of 1", _voting(Vote(stop_probability=0.95), waves=1)),
             Policy("exact stop, waves of 4", _voting(Vote(), waves=4)),
@@ -147,9 +147,8 @@ STUDIES = {
         temperature=0.8,
         policies=(
             Policy("vote of all", _voting(_CALLS, min_answers=16)),
-            Policy("one sample", replace(_MAJORITY, first=1)),
+            Policy("first to end, likeliest", replace(_MAJORITY, first=1)),
             Policy("likelihood", _MAJORITY),
-            Policy("stop at 0.95, waves of 1", _voting(Vote(stop_probability=0.95), waves=1)),
             Policy("exact stop, waves of 4", _voting(_CALLS, waves=4)),
             Policy("stop at 0.95, waves of 4", _voting(_SURE_CALLS, waves=4)),
             Policy("stop at 0.95, waves of 2", _voting(_SURE_CALLS, waves=2)),

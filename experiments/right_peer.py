@@ -121,6 +121,7 @@ async def compare(tasks: list[Task]) -> dict[str, Any]:
         ):
             methods = {**peers(f"{url}/v1"), **ours(client)}
             for number, task in enumerate(tasks, 1):
+                assert task.is_right
                 for name, method in methods.items():
                     text, generated = await method(task)
                     right[name].append(float(task.is_right(text, None)))

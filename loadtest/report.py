@@ -89,15 +89,32 @@ async def _measure(given: argparse.Namespace) -> tuple[int, list[Bought], list[B
         code, alone = await run(1, "both", *given.n)
         if code:
             return code, alone, loaded
-        ours = next(one for one in _of(_OURS, alone) if one.n == given.users_n)
-        full = min(_of(_FULL, alone), key=lambda one: abs(one.reward - ours.reward))
-        for users in given.users:
-            for one in (ours, full):
+        compared = of_equal_reward(alone, given.users_n)
+        for users in given.users if compared else ():
+            for one in compared:
                 code, rows = await run(users, one.algorithm, one.n)
                 loaded += rows
-                if code:
-                    return code, alone, loaded
-    return 0, alone, loaded
+                if code or not rows:
+                    return code or _no_answers(one.algorithm), alone, loaded
+    return (0 if compared else _no_answers("one algorithm")), alone, loaded
+
+
+def of_equal_reward(alone: Sequence[Bought], n: int) -> list[Bought]:
+    """Speculative Rejection with n candidates and the Best-of-N of the nearest reward.
+
+    Empty if one of them has no answer.
+    """
+    for ours in _of(_OURS, alone):
+        if ours.n == n and (full := _of(_FULL, alone)):
+            return [ours, min(full, key=lambda one: abs(one.reward - ours.reward))]
+    return []
+
+
+def _no_answers(of: str) -> int:
+    """Say why there is no report; the exit code."""
+    text = "has no answer in its time: try more --step-seconds or fewer --max-tokens"
+    print(f"loadtest-report: {of} {text}", file=sys.stderr)
+    return 1
 
 
 def read_rows(path: Path, users: int) -> list[Bought]:

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from loadtest.bought import Bought, at_equal_reward
-from loadtest.report import read_rows
+from loadtest.report import of_equal_reward, read_rows
 from tests.programs import outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -58,3 +58,13 @@ async def test_costs_at_equal_reward_are_interpolated(
 ) -> None:
     others = [ONE, replace(ONE, n=4, tokens=300.0, median_s=3.0, reward=0.7)]
     assert at_equal_reward(replace(ONE, reward=reward), others) == pytest.approx(cost)
+
+
+async def test_equal_rewards_need_an_answer_of_both_algorithms() -> None:
+    """Guards against a failure of the program where a slow machine answers nothing in time."""
+    ours = replace(ONE, algorithm="speculative-rejection", n=4, reward=0.6)
+    others = [ONE, replace(ONE, n=8, reward=0.65), replace(ONE, n=2, reward=0.7)]
+    assert of_equal_reward([*others, ours], 4) == [ours, others[1]]
+    assert not of_equal_reward([*others, ours], 8)
+    assert not of_equal_reward(others, 4)
+    assert not of_equal_reward([ours], 4)

@@ -133,7 +133,8 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
 def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     """Guards against padding that is read, and scores in another order than the candidates."""
     reward = make(name)
-    texts, data = [*TEXTS, TEXTS[0], "x" * 90, "{}"], DATA.get(name, "")
+    unknown = '{"name": "unknown", "arguments": {}}'  # a call
+    texts, data = [*TEXTS, TEXTS[0], "x" * 90, "{}", unknown], DATA.get(name, "")
     expected = [value for text in texts for value in score(reward, PROMPT, [text], data).values]
     assert max(expected) - min(expected) > 1e-3
     assert score(reward, PROMPT, texts, data).values == pytest.approx(expected, abs=1e-4)
