@@ -54,7 +54,7 @@ class Health(health_pb2_grpc.HealthServicer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(request.interval_s):
                     await changed.wait()
-        raise Unavailable("not serving")
+        raise Unavailable("a service is not serving: it is starting, stopping or stuck")
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         if request.service not in self._states:
