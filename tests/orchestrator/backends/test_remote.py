@@ -117,22 +117,22 @@ async def test_a_generator_without_the_verb_refuses_nothing() -> None:
 
 
 async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
-    """Guards against the limit of 4 MiB: 512 candidates of 16 KiB each, in both directions."""
+    """Guards against the limit of 4 MiB: 300 candidates of 16 KiB each, in both directions."""
     generator = LongTexts(8192)
     async with (
         remote_generator(generator) as remote,
         reward_backend(ToyReward()) as rewards,
         channel_to(rewards) as channel,
-        remote.open(c.SessionSpec(PROMPT, 512, c.Sampling(), 8)) as session,
+        remote.open(c.SessionSpec(PROMPT, 300, c.Sampling(), 8)) as session,
         RemoteRewards(channel).open("toy", PROMPT) as scoring,
     ):
         ended = await session.extend(8)
-        assert sum(len(candidate.text.encode()) for candidate in ended.candidates) > 6 << 20
+        assert sum(len(candidate.text.encode()) for candidate in ended.candidates) > 4 << 20
         assert ended == await generator.extend(8)
         assert session.fingerprint == "toy-40"
         scores = await scoring.score(ended.candidates)
-        assert (await session.prune(range(512))).freed_slots == 512
-    assert len(scores.values) == 512
+        assert (await session.prune(range(300))).freed_slots == 300
+    assert len(scores.values) == 300
 
 
 async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
