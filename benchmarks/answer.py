@@ -41,8 +41,9 @@ from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.statistics import mean
 from generator_service.embedded import WEIGHTS, package_directory
 from specrej import Client, Message, Prompt, SpecrejError
-from specrej.client import RewardClient
+from specrej.client.channel import open_channel
 from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
+from specrej.remote import RemoteRewards
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 VLLM, _BUILD = Path(".vllm"), Path("build/answer-vllm").absolute()
@@ -141,7 +142,7 @@ async def ask_services(
 
 async def ask_peer(
     http: httpx.AsyncClient,
-    rewards: RewardClient,
+    rewards: Client,
     reward: str,
     limit_s: float,
     item: Item,
@@ -457,9 +458,8 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
     async with AsyncExitStack() as started:
         stack = await started.enter_async_context(Stack(environment=environment))
         client = await started.enter_async_context(_client(stack))
-        rewards = RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S)
-        await started.enter_async_context(rewards)
-        judges = await _judges(rewards, arguments.reward)
+        channel = await started.enter_async_context(open_channel(stack.reward_address))
+        judges = await _judges(RemoteRewards(channel), arguments.reward)
         model = (await client.describe()).generator
         peer = arguments.peer
         if model.model != MODEL.name and not {*ns} <= {*OURS}:
@@ -476,7 +476,7 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         )
 
         async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-            scores = [await rewards.score(prompt, [text], reward=one.name) for one in judges]
+            scores = [await client.score(prompt, [text], reward=one.name) for one in judges]
             return scores[0].values[0], scores[1].values[0]
 
         systems: dict[str, System] = {
@@ -492,7 +492,7 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
                 http = httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
                 if peer in ns:
                     await started.enter_async_context(http)
-                    systems[peer] = partial(ask_peer, http, rewards, *limits)
+                    systems[peer] = partial(ask_peer, http, client, *limits)
             if endpoint := {*ns} & {*ENDPOINT}:
                 before = await started.enter_async_context(Stack(environment=_before(url)))
                 other = await started.enter_async_context(_client(before))
@@ -545,7 +545,7 @@ async def _start(started: AsyncExitStack, peer: str, most: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-async def _judges(rewards: RewardClient, reward: str) -> list[RewardDescription]:
+async def _judges(rewards: RemoteRewards, reward: str) -> list[RewardDescription]:
     """The reward that chooses, and the next one that is served."""
     # The sort is stable.
     judges = sorted(await rewards.describe(), key=lambda one: one.name != reward)

@@ -59,11 +59,10 @@ from specrej.contracts.errors import Violation as Violation
 if TYPE_CHECKING:
     from specrej.client import Client as Client
     from specrej.client import Retries as Retries
-    from specrej.client import RewardClient as RewardClient
     from specrej.client import SyncClient as SyncClient
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Client", "Retries", "RewardClient", "SyncClient"):
+    if name in ("Client", "Retries", "SyncClient"):
         return getattr(importlib.import_module("specrej.client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

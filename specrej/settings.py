@@ -28,9 +28,6 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MessageBytes = Annotated[int, Field(ge=1024, le=2**31 - 1)]
 
-# Of `specrej score`, with the prefix of the reward service.
-_OF_COMMANDS = {"SPECREJ_REWARD_ADDRESS"}
-
 
 class ProcessSettings(BaseSettings):
     """The settings that all services have, whatever their protocol."""
@@ -216,7 +213,7 @@ def _unknown_variables(settings: type[ProcessSettings]) -> list[str]:
     prefix = settings.model_config.get("env_prefix", "")
     names = {f"{prefix}{name}".upper() for name in settings.model_fields}
     given = (name for name in os.environ if prefix and name.upper().startswith(prefix))
-    return sorted(name for name in given if name.upper() not in names | _OF_COMMANDS)
+    return sorted(name for name in given if name.upper() not in names)
 
 
 def _describe(settings: type[ProcessSettings], problem: Any) -> str:

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from rich.text import Text
 from deploy.local import models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
-from specrej.client import Client, RewardClient
-from specrej.client.cli import Parser, note, run_to_end
-from specrej.client.view import watch
+from specrej.client import Client
+from specrej.client.channel import open_channel
+from specrej.client.cli import note, run_to_end
+from specrej.client.view import follow
 from specrej.contracts import Generation, Options
 from specrej.contracts.errors import InternalError, SpecrejError
+from specrej.remote import RemoteRewards
 from specrej.security import credentials_from
 
 _PROMPT = "How do plants make their food?"
@@ -40,7 +43,7 @@ def main() -> None:
     Raises:
         SystemExit: it failed.
     """
-    parser = Parser(prog="specrej")
+    parser = argparse.ArgumentParser(prog="specrej")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
     text = (
@@ -151,7 +154,8 @@ async def _demo(given: argparse.Namespace) -> None:
 
 async def _answer_twice(client: Client, prompt: str, console: Console) -> Generation:
     console.print(Text.assemble(("prompt    ", "dim"), prompt))
-    generation = await watch(client.stream(prompt, **_OPTIONS), console)
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    generation = await follow(client.stream(prompt, **_OPTIONS), show)
     console.print(Padding(Text(generation.best.text.strip(), "bold"), (1, 2), expand=False))
     sent = time.monotonic()
     second = await client.generate(prompt, **_OPTIONS)
@@ -169,8 +173,8 @@ async def _probed(stack: Stack) -> str:
     try:
         async with Client(stack.orchestrator_address, **credentials) as client:
             generator = (await client.describe()).generator
-        async with RewardClient(stack.reward_address, **credentials) as client_of_rewards:
-            rewards = await client_of_rewards.describe()
+        async with open_channel(stack.reward_address, **credentials) as channel:
+            rewards = await RemoteRewards(channel).describe()
     except SpecrejError as error:  # such as a token that is needed
         return f"\nmodels        unknown: {error}\n"
     models = [(generator.model, generator.probe), *((r.name, r.probe) for r in rewards)]

@@ -1,6 +1,6 @@
-"""The clients of the public API and of the reward service, and the command line."""
+"""The clients of the public API, and the command line."""
 
-from specrej.client.client import Client, Retries, RewardClient
+from specrej.client.client import Client, Retries
 from specrej.client.sync_client import SyncClient
 
-__all__ = ["Client", "Retries", "RewardClient", "SyncClient"]
+__all__ = ["Client", "Retries", "SyncClient"]

@@ -1,7 +1,6 @@
 """The command line: generate, score, describe, trace, and run the whole service on this machine.
 
 Only answers go to stdout; progress and errors go to stderr.
-Tables and completion need the extra `cli`; without it there is a line per round.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -27,23 +24,19 @@ from typing import Any, NoReturn, TextIO
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej.client import Client, RewardClient, view
+from specrej.client import Client, view
 from specrej.client.channel import check_address, open_channel
 from specrej.client.options import (
     add_credentials,
     add_options,
     credentials_of,
     options_of,
-    with_tools,
 )
 from specrej.contracts import (
-    Event,
     Generation,
     Message,
-    ModelProbe,
     Prompt,
     RankedCandidate,
-    ServiceDescription,
     WeightedReward,
     errors,
     wire,
@@ -62,6 +55,7 @@ _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.PermissionDenied: 6,
 }
 _INTERRUPTED, _TERMINATED = 130, 143
+_PORT = 50050  # of the orchestrator
 _EPILOG = """Exit codes: 0 done, 2 bad usage or request, 3 server unavailable, 4 deadline exceeded,
 5 overloaded, 6 missing or refused token, 130 interrupted, 143 terminated, 1 any other error."""
 
@@ -173,31 +167,8 @@ def _print_json(plain: Mapping[str, object]) -> None:
     print(json.dumps(plain, ensure_ascii=not is_unicode, indent=2))
 
 
-class Parser(argparse.ArgumentParser):
-    """Suggests what a misspelt command or flag may stand for."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As the base class, but no argument may be unknown."""
-        parsed, rest = super().parse_known_args(args, namespace)
-        if rest:
-            flags = re.findall(r"--[\w-]+", self.format_help())
-            self.error(f"unrecognized arguments: {' '.join(rest)}{_suggestion(rest[0], flags)}")
-        return parsed, rest
-
-    def error(self, message: str) -> NoReturn:
-        """As the base class."""
-        if choice := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
-            message += _suggestion(choice[1], re.findall(r"[\w-]+", choice[2]))
-        super().error(message)
-
-
-def _suggestion(word: str, known: Sequence[str]) -> str:
-    near = get_close_matches(word.partition("=")[0], known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="specrej",
         description="Best-of-N answers at a fraction of their cost: Speculative Rejection as a"
         " service.",
@@ -230,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "Check a service's health: exit code 0 if it is SERVING, else 1."
     command = add("health", _health, text)
     command.add_argument(
-        "address", type=partial(_address, ""), metavar="HOST:PORT", help="any of the services"
+        "address", type=_address, metavar="HOST[:PORT]", help="any of the services"
     )
     command.add_argument(
         "--service", default="", help="a service's name, or liveness; empty: readiness"
@@ -242,11 +213,6 @@ def _parser() -> argparse.ArgumentParser:
         to stdout, and the token to stderr: specrej token acme >> tokens.jsonl 2> acme.token."""
     _add_token(add("token", _token, text))
 
-    text = """Print a script that completes commands and flags in SHELL, such as
-        source <(specrej completion bash)."""
-    command = add("completion", _completion, text)
-    command.add_argument("shell", metavar="SHELL", help="bash, zsh, fish, tcsh or powershell")
-
     for name, (_, text) in _FORWARDED.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -256,15 +222,6 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.usage = "specrej generate [OPTIONS] PROMPT"
     command.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     command.add_argument("--system", default="", help="a system turn before the prompt")
-    command.add_argument(
-        "--tools",
-        type=Path,
-        metavar="FILE",
-        help="functions that answers may call, as for OpenAI",
-    )
-    command.add_argument(
-        "--tool-choice", default="auto", metavar="CHOICE", help="auto, none, required or a name"
-    )
     group = command.add_argument_group("request")
     add_options(group)
     group.add_argument(
@@ -287,23 +244,7 @@ def _add_score(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--reward-data", type=Path, metavar="FILE", help="JSON that the reward compares them with"
     )
-    command.add_argument(
-        "--orchestrator",
-        type=partial(_address, "127.0.0.1:50050"),
-        metavar="HOST[:PORT]",
-        help="ask this public port in place of a reward service",
-    )
-    _add_call(command, 60.0, "SPECREJ_REWARD_ADDRESS", "127.0.0.1:50052")
-
-
-def _completion(given: argparse.Namespace) -> None:
-    if importlib.util.find_spec("shtab") is None:
-        _fail("shtab is not installed: pip install 'specrej[cli]'")
-    import shtab
-
-    if given.shell not in shtab.SUPPORTED_SHELLS:
-        _fail(f"SHELL must be {', '.join(shtab.SUPPORTED_SHELLS)}, is {given.shell!r}", 2)
-    print(shtab.complete(_parser(), shell=given.shell))
+    _add_call(command, 60.0)
 
 
 def _add_token(command: argparse.ArgumentParser) -> None:
@@ -322,19 +263,14 @@ def _add_token(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_call(
-    parser: argparse.ArgumentParser,
-    timeout_s: float,
-    variable: str = "SPECREJ_ADDRESS",
-    default: str = "127.0.0.1:50050",
-) -> None:
-    """Add the flags of a call to the service whose address is in `variable`, else `default`."""
+def _add_call(parser: argparse.ArgumentParser, timeout_s: float) -> None:
+    """Add the flags of a call to the orchestrator."""
     parser.add_argument(
         "--address",
-        type=partial(_address, default),
-        default=os.environ.get(variable) or default,
+        type=_address,
+        default=os.environ.get("SPECREJ_ADDRESS") or f"127.0.0.1:{_PORT}",
         metavar="HOST[:PORT]",
-        help=f"the service [{variable}; {default}]",
+        help=f"the orchestrator [SPECREJ_ADDRESS; 127.0.0.1:{_PORT}]",
     )
     parser.add_argument(
         "--timeout", type=_seconds, default=timeout_s, help="seconds until the call's deadline"
@@ -343,14 +279,13 @@ def _add_call(
     add_credentials(parser)
 
 
-def _address(default: str, text: str) -> str:
-    """An address of gRPC, with the port of the default if it has none."""
+def _address(text: str) -> str:
+    """An address of gRPC, with the orchestrator's port if it has none."""
     try:
         check_address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    has_no_port = default and re.fullmatch(r"[\w.-]+|\[[\w:]+\]", text)
-    return f"{text}:{default.rpartition(':')[2]}" if has_no_port else text
+    return f"{text}:{_PORT}" if re.fullmatch(r"[\w.-]+|\[[\w:]+\]", text) else text
 
 
 def _seconds(text: str) -> float:
@@ -370,10 +305,7 @@ async def _generate(given: argparse.Namespace) -> None:
         options["rewards"] = _with_data(options.get("rewards", []), given.reward_data)
     async with _client(given) as client:
         prompt = _prompt(given.system, given.prompt)
-        if given.tools or given.tool_choice != "auto":
-            prompt = with_tools(prompt, _text_of(given.tools, "--tools"), given.tool_choice)
-        events = client.stream(prompt, **options)
-        generation = await _watched(events)
+        generation = await view.follow(client.stream(prompt, **options), note)
     note(f"request {generation.request_id}")
     if given.json:
         _print_json(wire.to_plain(generation))
@@ -401,54 +333,37 @@ def _with_data(rewards: Sequence[WeightedReward], given: Sequence[str]) -> list[
     return [replace(reward, data=data.get(reward.name, "")) for reward in rewards]
 
 
-def _text_of(path: Path | None, flag: str = "--reward-data") -> str:
+def _text_of(path: Path | None) -> str:
     try:
         return path.read_text() if path else ""
     except UnicodeDecodeError:
-        violation = errors.Violation(flag, f"{path} is no text")
+        violation = errors.Violation("--reward-data", f"{path} is no text")
         raise errors.InvalidRequest([violation]) from None
-
-
-async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
-    """Show events on stderr: a live table on a terminal, if rich is installed, else lines."""
-    if not (sys.stderr and sys.stderr.isatty() and _has_rich()):
-        return await view.follow(events, note)
-    from rich.console import Console
-
-    return await view.watch(events, Console(stderr=True))
-
-
-def _has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
 
 
 async def _describe(given: argparse.Namespace) -> None:
     async with _client(given) as client:
-        description = await client.describe()
+        description = wire.to_plain(await client.describe())
     if given.json:
-        _print_json(wire.to_plain(description))
-        return
-    for name, value in _facts(description).items():
-        print(f"{name:<12}  {value}")
+        _print_json(description)
+    else:
+        print(*view.fact_lines(description), sep="\n")
 
 
 async def _trace(given: argparse.Namespace) -> None:
     async with _client(given) as client:
         record = await client.record(given.request)
+    plain = wire.to_plain(record)
     if given.json:
-        _print_json(wire.to_plain(record))
-    elif _has_rich():
-        from rich.console import Console
-
-        Console().print(view.drawing(record))
-    else:
-        print(*view.record_lines(record), sep="\n")
+        _print_json(plain)
+        return
+    del plain["rounds"]
+    rounds = (view.plain_line(done.trace, record.n) for done in record.rounds)
+    print(*rounds, *view.fact_lines(plain), sep="\n")
 
 
 async def _score(given: argparse.Namespace) -> None:
-    kind: type[Client | RewardClient] = Client if given.orchestrator else RewardClient
-    address = given.orchestrator or given.address
-    async with kind(address, timeout_s=given.timeout, **credentials_of(given)) as client:
+    async with _client(given) as client:
         scores = await client.score(
             _prompt("", given.prompt),
             given.responses,
@@ -522,38 +437,6 @@ def _shown(ranked: RankedCandidate) -> str:
         return ranked.text
     calls = (f"{call.name}({call.arguments})" for call in parts.tool_calls)
     return "\n".join(filter(None, (parts.content, *calls)))
-
-
-def _facts(description: ServiceDescription) -> dict[str, str]:
-    generator, slots = description.generator, description.generator.slots
-    return {
-        "model": f"{generator.model} ({generator.device})",
-        "fingerprint": generator.fingerprint,
-        "candidates are": generator.form_summary,
-        "context": f"{generator.context_tokens:,} tokens",
-        "ends": " ".join(generator.probe.ends) or "unknown",
-        "template": _template(generator.probe),
-        "tools": f"calls as {generator.tool_format}" if generator.tool_format else "refused",
-        "images": "taken" if generator.takes_images else "refused",
-        "warnings": "; ".join(generator.probe.warnings) or "none",
-        "candidates": f"at most {generator.max_candidates:,}",
-        "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",
-        "rewards": ", ".join(description.rewards),
-        "defaults": f"n {description.default_n or 'auto'}, at most"
-        f" {description.default_max_tokens:,} tokens, schedule {description.default_schedule}",
-        "cache": "available" if description.cache_available else "not available",
-        "requests": f"{description.running} running, {description.queued} queued",
-        "answers": f"{description.num_answers:,} made, {description.num_degraded:,} degraded,"
-        f" {description.num_hurried:,} hurried",
-    }
-
-
-def _template(probe: ModelProbe) -> str:
-    system = "system turns" if probe.takes_system else "no system turns"
-    turns = "turns must alternate" if probe.must_alternate else "turns in any order"
-    if not probe.vocabulary:  # an endpoint or a toy
-        return "unknown"
-    return f"{probe.template}, {system}, {turns}" if probe.template else "none"
 
 
 if __name__ == "__main__":

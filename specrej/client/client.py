@@ -1,6 +1,6 @@
-"""Typed clients of the public API and of the reward service.
+"""The typed client of the public API.
 
-They build messages from plain arguments, return the contract's values and raise the exceptions of
+It builds messages from plain arguments, returns the contract's values and raises the exceptions of
 `errors.py`. Validation is the server's, which reports all violations at once. An omitted argument
 stays absent on the wire, so that the server's default applies. Each call has an OpenTelemetry span,
 which costs next to nothing unless the application records it.
@@ -24,7 +24,6 @@ import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.client.channel import check_address, open_channel
 from specrej.client.options import accepted, json_text, shown, value_of
 from specrej.contracts import (
@@ -36,7 +35,6 @@ from specrej.contracts import (
     Message,
     Prompt,
     RequestRecord,
-    RewardDescription,
     Sampling,
     Scores,
     Selection,
@@ -202,79 +200,10 @@ def _valid(path: str) -> Iterator[None]:
         raise InvalidRequest([Violation(path, str(error))]) from None
 
 
-class _Connection:
-    """A channel, open for its context, and the default deadline and retries of its calls.
+class Client:
+    """A client of the orchestrator at `address` ("host:port"), connected for its context.
 
     Create it inside a running event loop; it connects at the first call.
-    """
-
-    _service: str  # its full name
-    _stub: Any
-
-    def __init__(
-        self, address: str, timeout_s: float, retries: Retries | None, credentials: Credentials
-    ) -> None:
-        with _valid("address"):
-            check_address(address)
-        try:
-            self._channel = open_channel(address, **credentials)
-        except (OSError, ValueError) as error:
-            raise InvalidRequest([Violation("credentials", str(error))]) from error
-        self._timeout_s, self._retries = timeout_s, retries
-        self._address, self._credentials = address, credentials
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel running calls and disconnect."""
-        await self._channel.close()
-
-    def _attempts(self, timeout_s: float | None) -> _Attempts:
-        return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
-
-    async def _call(
-        self,
-        method: str,
-        request: ProtobufMessage,
-        timeout_s: float | None,
-        token: str = "",
-        metadata: Metadata = (),
-    ) -> Any:
-        """The answer to a unary call."""
-        attempts, start = self._attempts(timeout_s), getattr(self._stub, method)
-        while True:
-            try:
-                with _calling(f"{self._service}/{method}") as span:
-                    sent = self._metadata(span, token, metadata)
-                    return await start(request, timeout=attempts.left_s, metadata=sent)
-            except SpecrejError as error:
-                await attempts.after(error)
-
-    def _metadata(self, span: ClientSpan, token: str, metadata: Metadata) -> Metadata:
-        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
-        InvalidRequest: gRPC cannot send a name or value, or the name is `authorization`.
-        """
-        for name, value in metadata:
-            if name == "authorization":
-                raise InvalidRequest([Violation(f"metadata {name!a}", "pass token instead")])
-            if not (_NAME.fullmatch(name) and _TEXT.fullmatch(value)):
-                accepted = "lower-case names without -bin, and printable ASCII"
-                raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])
-        if not token:
-            return (*span.metadata, *metadata)
-        try:
-            check_token(token, self._address, self._credentials)
-        except ValueError as error:
-            raise Unauthenticated(str(error)) from None
-        return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
-
-
-class Client(_Connection):
-    """A client of the orchestrator at `address` ("host:port").
 
     Every call has a deadline of `timeout_s` seconds, or its own. Without `retries`, a call to an
     unavailable server is sent four times in all. `credentials` are the fields of
@@ -295,11 +224,28 @@ class Client(_Connection):
         retries: Retries | None = None,
         **credentials: Unpack[Credentials],
     ) -> None:
-        super().__init__(address, timeout_s, retries, credentials)
-        self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+        with _valid("address"):
+            check_address(address)
+        try:
+            self._channel = open_channel(address, **credentials)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest([Violation("credentials", str(error))]) from error
+        self._timeout_s, self._retries = timeout_s, retries
+        self._address, self._credentials = address, credentials
+        self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         self._stub.Generate = self._channel.unary_unary(
             f"/{self._service}/Generate", orchestrator_pb2.GenerateRequest.SerializeToString
         )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel running calls and disconnect."""
+        await self._channel.close()
 
     async def generate(
         self,
@@ -416,15 +362,24 @@ class Client(_Connection):
         token: str = "",
         metadata: Metadata = (),
     ) -> Scores:
-        """As `RewardClient.score`; `Scores.reward` is the reward's name. "": the default reward.
+        """One score per response, in order; higher is better. `reward` "": the default one.
+
+        `unfinished`: the responses are beginnings of answers. `data`: JSON for rewards that take
+        it; a text is one of JSON.
 
         Raises:
             SpecrejError: one of its kinds.
         """
-        request = _score_request(
-            orchestrator_pb2.OrchestratorServiceScoreRequest,
-            *(prompt, responses, reward, unfinished, data),
-        )
+        with _valid("data"):
+            text = json_text(data)
+        with _valid("request"):
+            request = orchestrator_pb2.OrchestratorServiceScoreRequest(
+                reward=reward,
+                prompt=_prompt(prompt),
+                responses=[responses] if isinstance(responses, str) else responses,
+                unfinished=unfinished,
+                data=text,
+            )
         answer = await self._call("Score", request, timeout_s, token, metadata)
         return Scores(tuple(answer.scores), answer.computed_tokens, reward=answer.reward)
 
@@ -473,75 +428,44 @@ class Client(_Connection):
         answer = await self._call("ListRecords", request, timeout_s, token, metadata)
         return tuple(wire.from_message(record, RequestRecord) for record in answer.records)
 
+    def _attempts(self, timeout_s: float | None) -> _Attempts:
+        return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 
-class RewardClient(_Connection):
-    """A client of the reward service at `address` ("host:port"); arguments as of `Client`."""
-
-    _service = "specrej.backend.v1.RewardService"
-
-    def __init__(
+    async def _call(
         self,
-        address: str = "127.0.0.1:50052",
-        *,
-        timeout_s: float = 60.0,
-        retries: Retries | None = None,
-        **credentials: Unpack[Credentials],
-    ) -> None:
-        super().__init__(address, timeout_s, retries, credentials)
-        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+        method: str,
+        request: ProtobufMessage,
+        timeout_s: float | None,
+        token: str = "",
+        metadata: Metadata = (),
+    ) -> Any:
+        """The answer to a unary call."""
+        attempts, start = self._attempts(timeout_s), getattr(self._stub, method)
+        while True:
+            try:
+                with _calling(f"{self._service}/{method}") as span:
+                    sent = self._metadata(span, token, metadata)
+                    return await start(request, timeout=attempts.left_s, metadata=sent)
+            except SpecrejError as error:
+                await attempts.after(error)
 
-    async def score(
-        self,
-        prompt: PromptLike,
-        responses: Sequence[str],
-        *,
-        reward: str = "",
-        unfinished: bool = False,
-        data: Any = "",
-        timeout_s: float | None = None,
-    ) -> Scores:
-        """One score per response, in order; higher is better. `reward` "": the service's first.
-
-        `unfinished`: the responses are beginnings of answers. `data`: JSON for rewards that take
-        it; a text is one of JSON.
-
-        Raises:
-            SpecrejError: one of its kinds.
+    def _metadata(self, span: ClientSpan, token: str, metadata: Metadata) -> Metadata:
+        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
+        InvalidRequest: gRPC cannot send a name or value, or the name is `authorization`.
         """
-        request = _score_request(
-            reward_pb2.ScoreRequest, prompt, responses, reward, unfinished, data
-        )
-        answer = await self._call("Score", request, timeout_s)
-        return Scores(tuple(answer.scores), answer.computed_tokens)
-
-    async def describe(self, *, timeout_s: float | None = None) -> tuple[RewardDescription, ...]:
-        """The rewards that are served; the first is the default."""
-        request = reward_pb2.RewardServiceDescribeRequest()
-        answer = await self._call("Describe", request, timeout_s)
-        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
-
-
-def _score_request(
-    message: type[M],
-    prompt: PromptLike,
-    responses: Sequence[str],
-    reward: str,
-    unfinished: bool,
-    data: Any,
-) -> M:
-    """Raises InvalidRequest: a value that the message cannot hold."""
-    if isinstance(responses, str):
-        responses = [responses]
-    with _valid("data"):
-        text = json_text(data)
-    with _valid("request"):
-        return message(
-            reward=reward,
-            prompt=_prompt(prompt),
-            responses=responses,
-            unfinished=unfinished,
-            data=text,
-        )
+        for name, value in metadata:
+            if name == "authorization":
+                raise InvalidRequest([Violation(f"metadata {name!a}", "pass token instead")])
+            if not (_NAME.fullmatch(name) and _TEXT.fullmatch(value)):
+                accepted = "lower-case names without -bin, and printable ASCII"
+                raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])
+        if not token:
+            return (*span.metadata, *metadata)
+        try:
+            check_token(token, self._address, self._credentials)
+        except ValueError as error:
+            raise Unauthenticated(str(error)) from None
+        return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
 
 
 def _prompt(prompt: PromptLike) -> common_pb2.Prompt:

@@ -19,47 +19,20 @@ from specrej.contracts import (
     JsonSchema,
     Normalization,
     Options,
-    Prompt,
     Regex,
     Schedule,
     StructuredOutput,
     TokenBias,
-    Tool,
     Vote,
     WeightedReward,
     declared_options,
 )
-from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
 STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):TEXT"
 REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch][,stage=cuts|end]"
 VOTE_SYNTAX = "number | boxed | tool_call | (regex|json|function):TEXT"
-
-
-def with_tools(prompt: Prompt, text: str, choice: str) -> Prompt:
-    """The prompt with tools, a list in JSON with or without OpenAI's "function" around each.
-
-    `choice`: auto, none, required, or the name of the tool that answers call.
-
-    Raises:
-        InvalidRequest: the text is no such list.
-    """
-    try:
-        tools = tuple(_tool_of(tool.get("function", tool)) for tool in json.loads(text or "[]"))
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        problem = "must be a JSON list of functions with name, description and parameters"
-        raise InvalidRequest([Violation("--tools", problem)]) from None
-    if choice in ("auto", "none", "required"):
-        return replace(prompt, tools=tools, tool_choice=cast(Any, choice))
-    return replace(prompt, tools=tools, tool_choice="required", tool_name=choice)
-
-
-def _tool_of(function: Mapping[str, Any]) -> Tool:
-    parameters = function.get("parameters")
-    written = "" if parameters is None else json.dumps(parameters, ensure_ascii=False)
-    return Tool(function["name"], function.get("description") or "", written)
 
 
 def parse_schedule(text: str) -> Schedule:

@@ -62,7 +62,6 @@ class Place:
             PATH=f"{self.directory / '.venv/bin'}:{os.environ['PATH']}",
             PYTHONPATH=str(ROOT),
             SPECREJ_ADDRESS=self.stack.orchestrator_address,
-            SPECREJ_REWARD_ADDRESS=self.stack.reward_address,
             SPECREJ_ORCHESTRATOR_REDIS_URL=self.stack.redis_url,
         )
 

@@ -60,7 +60,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     """Guards against a name of the client, or the help of an option, without documentation."""
     page = page_of(site, "reference/python")
     identifiers = set(re.findall(r'id="([^"]+)"', page))
-    clients = [specrej.Client, specrej.SyncClient, specrej.RewardClient, specrej.Retries]
+    clients = [specrej.Client, specrej.SyncClient, specrej.Retries]
     values = [*clients, *(value for value in vars(specrej).values() if isinstance(value, type))]
     public = {f"{value.__module__}.{value.__qualname__}" for value in values}
     assert public - identifiers == set()

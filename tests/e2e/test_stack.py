@@ -63,7 +63,7 @@ async def test_the_command_line(stack: Stack) -> None:
     assert (code, out) == (2, "")
     assert "selection.alpha" in err and len(err.splitlines()) == 1
     code, out, _ = await outcome_of(
-        specrej, "score", "--address", stack.reward_address, "--prompt", "How do plants eat?",
+        specrej, "score", *address, "--prompt", "How do plants eat?",
         "Plants make food from light.", "My car is red.", "--json",
     )  # fmt: skip
     good, bad = json.loads(out)["scores"]

@@ -6,8 +6,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from examples.coding.coding import HERE
-from specrej import Prompt
-from specrej.client import RewardClient
+from specrej import Client, Prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -18,8 +17,8 @@ WRONG = "```python\ndef largest(numbers):\n    return 0\n```"
 
 
 async def test_the_score_is_the_share_of_hidden_tests_that_pass(toys: Stack) -> None:
-    async with RewardClient(toys.reward_address, timeout_s=60) as rewards:
-        scores = await rewards.score(
+    async with Client(toys.orchestrator_address, timeout_s=60) as client:
+        scores = await client.score(
             TASK,
             [RIGHT, HALF, WRONG, "No."],
             reward="unit-tests",

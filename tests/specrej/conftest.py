@@ -9,7 +9,7 @@ import pytest
 
 from specrej.client import cli
 from tests.serving import listening
-from tests.specrej.fakes import FakeOrchestrator, FakeReward
+from tests.specrej.fakes import FakeOrchestrator
 
 Command = Callable[..., Awaitable[tuple[str, str]]]
 
@@ -20,21 +20,9 @@ def orchestrator() -> FakeOrchestrator:
 
 
 @pytest.fixture
-def reward() -> FakeReward:
-    return FakeReward()
-
-
-@pytest.fixture
 async def address(orchestrator: FakeOrchestrator) -> AsyncIterator[str]:
     """Where `orchestrator` listens."""
     async with listening(orchestrator.service()) as bound:
-        yield bound
-
-
-@pytest.fixture
-async def reward_address(reward: FakeReward) -> AsyncIterator[str]:
-    """Where `reward` listens."""
-    async with listening(reward.service()) as bound:
         yield bound
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from specrej import contracts as c
-from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.contracts import Options, wire
 from specrej.contracts.errors import NotFound
 from specrej.security import current_caller
@@ -239,35 +238,3 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             except asyncio.CancelledError:
                 self.cancelled.set()
                 raise
-
-
-class FakeReward(reward_pb2_grpc.RewardServiceServicer):
-    """The score of a response is its length."""
-
-    def __init__(self) -> None:
-        self.requests: list[reward_pb2.ScoreRequest] = []
-
-    def service(self) -> Service:
-        """What a server serves."""
-        register = partial(reward_pb2_grpc.add_RewardServiceServicer_to_server, self)
-        return Service("specrej.backend.v1.RewardService", register)
-
-    async def Score(  # noqa: N802 - the name of the rpc
-        self, request: reward_pb2.ScoreRequest, context: Context
-    ) -> reward_pb2.ScoreResponse:
-        self.requests.append(request)
-        scores = [float(len(response)) for response in request.responses]
-        return reward_pb2.ScoreResponse(scores=scores, computed_tokens=7)
-
-    async def ScoreSession(self, request: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
-        raise NotImplementedError
-
-    Watch: Any = ScoreSession
-
-    async def Describe(  # noqa: N802 - the name of the rpc
-        self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
-    ) -> reward_pb2.RewardServiceDescribeResponse:
-        described = reward_pb2.RewardDescription(
-            name="length", fingerprint="f", description="len", max_batch=8
-        )
-        return reward_pb2.RewardServiceDescribeResponse(rewards=[described])

@@ -20,7 +20,7 @@ import pytest
 from specrej import contracts as c
 from specrej.client import Client, cli
 from specrej.client.client import build_request
-from specrej.client.options import add_options, parse_reward, parse_schedule, with_tools
+from specrej.client.options import add_options, parse_reward, parse_schedule
 from specrej.client.view import plain_line, summary_line
 from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
@@ -35,7 +35,6 @@ from tests.specrej.fakes import (
     OPTIONS,
     SERVICE,
     FakeOrchestrator,
-    FakeReward,
 )
 
 HEALTH_NAME = "specrej.v1.SomeService"
@@ -115,36 +114,15 @@ async def test_json_is_one_object(address: str, command: Command) -> None:
     assert (best["token_ids"], best["logprobs"]) == ([3, 1, 2], [-0.5, -0.25, -0.75])
 
 
-@pytest.mark.parametrize("choice", ["auto", "none", "required", "add"])
-async def test_tools_reach_the_server_and_calls_are_printed(
-    address: str, orchestrator: FakeOrchestrator, command: Command, tmp_path: Path, choice: str
+async def test_calls_are_printed(
+    address: str, orchestrator: FakeOrchestrator, command: Command
 ) -> None:
     """Guards against a program that must parse the model's own marks."""
-    file, schema = tmp_path / "tools.json", {"type": "object"}
-    add = {"name": "add", "description": "Adds.", "parameters": schema}
-    file.write_text(json.dumps([{"type": "function", "function": add}, {"name": "ping"}]))
     parts = c.AnswerParts("So:", "I add.", (c.ToolCall("call_3_0", "add", '{"n": 1}'),))
     best = replace(ONE.candidates[0], text="raw", parts=parts)
     orchestrator.events = (*EVENTS[:-1], c.Finished(replace(ONE, candidates=(best,))))
-    flags = ("--address", address, "--tools", str(file), "--tool-choice", choice)
-    out, err = await command("generate", "why?", *flags)
+    out, err = await command("generate", "why?", "--address", address)
     assert out == 'So:\nadd({"n": 1})\n' and "I add." in err
-    printed, _ = await command("generate", "why?", *flags, "--json")
-    call = {"id": "call_3_0", "name": "add", "arguments": '{"n": 1}'}
-    assert json.loads(printed)["candidates"][0]["parts"] == {
-        "content": "So:", "reasoning": "I add.", "tool_calls": [call]
-    }  # fmt: skip
-    tools = c.Tool("add", "Adds.", json.dumps(schema)), c.Tool("ping")
-    prompt = with_tools(c.Prompt.from_user("why?"), file.read_text(), choice)
-    chosen = ("required", "add") if choice == "add" else (choice, "")
-    assert (prompt.tools, (prompt.tool_choice, prompt.tool_name)) == (tools, chosen)
-    assert orchestrator.requests == [build_request(prompt)] * 2
-
-
-@pytest.mark.parametrize("text", ["{", "{}x", "[1]", "[{}]", '{"name": "a"}', "\ud800"])
-def test_a_file_without_tools_is_bad_usage(text: str) -> None:
-    with pytest.raises(errors.InvalidRequest, match="--tools: must be a JSON list of functions"):
-        with_tools(c.Prompt.from_user("why?"), text, "auto")
 
 
 TWO = [errors.Violation("sampling.top_p", "bad"), errors.Violation("selection.n", "too\nbig")]
@@ -184,9 +162,7 @@ def test_an_error_is_one_line_and_a_code(
         ("generate why? --timeout -1", "--timeout"),
         ("token acme --role king", "--role"),
         ("token acme --expires tomorrow", "--expires"),
-        ("genrate why?", "did you mean generate?"),
-        ("generate why? --tempeature 3", "did you mean --temperature?"),
-        ("describe --jsno", "did you mean --json?"),
+        ("describe --jsno", "--jsno"),
         ("describe --address http://localhost:8000", "use HOST:PORT"),
     ],
 )
@@ -217,35 +193,37 @@ def test_a_missing_server_is_named_with_its_default_port(
     assert "is a service at this --address? specrej up starts" in capsys.readouterr().err
 
 
-async def test_describe(address: str, command: Command) -> None:
-    """Guards against facts missing from either form."""
+async def test_descriptions_and_records(address: str, command: Command) -> None:
+    """Guards against facts missing from either form, and a record without its rounds."""
     text, _ = await command("describe", "--address", address)
-    assert "tiny (cpu float32)" in text and "tokens:16,64" in text
-    assert "12 of 4,096 owned, 1,024 cached" in text
+    facts = {
+        "generator.model: tiny",
+        "generator.slots.owned: 12",
+        "default_schedule.tokens: [16, 64]",
+    }
+    assert facts <= {*text.splitlines()}
     plain, _ = await command("describe", "--address", address, "--json")
     assert json.loads(plain) == wire.to_plain(SERVICE)
+    record, _ = await command("trace", "r1", "--address", address)
+    rounds = [plain_line(done, 8) for done in GENERATION.rounds]
+    assert record.splitlines()[:3] == [*rounds, "request_id: r1"]
+    assert {"outcome: OK", "usage.generated_tokens: 1000"} <= {*record.splitlines()}
 
 
 async def test_score(
-    reward_address: str, reward: FakeReward, command: Command, monkeypatch: pytest.MonkeyPatch
+    address: str, orchestrator: FakeOrchestrator, command: Command, tmp_path: Path
 ) -> None:
-    """Guards against scores beside the wrong responses."""
-    monkeypatch.setenv("SPECREJ_REWARD_ADDRESS", reward_address)
-    arguments = ("score", "--prompt", "why?", "--reward", "length", "a", "ab\nc")
+    """Guards against scores beside the wrong responses, and data that is not sent."""
+    data = tmp_path / "data.json"
+    data.write_text('{"answer": 4}')
+    flags = ("--address", address, "--reward-data", str(data), "--reward", "length")
+    arguments = ("score", *flags, "--prompt", "why?", "a", "ab\nc")
     assert (await command(*arguments))[0] == "  1.0000  a\n  4.0000  ab c\n"
     plain, _ = await command(*arguments, "--json")
     assert json.loads(plain) == {"scores": [1.0, 4.0], "computed_tokens": 7}
-    assert {request.reward for request in reward.requests} == {"length"}
-
-
-async def test_score_by_the_orchestrator(
-    address: str, orchestrator: FakeOrchestrator, command: Command, tmp_path: Path
-) -> None:
-    data = tmp_path / "data.json"
-    data.write_text('{"answer": 4}')
-    flags = ("--orchestrator", address, "--reward-data", str(data), "--prompt", "why?")
-    assert (await command("score", *flags, "ab"))[0] == "  2.0000  ab\n"
-    assert [request.data for request in orchestrator.scored] == ['{"answer": 4}']
+    assert {(sent.reward, sent.data) for sent in orchestrator.scored} == {
+        ("length", '{"answer": 4}')
+    }
 
 
 async def test_data_of_rewards_and_stops(
@@ -435,19 +413,3 @@ async def test_an_answer_that_stdout_cannot_encode_is_escaped(
     command = ("generate", "why?", "--address", address, *flags)
     outcome = await run(*command, PYTHONIOENCODING="ascii")
     assert outcome.returncode == 0 and printed in outcome.stdout
-
-
-async def test_the_shell_completes_commands_and_flags() -> None:
-    """Guards against a script that the shell cannot read, and flags that it lacks."""
-    script = await run("completion", "bash")
-    assert script.returncode == 0, script.stderr
-    asks = """
-        complete_() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_specrej "" "${@: -1}"; }
-        complete_ specrej gen; echo "${COMPREPLY[@]}"
-        complete_ specrej generate --max; echo "${COMPREPLY[@]}"
-        """
-    shell = await asyncio.create_subprocess_exec("bash", "-c", script.stdout + asks, stdout=PIPE)
-    assert b"--max-tokens" in (await shell.communicate())[0].split()
-    refused = await run("completion", "csh")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "SHELL must be bash, " in refused.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from specrej import Client, Retries, RewardClient
+from specrej import Client, Retries
 from specrej import contracts as c
 from specrej.client.client import build_request
 from specrej.contracts import Options, errors, wire
@@ -25,7 +25,6 @@ from tests.specrej.fakes import (
     RECORD,
     SERVICE,
     FakeOrchestrator,
-    FakeReward,
 )
 from tests.specrej.test_wire import REQUESTS
 
@@ -300,24 +299,15 @@ async def test_leaving_a_stream_cancels_the_call(
         await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
 
 
-@pytest.mark.parametrize("is_public", [False, True])
-async def test_scores_keep_their_order(
-    reward_address: str,
-    reward: FakeReward,
-    address: str,
-    orchestrator: FakeOrchestrator,
-    is_public: bool,
-) -> None:
+async def test_scores_keep_their_order(address: str, orchestrator: FakeOrchestrator) -> None:
     """Guards against scores that belong to other responses, and fields that are dropped."""
-    requests: list[Any] = orchestrator.scored if is_public else reward.requests
-    async with Client(address) as public, RewardClient(reward_address) as own:
-        client = public if is_public else own
+    requests = orchestrator.scored
+    async with Client(address) as client:
         scores = await client.score("why?", ["a", "abc", "ab"], reward="length", data={"a": "é"})
         await client.score("why?", "a", unfinished=True, data="[1]")
         with pytest.raises(errors.InvalidRequest, match="data: must be JSON"):
             await client.score("why?", "a", data=math.nan)
-        assert await own.describe() == (c.RewardDescription("length", "f", "len", max_batch=8),)
-    assert scores == c.Scores((1.0, 3.0, 2.0), 7, reward="length" if is_public else "")
+    assert scores == c.Scores((1.0, 3.0, 2.0), 7, reward="length")
     assert [request.unfinished for request in requests] == [False, True]
     assert [request.data for request in requests] == ['{"a":"é"}', "[1]"]
     assert requests[0].reward == "length"

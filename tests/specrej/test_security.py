@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from specrej import Client, RewardClient, security
+from specrej import Client, security
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
 from specrej.security import (
@@ -316,7 +316,7 @@ async def test_a_token_that_ends_ends_its_running_calls(
 def test_malformed_tokens_are_not_sent(token: str) -> None:
     """Guards against metadata that grpc itself refuses with an opaque error."""
     with pytest.raises(errors.InvalidRequest, match="bearer token") as raised:
-        RewardClient("127.0.0.1:1", token=token)
+        Client("127.0.0.1:1", token=token)
     assert token not in str(raised.value)
 
 

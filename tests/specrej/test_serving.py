@@ -18,18 +18,17 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from deploy.local.stack import Ports
-from specrej.backend.v1 import reward_pb2
-from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.client.channel import open_channel
 from specrej.contracts import wire
 from specrej.contracts.errors import InternalError
 from specrej.server.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
+from specrej.v1.orchestrator_pb2 import OrchestratorServiceScoreRequest
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.certificates import Authority, place, token_line
 from tests.serving import failure_of, health_of, listening, reason_of, serving, until
-from tests.specrej.fakes import GENERATION, FakeOrchestrator, FakeReward
+from tests.specrej.fakes import GENERATION, FakeOrchestrator
 
 BOUND_S = 20.0
 LIMIT_BYTES = 4096
@@ -88,29 +87,33 @@ async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
 
 
 @pytest.fixture
-async def stub(reward: FakeReward) -> AsyncIterator[Any]:
+async def stub(orchestrator: FakeOrchestrator) -> AsyncIterator[Any]:
     limits = {"max_message_bytes": LIMIT_BYTES, "max_metadata_bytes": LIMIT_BYTES}
-    async with serving(reward.service(), **limits) as channel:
-        yield RewardServiceStub(channel)
+    async with serving(orchestrator.service(), **limits) as channel:
+        yield OrchestratorServiceStub(channel)
 
 
-def message_of(size: int) -> reward_pb2.ScoreRequest:
+def message_of(size: int) -> OrchestratorServiceScoreRequest:
     """A request of this number of bytes."""
-    message = reward_pb2.ScoreRequest(responses=["x" * (size - 3)])
+    message = OrchestratorServiceScoreRequest(responses=["x" * (size - 3)])
     assert message.ByteSize() == size
     return message
 
 
-async def test_message_above_the_limit_is_refused(stub: Any, reward: FakeReward) -> None:
+async def test_message_above_the_limit_is_refused(
+    stub: Any, orchestrator: FakeOrchestrator
+) -> None:
     """Guards against an inexact limit, and against an oversized message reaching a handler."""
     await stub.Score(message_of(LIMIT_BYTES), timeout=10)
     failure = await failure_of(stub.Score(message_of(LIMIT_BYTES + 1), timeout=10))
     assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert len(reward.requests) == 1
+    assert len(orchestrator.scored) == 1
     await stub.Score(message_of(LIMIT_BYTES), timeout=10)  # on the same connection
 
 
-async def test_metadata_above_the_limit_is_refused(stub: Any, reward: FakeReward) -> None:
+async def test_metadata_above_the_limit_is_refused(
+    stub: Any, orchestrator: FakeOrchestrator
+) -> None:
     """Guards against grpc's random refusals between two limits, and a broken connection."""
     request = message_of(256)
     # grpc's own metadata takes some hundred bytes.
@@ -119,7 +122,7 @@ async def test_metadata_above_the_limit_is_refused(stub: Any, reward: FakeReward
     for _ in range(4):
         call = stub.Score(request, timeout=10, metadata=[("x-large", "v" * LIMIT_BYTES)])
         assert (await failure_of(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert len(reward.requests) == 4
+    assert len(orchestrator.scored) == 4
     await stub.Score(request, timeout=10)
 
 

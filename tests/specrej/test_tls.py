@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from deploy.local.stack import Stack
-from specrej import Client, Retries, RewardClient
+from specrej import Client, Retries
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
 from specrej.contracts.errors import InvalidRequest
@@ -29,7 +29,7 @@ from specrej.telemetry import metrics, names
 from tests.certificates import Authority, Pair, place, token_line
 from tests.serving import failure_of, listening
 from tests.specrej.conftest import Command
-from tests.specrej.fakes import FakeOrchestrator, FakeReward
+from tests.specrej.fakes import FakeOrchestrator
 from tests.toys import TOYS
 
 
@@ -104,11 +104,11 @@ async def test_both_sides_accept_their_authority_only(
     own, foreigner = authority.issue("own"), foreign.issue("foreigner")
     mutual, other = secured(authority.issue(), authority), secured(foreign.issue("other"))
     async with (
-        listening(FakeReward().service(), **mutual) as address,
-        listening(FakeReward().service(), **other) as foreign_address,
+        listening(FakeOrchestrator().service(), **mutual) as address,
+        listening(FakeOrchestrator().service(), **other) as foreign_address,
     ):
-        async with RewardClient(address, **showing(own, authority)) as client:
-            assert (await client.describe())[0].name == "length"
+        async with Client(address, **showing(own, authority)) as client:
+            assert await client.describe()
         for target, credentials in (
             (address, Credentials(tls_ca=authority.path)),
             (address, showing(foreigner, authority)),
@@ -116,7 +116,7 @@ async def test_both_sides_accept_their_authority_only(
             (foreign_address, Credentials(tls_ca=authority.path)),
             (foreign_address, Credentials(tls=True)),
         ):
-            async with RewardClient(target, retries=Retries(1), **credentials) as client:
+            async with Client(target, retries=Retries(1), **credentials) as client:
                 with pytest.raises(errors.Unavailable):
                     await client.describe()
 
@@ -167,7 +167,7 @@ def test_errors_of_unusable_files_are_one_line(authority: Authority, tmp_path: P
         assert "s3cret" not in str(raised.value)
         assert "\n" not in str(raised.value)
     with pytest.raises(errors.InvalidRequest, match=r"gone\.pem"):
-        RewardClient("127.0.0.1:1", tls_ca=gone)
+        Client("127.0.0.1:1", tls_ca=gone)
 
 
 def test_a_chain_expires_with_its_first_certificate(

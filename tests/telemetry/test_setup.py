@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,10 +19,13 @@ from prometheus_client import CollectorRegistry
 from deploy.local.processes import Processes
 from deploy.local.stack import Stack
 from specrej import telemetry
-from specrej.client import RewardClient
+from specrej.backend.v1.reward_pb2 import ScoreRequest
+from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
+from specrej.client.channel import open_channel
 from specrej.settings import ServiceSettings
 from specrej.telemetry import setup
 from specrej.telemetry.setup import FLUSH_S
+from specrej.v1.common_pb2 import Prompt
 from tests.endpoints import scrape
 from tests.programs import run
 
@@ -65,8 +69,9 @@ async def _run_a_reward(collector: str, log_dir: Path) -> None:
     async with Processes(
         [stack._replica(stack._rewards[0])], log_dir, start_timeout_s=30
     ) as running:
-        async with RewardClient(stack.reward_address) as client:
-            await client.score("Why?", ["So."])
+        async with open_channel(stack.reward_address) as channel:
+            stub: Any = RewardServiceStub(channel)
+            await stub.Score(ScoreRequest(prompt=Prompt(text="Why?"), responses=["So."]))
         values = (await scrape([url])).values
         began = time.monotonic()
         os.kill(running.processes["reward"], signal.SIGTERM)

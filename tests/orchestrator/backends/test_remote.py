@@ -21,6 +21,10 @@ from reward_service.worker import Worker
 from specrej import contracts as c
 from specrej import remote
 from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1.reward_pb2_grpc import (
+    RewardServiceServicer,
+    add_RewardServiceServicer_to_server,
+)
 from specrej.client.channel import open_channel
 from specrej.contracts.errors import (
     Cancelled,
@@ -34,11 +38,10 @@ from specrej.contracts.errors import (
 )
 from specrej.contracts.status import DETAILS_TRAILER
 from specrej.remote import RemoteGenerator, RemoteRewards
-from specrej.server.serving import Context
+from specrej.server.serving import Context, Service
 from specrej.threads import ended
 from tests.orchestrator.runs import PROMPT, answer, events_of, request
 from tests.serving import serving, until
-from tests.specrej.fakes import FakeReward
 from tests.world import (
     BOUND_S,
     HeldGenerator,
@@ -216,12 +219,15 @@ FAULTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 }
 
 
-class Rogue(FakeReward):
+class Rogue(RewardServiceServicer):
     """A foreign service: its answers to batches of two have the fault."""
 
     def __init__(self, fault: str) -> None:
-        super().__init__()
         self._offset, self._fields = FAULTS[fault]
+
+    def service(self) -> Service:
+        register = partial(add_RewardServiceServicer_to_server, self)
+        return Service("specrej.backend.v1.RewardService", register)
 
     async def ScoreSession(  # type: ignore[override]  # noqa: N802
         self, requests: Any, context: Context
@@ -232,6 +238,10 @@ class Rogue(FakeReward):
         number = (await anext(requests)).sequence + self._offset
         await context.write(pb.ScoreSessionResponse(sequence=number, **self._fields))
         await anext(requests, None)
+
+    Score: Any = ScoreSession
+    Watch: Any = ScoreSession
+    Describe: Any = ScoreSession
 
 
 @pytest.mark.parametrize("fault", FAULTS)
