@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 from specrej.contracts import (
@@ -127,8 +127,7 @@ def reasoning_tokens(candidate: RankedCandidate) -> int:
 class Answer:
     """The answer to a request, in the form of an API.
 
-    It has `num_choices` of each prompt, those of the first one first. An answer that reaches
-    `stop_at` is verified.
+    It has `num_choices`. An answer that reaches `stop_at` is verified.
     """
 
     end = b""  # of a stream
@@ -138,7 +137,6 @@ class Answer:
         model: str,
         num_choices: int = 1,
         *,
-        num_prompts: int = 1,
         stop_at: float | None = None,
     ) -> None:
         self._model = model
@@ -146,16 +144,16 @@ class Answer:
         self._stop_at = stop_at
         self._created = int(time.time())
         self.request_id = ""  # of all chunks
-        self._sent = [AnswerParts()] * num_prompts  # of the only choice
-        self._generations: dict[int, Generation] = {}  # by the prompt's number
+        self._sent = AnswerParts()  # of the only choice
+        self._generation: Generation  # set when it is there
 
     @property
     def streams_text(self) -> bool:
         """Whether text is sent before the end."""
         return self._num_choices == 1
 
-    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
-        """The body of a request that does not stream, in parts; a generation for each prompt.
+    def body(self, generation: Generation) -> Iterator[str]:
+        """The body of a request that does not stream, in parts.
 
         Raises:
             InvalidRequest: fewer candidates are complete than choices were requested.
@@ -170,31 +168,25 @@ class Answer:
         """A round."""
         raise NotImplementedError
 
-    def delta(self, event: TextDelta, prompt: int = 0) -> Iterator[JSON]:
+    def delta(self, event: TextDelta) -> Iterator[JSON]:
         """The next part of the text."""
         raise NotImplementedError
 
-    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
-        """What was not sent, and the end of each choice."""
+    def closing(self, generation: Generation) -> Iterator[JSON]:
+        """What was not sent, the end of each choice, and the last chunks."""
         raise NotImplementedError
-
-    def ending(self) -> Iterator[JSON]:
-        """The last chunks, after the closing of all prompts."""
-        return iter(())
 
     def failure(self, status: int, body: JSON) -> JSON:
         """The last chunk of a stream that fails; `body`: OpenAI's, for a reply."""
         return body
 
-    def headers(self, generations: Sequence[Generation]) -> dict[str, str]:
+    def headers(self, generation: Generation) -> dict[str, str]:
         """Headers of a reply that does not stream."""
-        headers = {"x-request-id": generations[0].request_id}
-        reasons = dict.fromkeys(g.stopped_by.value for g in generations if g.stopped_by)
-        if reasons:
-            headers[STOPPED_BY] = ", ".join(reasons)
+        headers = {"x-request-id": generation.request_id}
+        if generation.stopped_by:
+            headers[STOPPED_BY] = generation.stopped_by.value
         if self._stop_at is not None:
-            is_verified = all(self._verified(generation)["verified"] for generation in generations)
-            headers[VERIFIED] = str(is_verified).lower()
+            headers[VERIFIED] = str(self._verified(generation)["verified"]).lower()
         return headers
 
     def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
@@ -209,17 +201,7 @@ class Answer:
 
     def _about(self) -> JSON:
         """What the APIs' objects have no field for."""
-        parts = [self._more(generation) for _, generation in sorted(self._generations.items())]
-        return {"specrej": parts[0] if len(parts) == 1 else parts}
-
-    def _num_tokens(self) -> tuple[int, int]:
-        """Of the prompts, and of the returned choices."""
-        generations = self._generations.values()
-        chosen = chain.from_iterable(map(self._chosen, generations))
-        completion = sum(candidate.num_tokens for candidate in chosen)
-        return sum(generation.usage.prompt_tokens for generation in generations), completion
-
-    def _more(self, generation: Generation) -> JSON:
+        generation = self._generation
         # The values and rounds of a large answer take seconds, and are omitted.
         best = replace(
             generation.candidates[0], token_ids=(), logprobs=(), tokens=(), top_logprobs=()
@@ -230,7 +212,12 @@ class Answer:
         scores = [candidate.score for candidate in self._chosen(generation)]
         reason, vote = generation.stopped_by, generation.best.vote
         rest |= {"stopped_by": reason and reason.value, **({"vote": vote} if vote else {})}
-        return {**rest, "scores": scores, **self._verified(generation)}
+        return {"specrej": {**rest, "scores": scores, **self._verified(generation)}}
+
+    def _num_tokens(self) -> tuple[int, int]:
+        """Of the prompt, and of the returned choices."""
+        completion = sum(one.num_tokens for one in self._chosen(self._generation))
+        return self._generation.usage.prompt_tokens, completion
 
     def _verified(self, generation: Generation) -> JSON:
         """Whether the answer is one that ends a request with `stop_at`: complete, not vetoed, and
@@ -277,27 +264,27 @@ class BlockAnswer(Answer):
         """The object of the whole answer."""
         raise NotImplementedError
 
-    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
+    def body(self, generation: Generation) -> Iterator[str]:
         """As of the base class."""
-        self.request_id = generations[0].request_id
-        for _ in self.closing(generations[0]):
+        self.request_id = generation.request_id
+        for _ in self.closing(generation):
             pass
-        yield _json(self._whole(generations[0].best))
+        yield _json(self._whole(generation.best))
 
-    def delta(self, event: TextDelta, prompt: int = 0) -> Iterator[JSON]:
+    def delta(self, event: TextDelta) -> Iterator[JSON]:
         """As of the base class."""
         return self._add(event.parts or PartsDelta(event.text))
 
-    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
+    def closing(self, generation: Generation) -> Iterator[JSON]:
         """As of the base class."""
-        self._generations[0], best = generation, generation.best
+        self._generation, best = generation, generation.best
         parts = best.parts or AnswerParts(best.text)
-        yield from self._add(_rest(self._sent[0], parts))
+        yield from self._add(_rest(self._sent, parts))
         yield from self._end_last()
         yield from self._closed(best)
 
     def _add(self, delta: PartsDelta) -> Iterator[JSON]:
-        self._sent[0] = _plus(self._sent[0], delta)
+        self._sent = _plus(self._sent, delta)
         pieces = [Block("reasoning", delta.reasoning), Block("text", delta.content)]
         pieces += [Block("call", call.arguments, call.id, call.name) for call in delta.tool_calls]
         for piece in pieces:
@@ -333,10 +320,9 @@ class CompletionAnswer(Answer):
         logprobs: bool = False,
         has_tools: bool = False,
         shows_usage: bool = False,
-        num_prompts: int = 1,
         stop_at: float | None = None,
     ) -> None:
-        super().__init__(model, num_choices, num_prompts=num_prompts, stop_at=stop_at)
+        super().__init__(model, num_choices, stop_at=stop_at)
         self._is_chat = is_chat
         self._logprobs = logprobs
         self._has_tools = has_tools
@@ -347,14 +333,14 @@ class CompletionAnswer(Answer):
         """Whether text is sent before the end."""
         return self._num_choices == 1 and not self._logprobs
 
-    def body(self, generations: Sequence[Generation]) -> Iterator[str]:
+    def body(self, generation: Generation) -> Iterator[str]:
         """As of the base class."""
-        self.request_id, self._generations = generations[0].request_id, dict(enumerate(generations))
+        self.request_id, self._generation = generation.request_id, generation
         chunk = self._chunk([])
         kind = chunk["object"].removesuffix(".chunk")
         before, _, after = _json({**chunk, "object": kind, **self._usage()}).partition(_NONE)
         yield f'{before}"choices":['
-        for index, candidate in enumerate(chain.from_iterable(map(self._chosen, generations))):
+        for index, candidate in enumerate(self._chosen(generation)):
             parts = self._parts(candidate)
             text = {"message": _message(parts)} if self._is_chat else {"text": parts.content}
             end = {"finish_reason": _finish(candidate, parts), "logprobs": None}
@@ -393,19 +379,19 @@ class CompletionAnswer(Answer):
         )
         return self._delta(0, {"reasoning_content": line})
 
-    def delta(self, event: TextDelta, prompt: int = 0) -> Iterator[JSON]:
+    def delta(self, event: TextDelta) -> Iterator[JSON]:
         """The next part of the text, if there is one choice; log-probabilities come at its end."""
         if self.streams_text:
             parts = event.parts if self._is_chat else None
             delta = parts or PartsDelta(event.text)
-            self._sent[prompt] = _plus(self._sent[prompt], delta)
+            self._sent = _plus(self._sent, delta)
             if made := delta_of(delta):
-                yield self._delta(prompt, made)
+                yield self._delta(0, made)
 
-    def closing(self, generation: Generation, prompt: int = 0) -> Iterator[JSON]:
-        """As of the base class."""
-        self._generations[prompt], sent = generation, self._sent[prompt]
-        for index, candidate in enumerate(self._chosen(generation), prompt * self._num_choices):
+    def closing(self, generation: Generation) -> Iterator[JSON]:
+        """As of the base class, and the usage, if it was requested."""
+        self._generation, sent = generation, self._sent
+        for index, candidate in enumerate(self._chosen(generation)):
             parts = self._parts(candidate)
             end = self._end(candidate)
             rest = delta_of(_rest(sent, parts))
@@ -414,9 +400,6 @@ class CompletionAnswer(Answer):
                 yield self._delta(index, rest or {"content": ""}, logprobs)
             last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
             yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
-
-    def ending(self) -> Iterator[JSON]:
-        """The usage, if it was requested."""
         if self._shows_usage:
             yield self._chunk([]) | self._usage()
 
@@ -453,7 +436,7 @@ class CompletionAnswer(Answer):
                 "completion_tokens": completion,
                 "total_tokens": prompt + completion,
             },
-            "system_fingerprint": self._generations[0].generator_fingerprint,
+            "system_fingerprint": self._generation.generator_fingerprint,
             **self._about(),
         }
 

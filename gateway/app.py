@@ -152,53 +152,51 @@ class Gateway:
         body = await self._bodies.read(http)
         request = parsed(kind, body, ignored, strict=settings.strict_fields)
         presets, names = settings.presets, settings.model_names
-        calls = [call_of(request, presets, names, i) for i in range(request.num_prompts)]
-        call = calls[0]
+        call = call_of(request, presets, names)
         shows_all = call.events == "all"
         if shows_all and not is_raw:
             raise InvalidRequest([Violation("specrej.events", "all is for /v1/specrej/stream")])
         answer = request.answer(call)
         try:
-            calls = [replace(one, prompt=await images.upright(one.prompt)) for one in calls]
+            call = replace(call, prompt=await images.upright(call.prompt))
             if is_raw or request.stream:
                 # Other answers are sent whole at the end, so text deltas are not requested.
                 shown = dict.fromkeys(("progress", "texts"), shows_all)
                 shown["text_deltas"] = is_raw or answer.streams_text
-                events = await self._events(http, calls, token, **shown)
+                events = await self._events(http, call, token, **shown)
                 if is_raw:
-                    return _noted(raw_stream(events[0], call), ignored)
+                    return _noted(raw_stream(events, call), ignored)
                 return _noted(answer_stream(events, answer, call), ignored)
-            reply = partial(self._client.reply, timeout_s=call.timeout_s, token=token)
-            works = [reply(one.prompt, **one.options) for one in calls]
-            replies = await until_disconnected(http.receive, all_of(works))
-            respond = partial(_response, answer, replies)
+            options = {**call.options, "timeout_s": call.timeout_s, "token": token}
+            work = self._client.reply(call.prompt, **options)
+            reply = [await until_disconnected(http.receive, work)]
+            respond = partial(_response, answer, reply)
             response, n = await in_thread(respond, is_large=call.wants_logprobs)
             telemetry.note(id=response.headers["x-request-id"], n=n)
             return _noted(response, ignored)
         except SpecrejError as error:
+            if error.metadata.get("field") == "model" and ":" in request.model:
+                error.message += f"; presets, after a colon: {', '.join(presets)}"
             return response_of(for_caller(error, "a request"), call.name_of, http.url.path)
 
-    async def _events(
-        self, http: HTTPRequest, calls: Sequence[Call], token: str, **shown: Any
-    ) -> list[Events]:
-        """The events of calls; returns when each has one, or after `keep_alive_s`.
+    async def _events(self, http: HTTPRequest, call: Call, token: str, **shown: Any) -> Events:
+        """The events of a call; returns when there is one, or after `keep_alive_s`.
 
         `shown`: the events within rounds, as options of `Client.stream`.
 
         Raises:
-            SpecrejError: one failed before its first event.
+            SpecrejError: it failed before its first event.
             Disconnected: the client left.
         """
-        shown |= {"timeout_s": calls[0].timeout_s, "token": token}
-        streams = [self._client.stream(call.prompt, **shown, **call.options) for call in calls]
-        several = [Events(stream, self._settings.keep_alive_s) for stream in streams]
+        shown |= {"timeout_s": call.timeout_s, "token": token}
+        stream = self._client.stream(call.prompt, **shown, **call.options)
+        events = Events(stream, self._settings.keep_alive_s)
         try:
-            await until_disconnected(http.receive, all_of([events.peek() for events in several]))
+            await until_disconnected(http.receive, events.peek())
         except BaseException:
-            for events in several:
-                await events.aclose()
+            await events.aclose()
             raise
-        return several
+        return events
 
     async def _token(self, http: HTTPRequest) -> str:
         """The bearer token to forward, or none.
@@ -310,11 +308,11 @@ class Gateway:
         raise HTTPError(404, "unknown route", "not_found")
 
 
-def _response(answer: Answer, replies: list[bytes]) -> tuple[Response, int]:
-    """The answer to a request that does not stream, and its number of candidates."""
-    generations = [answer_of(replies.pop(0)) for _ in range(len(replies))]
-    first = generations[0]
-    return PackedResponse(answer.body(generations), answer.headers(generations)), first.n
+def _response(answer: Answer, reply: list[bytes]) -> tuple[Response, int]:
+    """The answer to a request that does not stream, and its number of candidates; `reply` is taken
+    from its list, so that its bytes are free while the body is made."""
+    generation = answer_of(reply.pop())
+    return PackedResponse(answer.body(generation), answer.headers(generation)), generation.n
 
 
 def _noted(response: Response, ignored: Iterable[str]) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -163,7 +163,7 @@ class MessagesRequest(Request):
         bound = self.thinking.budget_tokens if self.thinking else None
         return [*super().options(), ("thinking.budget_tokens", _BUDGET, bound)]
 
-    def prompt_of(self, index: int) -> Prompt:
+    def made_prompt(self) -> Prompt:
         """The conversation; a last turn of the assistant is the beginning of the answer."""
         thinking = {"enabled": True, "disabled": False}
         prompt = Prompt(
@@ -202,9 +202,9 @@ class MessagesAnswer(BlockAnswer):
         """The message without content."""
         yield {"type": "message_start", "message": self._message([], None, (0, 0))}
 
-    def headers(self, generations: Sequence[Generation]) -> dict[str, str]:
+    def headers(self, generation: Generation) -> dict[str, str]:
         """As of the base class, with the name that Anthropic's clients read."""
-        return {**super().headers(generations), "request-id": generations[0].request_id}
+        return {**super().headers(generation), "request-id": generation.request_id}
 
     def failure(self, status: int, body: JSON) -> JSON:
         """As of the base class."""

@@ -100,11 +100,6 @@ class Request(Checked):
     specrej: Annotated[Extension | None, Maps("specrej")] = None
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts to answer, each by a call of its own."""
-        return 1
-
-    @property
     def extension(self) -> Any:
         """`specrej`, or an empty one."""
         return self.specrej or Extension()
@@ -118,8 +113,8 @@ class Request(Checked):
         """The conversation; of each turn also the caller's field."""
         return []
 
-    def prompt_of(self, index: int) -> Prompt:
-        """Prompt `index`.
+    def made_prompt(self) -> Prompt:
+        """The prompt.
 
         Raises:
             InvalidRequest: fields that contradict each other.
@@ -201,7 +196,6 @@ class CompletionFields(Request):
             logprobs=call.wants_logprobs,
             has_tools=bool(call.prompt.tools),
             shows_usage=bool(self.stream_options and self.stream_options.include_usage),
-            num_prompts=self.num_prompts,
             stop_at=call.options.get("stop_at"),
         )
 
@@ -286,7 +280,7 @@ class ChatRequest(CompletionFields):
         """The conversation."""
         return [(f"messages[{n}]", message.turn) for n, message in enumerate(self.messages)]
 
-    def prompt_of(self, index: int) -> Prompt:
+    def made_prompt(self) -> Prompt:
         """The conversation."""
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is False and not continues:
@@ -310,31 +304,24 @@ class ChatRequest(CompletionFields):
         return {**super().paths(), **named, "prompt": "messages"}
 
 
-_PROMPTS = Field(min_length=1, max_length=16)
-
-
-def _prompts(value: object) -> object:
-    texts = as_texts(value)
-    if isinstance(texts, list) and not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("must be a text or a list of texts, not empty: no token ids")
-    return texts
+def _one(value: object) -> object:
+    """The text of a prompt, perhaps in a list."""
+    match value:
+        case [str(text)] | str(text) if text:
+            return text
+    raise ValueError("must be one text, not empty: no token ids, and no other prompts")
 
 
 class CompletionRequest(CompletionFields):
-    """Raw texts, without the model's chat template. `logprobs`: so many of each step's tokens."""
+    """Raw text, without the model's chat template. `logprobs`: so many of each step's tokens."""
 
-    prompt: Annotated[list[str], Maps("prompt.text"), BeforeValidator(_prompts), _PROMPTS]
+    prompt: Annotated[str, Maps("prompt.text"), BeforeValidator(_one)]
     logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts to answer, each by a call of its own."""
-        return len(self.prompt)
-
-    def prompt_of(self, index: int) -> Prompt:
+    def made_prompt(self) -> Prompt:
         """The text."""
         special = bool(self.extension.allow_special_tokens)
-        return Prompt(text=self.prompt[index], allow_special_tokens=special)
+        return Prompt(text=self.prompt, allow_special_tokens=special)
 
 
 # Calls
@@ -376,9 +363,8 @@ def call_of(
     request: Request,
     presets: Mapping[str, Any],
     names: Mapping[str, str] = MappingProxyType({}),
-    index: int = 0,
 ) -> Call:
-    """The call for prompt `index` of a request; `names` are other names of models.
+    """The call for a request; `names` are other names of models.
 
     Raises:
         InvalidRequest: fewer candidates than choices, several choices at temperature 0, more than
@@ -428,19 +414,18 @@ def call_of(
     events = "" if shown == "none" else shown or ""
     if events and not isinstance(request, CompletionFields):
         raise InvalidRequest([Violation("specrej.events", "is for streams of completions")])
-    call = Call(request.prompt_of(index), options, request.extension.timeout_s, sources, events)
+    call = Call(request.made_prompt(), options, request.extension.timeout_s, sources, events)
     if 0 < call.options.get("n", 0) < call.num_choices:
         text = f"must be at least n, the number of choices ({call.num_choices})"
         raise InvalidRequest([Violation(call.name_of("selection.n"), text)])
-    raise_if_any(_too_large(call, request.num_prompts))
+    raise_if_any(_too_large(call))
     return call
 
 
-def _too_large(call: Call, num_prompts: int) -> Iterator[Violation]:
+def _too_large(call: Call) -> Iterator[Violation]:
     options = call.options
     per_token = 1 + options.get("top_logprobs", 0) if call.wants_logprobs else 0
-    num_choices = num_prompts * call.num_choices
-    num_tokens = num_choices * options.get("max_tokens", Sampling().max_tokens)
+    num_tokens = call.num_choices * options.get("max_tokens", Sampling().max_tokens)
     if num_tokens * per_token > MAX_LOGPROBS:
         # Without their number, which may have too many digits for a text.
         most = f"the choices may have at most {MAX_LOGPROBS} log-probabilities"

@@ -129,7 +129,7 @@ class ResponsesRequest(Request):
                 drafts[-1][3].append(ToolCall(item.call_id, item.name, item.arguments))
         return [(field, message_of(*draft)) for field, *draft in drafts]
 
-    def prompt_of(self, index: int) -> Prompt:
+    def made_prompt(self) -> Prompt:
         """The conversation."""
         turns = tuple(turn for _, turn in self.turns())
         prompt = Prompt(turns, thinking=self.reasoning.effort if self.reasoning else None)

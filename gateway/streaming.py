@@ -6,8 +6,8 @@ import asyncio
 import json
 import uuid
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -84,15 +84,15 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: Sequence[Events],
+        events: Events,
         parts: Parts,
         call: Call,
         failure: Callable[[int, JSON], bytes],
     ) -> None:
         # Proxies such as nginx must not collect events.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        if events[0].request_id:
-            headers["x-request-id"] = events[0].request_id
+        if events.request_id:
+            headers["x-request-id"] = events.request_id
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events, self._parts, self._call = events, parts, call
@@ -102,8 +102,7 @@ class EventStream(Response):
         try:
             await until_disconnected(receive, self._send(send))
         finally:
-            for events in self._events:
-                await events.aclose()
+            await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
@@ -151,58 +150,31 @@ class PackedResponse(Response):
         await send({**body, "body": unpacker.flush(), "more_body": False})
 
 
-def answer_stream(several: Sequence[Events], answer: Answer, call: Call) -> EventStream:
-    """Chunks as the clients of an API read them; the events of each prompt."""
+def answer_stream(events: Events, answer: Answer, call: Call) -> EventStream:
+    """Chunks as the clients of an API read them."""
     # A call without an event in time has no id yet, and all chunks must have the same.
-    answer.request_id = several[0].request_id or uuid.uuid4().hex
-
-    async def parts() -> Parts:
-        for chunk in answer.opening():
-            yield _part(chunk)
-        each = [_parts_of(number, one, answer, call) for number, one in enumerate(several)]
-        async with aclosing(_merged(each)) as merged:
-            async for part in merged:
-                yield part
-        for chunk in await in_thread(lambda: [*answer.ending()], is_large=call.wants_logprobs):
-            yield _part(chunk)
-        yield answer.end
-
-    return EventStream(several, parts(), call, lambda *failed: _part(answer.failure(*failed)))
+    answer.request_id = events.request_id or uuid.uuid4().hex
+    parts = _parts_of(events, answer, call)
+    return EventStream(events, parts, call, lambda *failed: _part(answer.failure(*failed)))
 
 
-async def _parts_of(prompt: int, events: Events, answer: Answer, call: Call) -> Parts:
-    """The parts of one prompt."""
+async def _parts_of(events: Events, answer: Answer, call: Call) -> Parts:
+    for chunk in answer.opening():
+        yield _part(chunk)
     async for event in events.all():
         match event:
             case None:
                 yield _COMMENT
             case TextDelta():
-                for chunk in answer.delta(event, prompt):
+                for chunk in answer.delta(event):
                     yield _part(chunk)
             case RoundCompleted() if call.events:
                 yield await _converted(event, lambda done: _part(answer.round(done, call.events)))
             case Finished(generation):
-                ends = map(_part, answer.closing(generation, prompt))
-                next_end = partial(next, ends, b"")
+                next_end = partial(next, map(_part, answer.closing(generation)), b"")
                 while part := await in_thread(next_end, is_large=call.wants_logprobs):
                     yield part
-
-
-async def _merged(several: Sequence[Parts]) -> Parts:
-    """All parts, each as it comes."""
-    waiting = {asyncio.ensure_future(anext(parts)): parts for parts in several}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                parts = waiting.pop(task)
-                with suppress(StopAsyncIteration):
-                    yield task.result()
-                    waiting[asyncio.ensure_future(anext(parts))] = parts
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+    yield answer.end
 
 
 def raw_stream(events: Events, call: Call) -> EventStream:
@@ -217,7 +189,7 @@ def raw_stream(events: Events, call: Call) -> EventStream:
             else:
                 yield await _converted(event, _named_part)
 
-    return EventStream([events], parts(), call, lambda _, failed: _part(failed, "error"))
+    return EventStream(events, parts(), call, lambda _, failed: _part(failed, "error"))
 
 
 async def _converted(event: E, convert: Callable[[E], bytes]) -> bytes:

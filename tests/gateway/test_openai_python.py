@@ -154,33 +154,6 @@ async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> Non
     assert len(answer.choices) == 3
 
 
-async def test_several_prompts_are_answered_in_order(client: AsyncOpenAI) -> None:
-    """Guards against choices of another prompt, and a stream whose usage is that of one."""
-    prompts = ["one two", "three four five", "six"]
-    fields: Any = {"model": MODEL, "n": 2, "seed": 5, "max_tokens": 12}
-    alone = [await client.completions.create(prompt=prompt, **fields) for prompt in prompts]
-    texts = [choice.text for answer in alone for choice in answer.choices]
-    whole = await client.completions.create(prompt=prompts, **fields)
-    assert [(choice.index, choice.text) for choice in whole.choices] == [*enumerate(texts)]
-    tokens = sum(answer.usage.total_tokens for answer in alone if answer.usage)
-    assert whole.usage and whole.usage.total_tokens == tokens
-    assert [part["n"] for part in (whole.model_extra or {})["specrej"]] == [16, 16, 16]
-    for several in ({}, {"n": 1}):
-        whole = await client.completions.create(prompt=prompts, **fields | several)
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        streamed = defaultdict[int, str](str)
-        stream: Any = await client.completions.create(prompt=prompts, **fields | several | options)
-        async for chunk in stream:
-            for choice in chunk.choices:
-                streamed[choice.index] += choice.text
-        assert streamed == {choice.index: choice.text for choice in whole.choices}
-        assert chunk.usage == whole.usage
-    twins = await client.completions.create(prompt=["same", "same"], model=MODEL, max_tokens=12)
-    assert twins.choices[0].text != twins.choices[1].text
-    with pytest.raises(openai.BadRequestError, match="no token ids"):
-        await client.completions.create(prompt=[[1, 2]], model=MODEL)
-
-
 async def test_presets_are_models(client: AsyncOpenAI) -> None:
     models = [model.id async for model in client.models.list()]
     presets = ("bon-32", "sr-32", "verify-16", "vote-16")
@@ -195,6 +168,11 @@ async def test_presets_are_models(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             await create(client, model=unknown)
         assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+        listed = f"presets, after a colon: {', '.join(presets)}" in missing.value.message
+        assert listed == (":" in unknown)
+    for prompt in ([[1, 2]], ["one", "two"], ""):
+        with pytest.raises(openai.BadRequestError, match="must be one text"):
+            await client.completions.create(prompt=prompt, model=MODEL)
 
 
 async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) -> None:

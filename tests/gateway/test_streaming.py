@@ -54,7 +54,7 @@ def test_no_text_is_sent_twice() -> None:
 def test_the_usage_counts_all_choices() -> None:
     answer = CompletionAnswer("toy", 2, is_chat=True, logprobs=False)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
-    assert json.loads("".join(answer.body([GENERATION])))["usage"] == usage
+    assert json.loads("".join(answer.body(GENERATION)))["usage"] == usage
 
 
 async def test_a_client_that_leaves_ends_its_call_at_once() -> None:
@@ -173,15 +173,15 @@ def test_a_body_is_made_in_parts(tops: int) -> None:
         tokens=(b"amber",) * num_tokens,
         top_logprobs=(top,) * num_tokens if tops else (),
     )
-    several = (replace(large, id=1), large)
+    made = replace(GENERATION, candidates=(replace(large, id=1), large))
     answer = CompletionAnswer("m", 2, is_chat=True, logprobs=True)
     tracemalloc.start()
-    packed = PackedResponse(answer.body([replace(GENERATION, candidates=several)]), {})
+    packed = PackedResponse(answer.body(made), {})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     num_bytes = int(packed.headers["content-length"])
     assert num_bytes > 2_000_000 and peak < num_bytes / 2
-    body = json.loads("".join(answer.body([replace(GENERATION, candidates=several)])))
+    body = json.loads("".join(answer.body(made)))
     for number, choice in enumerate(body["choices"]):
         values = choice["logprobs"]["content"]
         assert (choice["index"], len(values)) == (number, num_tokens)

@@ -71,7 +71,7 @@ def test_text_offsets_are_those_of_the_beginnings_of_tokens() -> None:
     )
     usage = c.Usage(1, 3, 3, 0, 0, 3)
     generation = c.Generation((candidate,), (), usage, c.Timings(), 1)
-    parts = CompletionAnswer("model", 1, is_chat=False, logprobs=True).body([generation])
+    parts = CompletionAnswer("model", 1, is_chat=False, logprobs=True).body(generation)
     assert json.loads("".join(parts))["choices"][0]["logprobs"]["text_offset"] == [0, 2, 5]
 
 
