@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
 import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
@@ -73,6 +73,14 @@ Metadata = Sequence[tuple[str, str]]
 _LARGE_BYTES = 8192
 _LONGEST_S = 1e8  # three years: grpc counts nanoseconds in 64 bits
 _NAME, _TEXT = re.compile("[0-9a-z_.-]+(?<!-bin)"), re.compile("[ -~]*")
+
+
+class CallOptions(TypedDict, total=False):
+    """Of one call."""
+
+    timeout_s: float | None  # to its deadline; None: the client's
+    token: str  # replaces that of the client
+    metadata: Metadata  # sent with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,43 +255,22 @@ class Client:
         """Cancel running calls and disconnect."""
         await self._channel.close()
 
-    async def generate(
-        self,
-        /,
-        prompt: PromptLike,
-        *,
-        timeout_s: float | None = None,
-        token: str = "",
-        metadata: Metadata = (),
-        **options: Any,
-    ) -> Generation:
-        """The best answer.
+    async def generate(self, /, prompt: PromptLike, **options: Any) -> Generation:
+        """The best answer. `options`: those of the request, see `build_request`, and `CallOptions`.
 
         Raises:
             SpecrejError: the call failed; its subclasses are in `specrej.contracts.errors`.
         """
-        reply = await self.reply(
-            prompt, timeout_s=timeout_s, token=token, metadata=metadata, **options
-        )
-        return await _in_thread(answer_of, reply)
+        return await _in_thread(answer_of, await self.reply(prompt, **options))
 
-    async def reply(
-        self,
-        /,
-        prompt: PromptLike,
-        *,
-        timeout_s: float | None = None,
-        token: str = "",
-        metadata: Metadata = (),
-        **options: Any,
-    ) -> bytes:
+    async def reply(self, /, prompt: PromptLike, **options: Any) -> bytes:
         """The best answer as it was received; `answer_of` converts it, to ten times the memory.
 
         Raises:
             SpecrejError: the call failed.
         """
-        request = build_request(prompt, **options)
-        reply: bytes = await self._call("Generate", request, timeout_s, token, metadata)
+        call = _taken(options)
+        reply: bytes = await self._call("Generate", build_request(prompt, **options), **call)
         return reply
 
     async def stream(
@@ -291,9 +278,6 @@ class Client:
         /,
         prompt: PromptLike,
         *,
-        timeout_s: float | None = None,
-        token: str = "",
-        metadata: Metadata = (),
         progress: bool = False,
         text_deltas: bool = False,
         texts: bool = False,
@@ -310,19 +294,20 @@ class Client:
         Raises:
             SpecrejError: one of its kinds.
         """
+        call_options = _taken(options)
         request = orchestrator_pb2.GenerateStreamRequest(
             request=build_request(prompt, **options),
             progress=progress,
             text_deltas=text_deltas,
             texts=texts,
         )
-        attempts = self._attempts(timeout_s)
+        attempts = self._attempts(call_options.get("timeout_s"))
         event: Event | None = None
         text = ""  # of the answer, which the last event has only if it was not sent before
         while not isinstance(event, Finished):
             try:
                 with _calling(f"{self._service}/GenerateStream") as span:
-                    sent = self._metadata(span, token, metadata)
+                    sent = self._metadata(span, call_options)
                     call = self._stub.GenerateStream(
                         request, timeout=attempts.left_s, metadata=sent
                     )
@@ -358,9 +343,7 @@ class Client:
         reward: str = "",
         unfinished: bool = False,
         data: Any = "",
-        timeout_s: float | None = None,
-        token: str = "",
-        metadata: Metadata = (),
+        **call: Unpack[CallOptions],
     ) -> Scores:
         """One score per response, in order; higher is better. `reward` "": the default one.
 
@@ -380,15 +363,13 @@ class Client:
                 unfinished=unfinished,
                 data=text,
             )
-        answer = await self._call("Score", request, timeout_s, token, metadata)
+        answer = await self._call("Score", request, **call)
         return Scores(tuple(answer.scores), answer.computed_tokens, reward=answer.reward)
 
-    async def describe(
-        self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
-    ) -> ServiceDescription:
+    async def describe(self, **call: Unpack[CallOptions]) -> ServiceDescription:
         """Models, rewards, limits and defaults."""
         request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
-        answer = await self._call("Describe", request, timeout_s, token, metadata)
+        answer = await self._call("Describe", request, **call)
         return wire.from_message(answer, ServiceDescription)
 
     async def is_serving(self, *, timeout_s: float = 1.0) -> bool:
@@ -401,14 +382,7 @@ class Client:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def record(
-        self,
-        request_id: str,
-        *,
-        timeout_s: float | None = None,
-        token: str = "",
-        metadata: Metadata = (),
-    ) -> RequestRecord:
+    async def record(self, request_id: str, **call: Unpack[CallOptions]) -> RequestRecord:
         """The record of one of the caller's latest requests, running or ended.
 
         Raises:
@@ -417,42 +391,36 @@ class Client:
         """
         with _valid("request_id"):
             request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
-        answer = await self._call("GetRecord", request, timeout_s, token, metadata)
+        answer = await self._call("GetRecord", request, **call)
         return await _in_thread(lambda of: wire.from_message(of, RequestRecord), answer.record)
 
-    async def records(
-        self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
-    ) -> tuple[RequestRecord, ...]:
+    async def records(self, **call: Unpack[CallOptions]) -> tuple[RequestRecord, ...]:
         """The caller's latest requests, at most 64, the latest first, without their rounds."""
         request = orchestrator_pb2.ListRecordsRequest()
-        answer = await self._call("ListRecords", request, timeout_s, token, metadata)
+        answer = await self._call("ListRecords", request, **call)
         return tuple(wire.from_message(record, RequestRecord) for record in answer.records)
 
     def _attempts(self, timeout_s: float | None) -> _Attempts:
         return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 
     async def _call(
-        self,
-        method: str,
-        request: ProtobufMessage,
-        timeout_s: float | None,
-        token: str = "",
-        metadata: Metadata = (),
+        self, method: str, request: ProtobufMessage, **call: Unpack[CallOptions]
     ) -> Any:
         """The answer to a unary call."""
-        attempts, start = self._attempts(timeout_s), getattr(self._stub, method)
+        attempts, start = self._attempts(call.get("timeout_s")), getattr(self._stub, method)
         while True:
             try:
                 with _calling(f"{self._service}/{method}") as span:
-                    sent = self._metadata(span, token, metadata)
+                    sent = self._metadata(span, call)
                     return await start(request, timeout=attempts.left_s, metadata=sent)
             except SpecrejError as error:
                 await attempts.after(error)
 
-    def _metadata(self, span: ClientSpan, token: str, metadata: Metadata) -> Metadata:
+    def _metadata(self, span: ClientSpan, call: CallOptions) -> Metadata:
         """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
         InvalidRequest: gRPC cannot send a name or value, or the name is `authorization`.
         """
+        token, metadata = call.get("token", ""), call.get("metadata", ())
         for name, value in metadata:
             if name == "authorization":
                 raise InvalidRequest([Violation(f"metadata {name!a}", "pass token instead")])
@@ -466,6 +434,12 @@ class Client:
         except ValueError as error:
             raise Unauthenticated(str(error)) from None
         return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
+
+
+def _taken(options: dict[str, Any]) -> CallOptions:
+    """The options of the call, taken out."""
+    names = options.keys() & CallOptions.__annotations__
+    return cast(CallOptions, {name: options.pop(name) for name in names})
 
 
 def _prompt(prompt: PromptLike) -> common_pb2.Prompt:

@@ -124,7 +124,6 @@ MAX_ALL_LOGPROBS = 2**20  # of all tokens of a request's candidates
 
 # The kinds of schedules that use a field.
 _KINDS_WITH = {"first": ("geometric", "memory"), "factor": ("geometric",), "tokens": ("tokens",)}
-_REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
 
 def check_lengths(message: Any, path: str = "") -> Iterator[Violation]:
@@ -330,27 +329,22 @@ def check_logprobs(
 
 def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
     longest = sampling.max_tokens
-    if not 1 <= longest <= context_tokens:
-        yield _out_of(f"{path}.max_tokens", longest, f"1 .. {context_tokens}")
+    yield from _within(f"{path}.max_tokens", longest, 1, context_tokens)
     # A negative max_tokens does not make the default of 0 a violation, too.
     if not 0 <= sampling.min_tokens <= max(longest, 0):
         yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
 
 
 def _check_token_ids(sampling: Sampling, vocabulary: int, path: str) -> Iterator[Violation]:
-    accepted = f"0 .. {vocabulary - 1}"
     for index, token_id in enumerate(sampling.stop_token_ids):
-        if not 0 <= token_id < vocabulary:
-            yield _out_of(f"{path}.stop_token_ids[{index}]", token_id, accepted)
+        yield from _within(f"{path}.stop_token_ids[{index}]", token_id, 0, vocabulary - 1)
     biased = [item.token_id for item in sampling.logit_bias]
     if len(set(biased)) < len(biased):
         yield Violation(f"{path}.logit_bias", "must have each token once")
     for index, item in enumerate(sampling.logit_bias):
         where = f"{path}.logit_bias[{index}]"
-        if not 0 <= item.token_id < vocabulary:
-            yield _out_of(f"{where}.token_id", item.token_id, accepted)
-        if not abs(item.bias) <= MAX_BIAS:
-            yield _out_of(f"{where}.bias", item.bias, f"-{MAX_BIAS:g} .. {MAX_BIAS:g}")
+        yield from _within(f"{where}.token_id", item.token_id, 0, vocabulary - 1)
+        yield from _within(f"{where}.bias", item.bias, -MAX_BIAS, MAX_BIAS)
 
 
 def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violation]:
@@ -370,8 +364,8 @@ def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
             yield Violation(f"{path}.tokens", "must be 1 or more and strictly ascending")
     elif not 1 <= schedule.first <= MAX_INT32:
         yield _out_of(f"{path}.first", schedule.first, "1 or more")
-    if kind == "geometric" and not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
-        yield _out_of(f"{path}.factor", schedule.factor, f"{MIN_FACTOR} .. {MAX_FACTOR}")
+    if kind == "geometric":
+        yield from _within(f"{path}.factor", schedule.factor, MIN_FACTOR, MAX_FACTOR)
     for name, kinds in _KINDS_WITH.items():
         if kind not in kinds and getattr(schedule, name) != getattr(default, name):
             yield Violation(f"{path}.{name}", f"requires kind = {' or '.join(kinds)}, is {kind}")
@@ -411,19 +405,16 @@ def _check_branching(selection: Selection, max_candidates: int, path: str) -> It
         yield Violation(path, "requires a reward that counts in cuts")
     if selection.algorithm is Algorithm.BEST_OF_N:
         yield Violation(path, "must be absent with Best-of-N, which rejects nothing")
-    if not 2 <= width <= max_candidates:
-        yield _out_of(f"{path}.width", width, f"2 .. {max_candidates}")
+    yield from _within(f"{path}.width", width, 2, max_candidates)
     if not 1 <= keep < max(2, width):
         yield _out_of(f"{path}.keep", keep, f"1 .. width - 1 ({width - 1})")
-    if not 0 <= selection.branching.taper <= 1:
-        yield _out_of(f"{path}.taper", selection.branching.taper, "0 .. 1")
+    yield from _within(f"{path}.taper", selection.branching.taper, 0, 1)
 
 
 def _check_stops(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
     """What ends a request early, waves and votes."""
     if selection.stop_at is not None:
-        if not abs(selection.stop_at) <= MAX_REWARD:
-            yield _out_of(f"{path}.stop_at", selection.stop_at, _REWARD_RANGE)
+        yield from _within(f"{path}.stop_at", selection.stop_at, -MAX_REWARD, MAX_REWARD)
         if any(reward.normalization.kind == "batch" for reward in selection.rewards):
             text = "must be absent: rewards normalized by the batch do not compare over rounds"
             yield Violation(f"{path}.stop_at", text)
@@ -449,8 +440,7 @@ def _check_waves(selection: Selection, max_candidates: int, path: str) -> Iterat
             yield Violation(f"{path}.confidence_cut", "requires waves: the first one is compared")
         if not 0 < cut.keep < 1:
             yield _out_of(f"{path}.confidence_cut.keep", cut.keep, "above 0 and below 1")
-        if not 1 <= cut.window <= MAX_WINDOW:
-            yield _out_of(f"{path}.confidence_cut.window", cut.window, f"1 .. {MAX_WINDOW}")
+        yield from _within(f"{path}.confidence_cut.window", cut.window, 1, MAX_WINDOW)
 
 
 def _check_vote(vote: Vote, path: str) -> Iterator[Violation]:
@@ -460,8 +450,7 @@ def _check_vote(vote: Vote, path: str) -> Iterator[Violation]:
         yield Violation(f"{path}.argument", f"must not be empty with extractor {vote.extractor}")
     if not takes and vote.argument:
         yield Violation(f"{path}.argument", f"must be empty with extractor {vote.extractor}")
-    if not 0.5 <= vote.stop_probability <= 1:
-        yield _out_of(f"{path}.stop_probability", vote.stop_probability, "0.5 .. 1")
+    yield from _within(f"{path}.stop_probability", vote.stop_probability, 0.5, 1)
 
 
 def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:
@@ -482,8 +471,8 @@ def _check_reward(reward: WeightedReward, path: str) -> Iterator[Violation]:
         accepted = f"-{MAX_WEIGHT:g} .. {MAX_WEIGHT:g} and not 0"
         yield _out_of(f"{path}.weight", reward.weight, accepted)
     yield from _check_normalization(reward.normalization, f"{path}.normalization")
-    if reward.veto_below is not None and not abs(reward.veto_below) <= MAX_REWARD:
-        yield _out_of(f"{path}.veto_below", reward.veto_below, _REWARD_RANGE)
+    if reward.veto_below is not None:
+        yield from _within(f"{path}.veto_below", reward.veto_below, -MAX_REWARD, MAX_REWARD)
     yield from check_data(reward.data, f"{path}.data")
 
 
@@ -501,11 +490,8 @@ def check_data(data: str, path: str) -> Iterator[Violation]:
 def _check_normalization(normalization: Normalization, path: str) -> Iterator[Violation]:
     kind, mean, deviation = normalization.kind, normalization.mean, normalization.deviation
     if kind == "fixed":
-        if not abs(mean) <= MAX_REWARD:
-            yield _out_of(f"{path}.mean", mean, _REWARD_RANGE)
-        if not MIN_DEVIATION <= deviation <= MAX_REWARD:
-            accepted = f"{MIN_DEVIATION:g} .. {MAX_REWARD:g}"
-            yield _out_of(f"{path}.deviation", deviation, accepted)
+        yield from _within(f"{path}.mean", mean, -MAX_REWARD, MAX_REWARD)
+        yield from _within(f"{path}.deviation", deviation, MIN_DEVIATION, MAX_REWARD)
     elif normalization != Normalization(kind):
         yield Violation(path, "mean and deviation require kind = fixed")
 
@@ -532,3 +518,9 @@ def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]
 
 def _out_of(field: str, value: float, accepted: str) -> Violation:
     return Violation(field, f"must be {accepted}, is {value}")
+
+
+def _within(field: str, value: float, least: float, most: float) -> Iterator[Violation]:
+    if not least <= value <= most:
+        texts = (f"{end:g}" if isinstance(end, float) else str(end) for end in (least, most))
+        yield _out_of(field, value, " .. ".join(texts))

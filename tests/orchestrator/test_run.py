@@ -152,30 +152,6 @@ async def test_the_candidates_in_an_answers_rounds_are_bounded(
     assert [trace.num_started for trace in whole.rounds] == [8] * 20
 
 
-@pytest.mark.parametrize("branching", [None, c.Branching(8, 3)])
-async def test_only_full_slots_cost_answers(branching: c.Branching | None) -> None:
-    """`min_answers` is a rule of the cut: where the slots suffice, as many are complete."""
-    deep = request(
-        16,
-        60,
-        schedule=c.Schedule("memory", first=4),
-        alpha=0.9,
-        branching=branching,
-        min_answers=3,
-    )
-    for capacity_slots, num_answers in ((4 + 16 * 60, 16), (4 + 8 * 8, 1)):
-        toy = ToyGenerator(capacity_slots, end_every=10**9)
-        generation = await answer(deep, toy, FixedScorer())
-        assert len(generation.candidates) == num_answers
-        assert {candidate.num_tokens for candidate in generation.candidates} == {60}
-    assert {trace.ended_by for trace in generation.rounds} >= {c.RoundEnd.SLOTS_FULL}
-    planned = replace(deep.selection, schedule=c.Schedule(first=4))
-    plenty = await answer(
-        replace(deep, selection=planned), ToyGenerator(end_every=10**9), FixedScorer()
-    )
-    assert len(plenty.candidates) >= 3
-
-
 async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     """Live candidates may rank it out, and it can still be the best answer."""
     scorer = FixedScorer(lambda made: -made.id if made.finish else 100.0 - made.id)
@@ -477,19 +453,6 @@ async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
         assert generation.best.id == max(
             {made.id for made in finished}, key=scorer.qualities.__getitem__
         )
-
-
-async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
-    """Guards against vetoes that have no effect before the end: alpha is 0."""
-    reward = c.WeightedReward("a", veto_below=0.06)
-    vetoing = request(alpha=0.0, schedule=c.Schedule("tokens", tokens=(10,)), rewards=(reward,))
-    generation = await answer(vetoing, ToyGenerator(end_every=10**9), LetterScorer("a"))
-    first = generation.rounds[0]
-    assert 0 < first.num_vetoed < first.num_started, "the case did not occur"
-    assert first.num_rejected == first.num_vetoed
-    assert first.freed_slots == 10 * first.num_vetoed
-    low = {candidate.id for candidate in first.candidates if candidate.score < 0.06}
-    assert {made.id for made in first.candidates if made.fate is c.Fate.VETOED} == low
 
 
 async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:

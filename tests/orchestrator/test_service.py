@@ -76,23 +76,6 @@ async def test_streamed_text_is_sent_once(service: World) -> None:
     assert streamed[-1].generation.best.text == reply.text
 
 
-async def test_the_answer_is_the_best_candidate_and_usage_adds_up(service: World) -> None:
-    reply = await service.answer(small_request(selection={"return_candidates": 5}))
-    best = reply.candidates[0]
-    assert (reply.text, reply.score, reply.finish_reason) == (
-        best.text,
-        best.score,
-        best.finish_reason,
-    )
-    scores = [ranked.score for ranked in reply.candidates]
-    assert scores == sorted(scores, reverse=True)
-    assert reply.usage.answer_tokens == best.num_tokens == len(reply.text.split())
-    assert reply.usage.generated_tokens == sum(round_.generated_tokens for round_ in reply.rounds)
-    assert reply.usage.reward_tokens > 0
-    assert reply.fingerprints.generator == "toy-40"
-    assert not reply.cached and not reply.degraded
-
-
 async def test_absent_fields_mean_the_defaults_of_the_schema(service: World) -> None:
     """Guards against an absent field that is read as 0."""
     reply = await service.answer(pb.GenerateRequest(prompt=PROMPT))

@@ -70,20 +70,6 @@ async def test_times_count_from_arrival() -> None:
     assert 0 < queue_s <= first_round_s <= total_s
 
 
-async def test_a_full_queue_is_resource_exhausted() -> None:
-    """1 request runs, 1 waits, 3 are refused."""
-    async with world(max_running=1, max_queued=1) as service:
-        first = await service.held(small_request(seed=0))
-        second = asyncio.create_task(service.answer(small_request(seed=1)))
-        await until(lambda: service.admission.queued == 1)
-        for seed in (2, 3, 4):
-            error = await service.refusal(small_request(seed=seed), stream=seed == 3)
-            check_retryable(error, Code.RESOURCE_EXHAUSTED, "OVERLOADED", 2.0)
-        service.generator.gates["extend"].open()
-        assert (await first).text and (await second).text
-        assert service.generator.num_opened == 2
-
-
 async def test_a_request_that_leaves_n_open_is_charged_for_what_can_run() -> None:
     """Guards against 1,024 candidates, the most of any session, for the 8 that it gets."""
     async with world(max_running=1) as service:
@@ -176,20 +162,6 @@ async def test_cancel_ends_a_blocked_write() -> None:
         assert not call.done(), "the case did not occur"
         call.cancel()
     await until(lambda: len(asyncio.all_tasks()) == num_tasks)
-
-
-async def test_a_call_whose_client_does_not_read_ends(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards memory against answers that are never read; the client learns why when it reads."""
-    caplog.set_level("INFO", "specrej.requests")
-    monkeypatch.setattr(servicer, "_UNREAD_S", -16e3)  # besides the time of 16 MiB
-    async with world(LongTexts(2**17, FinishReason.STOP)) as service:
-        call = start_call(service, _LARGE, stream=True)
-        await until(lambda: bool(caplog.records))
-        error = await error_of_call(call, stream=True)
-        assert (error.code(), reason_of(error)) == (Code.CANCELLED, "CANCELLED")
-        assert error.details() == "the client read less than 1024 bytes a second"
 
 
 class Reader:

@@ -44,27 +44,6 @@ async def test_the_likelihood_needs_no_reward_service(service: World) -> None:
         assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
 
 
-async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: World) -> None:
-    """The answer is flagged, and is not stored."""
-    service = cached_service
-    assert not (await service.answer(small_request(sampling={"seed": 1}))).degraded
-    await service.reward_server.kill()
-    assert (await service.refusal(small_request())).code() is Code.UNAVAILABLE
-    reply = await service.answer(small_request(allow_degraded=True))
-    assert reply.degraded
-    assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
-    assert reply.score == reply.candidates[0].mean_logprob
-    assert reply.fingerprints.generator and not reply.fingerprints.reward
-    description = await service.orchestrator.describe()
-    counts = (description.num_answers, description.num_degraded, description.num_hurried)
-    assert counts == (2, 1, 0)
-    await service.reward_server.start()
-    restored = await service.answer_when_available(small_request())
-    assert not restored.cached  # the degraded answer was not stored
-    # allow_degraded is not part of the cache key.
-    assert (await service.answer(small_request(allow_degraded=True))).cached
-
-
 @pytest.mark.parametrize("kind", [Unavailable, Overloaded, InternalError])
 async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
     kind: type[Exception],
