@@ -230,8 +230,7 @@ class RemoteGenerator:
         try:
             await self._stub.Check(request, timeout=_backend_time_s())
         except grpc.aio.AioRpcError as failure:
-            if failure.code() is not grpc.StatusCode.UNIMPLEMENTED:  # an older version
-                raise from_backend_error(failure, _BACKEND) from failure
+            raise from_backend_error(failure, _BACKEND) from failure
 
     async def describe(self) -> GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()

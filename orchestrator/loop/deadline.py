@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -171,16 +170,11 @@ class DeadlineController:
         self.hurried = self.hurried or tried > alpha
         return tried
 
-    def width(self, position: int, width: int, least: int) -> int:
-        """The most candidates, of `least` to `width`, that can all go on to their end in time."""
-        if not self._steps:
-            return width
-        # More candidates never take less time: bisect for the first number that is late.
-        rows = range(least + 1, width + 1)
-        num_fitting = bisect_left(rows, True, key=lambda n: not self._fits(position, n, 0.0))
-        most = min(least, width) + num_fitting
-        self.hurried = self.hurried or most < width
-        return most
+    def has_time_for(self, position: int, width: int) -> bool:
+        """Whether so many candidates can all go on to their end in time."""
+        fits = not self._steps or self._fits(position, width, 0.0)
+        self.hurried = self.hurried or not fits
+        return fits
 
     def _can_help(self, position: int, num_candidates: int) -> bool:
         """Whether rejecting candidates can bring as many as must finish to their end in time."""

@@ -703,7 +703,8 @@ class _Run:
         growth = self.deadline.next_token(position) - position
         width = width_at(branching, self.deadline.next_token(0), growth)
         width = min(width, most - state.next_id)
-        width = self.deadline.width(position, width, len(survivors))
+        if width > len(survivors) and not self.deadline.has_time_for(position, width):
+            return {}
         forks = forks_of(survivors, width, state.next_id)
         state.next_id += len(forks)
         metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
 from deploy.local.stack import Stack
+from gateway.__main__ import Server
+from tests.gateway.gateways import gateway_at
 from tests.specrej.conftest import address, orchestrator
 
 __all__ = ["address", "orchestrator"]  # fixtures
+
+
+@pytest.fixture
+async def gateway(address: str) -> AsyncIterator[Server]:
+    async with gateway_at(address) as server:
+        yield server
+
 
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ from tests.serving import listening
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
 VIOLATION = errors.Violation("sampling.temperature", "must be 0 or 0.01 .. 2, is 3")
-
-
-@pytest.fixture
-async def gateway(address: str) -> AsyncIterator[Server]:
-    async with gateway_at(address) as server:
-        yield server
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -138,22 +138,6 @@ async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
     assert refused.value.param == "top_logprobs"
 
 
-async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> None:
-    """Guards against fewer choices than n because rejection ended the others."""
-    fields: Any = {"n": 3, "max_tokens": 40}
-    answer = await create(client, **fields, extra_body=extra(n=8))
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert answer.model_extra and answer.model_extra["specrej"]["n"] == 8
-    scores = answer.model_extra["specrej"]["scores"]
-    assert scores == sorted(scores, reverse=True)
-    with pytest.raises(openai.BadRequestError) as refused:
-        await create(client, **fields, extra_body=extra(branching={"width": 8, "keep": 2}))
-    assert refused.value.param == "n"
-    assert "branching.keep (2)" in refused.value.message
-    answer = await create(client, **fields, extra_body=extra(alpha=0.9, ignore_eos=True))
-    assert len(answer.choices) == 3
-
-
 async def test_presets_are_models(client: AsyncOpenAI) -> None:
     models = [model.id async for model in client.models.list()]
     presets = ("bon-32", "sr-32", "verify-16", "vote-16")
@@ -207,19 +191,6 @@ async def test_records_by_the_answers_id(client: AsyncOpenAI, stack: Stack) -> N
     assert f"chatcmpl-{record['request_id']}" == answer.id
     with pytest.raises(openai.NotFoundError):
         await client.get("/specrej/records/none", cast_to=object)
-
-
-async def test_every_event_streams_under_its_name(client: AsyncOpenAI) -> None:
-    body = {"model": MODEL, "messages": ASK, "max_tokens": 20, **extra(ignore_eos=True)}
-    http = client._client
-    async with http.stream("POST", f"{client.base_url}specrej/stream", json=body) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        text = (await response.aread()).decode()
-    events = [part.split("\n") for part in text.split("\n\n") if part and part[0] != ":"]
-    names = [name.removeprefix("event: ") for name, _ in events]
-    assert names == ["admitted", "round_completed", "round_completed", "finished"]
-    values = [json.loads(data.removeprefix("data: ")) for _, data in events]
-    assert values[0]["request_id"] == values[-1]["request_id"] == response.headers["x-request-id"]
 
 
 ADD: Any = {

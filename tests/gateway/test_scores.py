@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,12 @@ import pytest
 from gateway.__main__ import Server
 from specrej import contracts as c
 from specrej.contracts import errors, wire
-from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, post, whole_reply
+from tests.gateway.gateways import BODY, CHAT, STREAM, post, whole_reply
 from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"
 WHY = {"role": "user", "content": "why?"}
 VERIFIER = {"name": "answer", "data": {"answer": ["4", None]}}
-
-
-@pytest.fixture
-async def gateway(address: str) -> AsyncIterator[Server]:
-    async with gateway_at(address) as server:
-        yield server
 
 
 @pytest.mark.parametrize(

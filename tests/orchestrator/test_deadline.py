@@ -90,31 +90,10 @@ def test_a_short_deadline_raises_alpha_no_more_than_needed() -> None:
     assert num_kept(64, alphas[-1]) < 8
 
 
-@given(
-    time_left_s=st.floats(0.1, 200),
-    rows=st.integers(1, 300),
-    least=st.integers(0, 20),
-    more=st.integers(1, 300),
-    position=st.integers(1, MAX_TOKENS),
-)
-def test_there_are_as_many_forks_as_fit_and_few_numbers_are_tried(
-    time_left_s: float, rows: int, least: int, more: int, position: int
-) -> None:
-    """Guards the event loop: one number after the other took a minute of it for 1,024 forks."""
-    num_calls = 0
-
-    def next_token(at: int) -> int:
-        nonlocal num_calls
-        num_calls += 1
-        return at + 1
-
-    deadline = DeadlineController(next_token, MAX_TOKENS, time_left_s, Clock())
-    deadline.note_stride(rows, 1, 0, 0.0)
-    deadline.note_stride(rows, 16, 0, 1.6)
-    width = deadline.width(position, least + more, least)
-    assert num_calls <= 10 * MAX_TOKENS
-    assert width == least or deadline._fits(position, width, 0.0)
-    assert width == least + more or not deadline._fits(position, width + 1, 0.0)
+def test_candidates_are_forked_if_all_can_end_in_time() -> None:
+    deadline = controller(30.0)  # 112 steps are left, of 0.1 s for 64 rows
+    assert deadline.has_time_for(16, 64) and not deadline.hurried
+    assert not deadline.has_time_for(16, 640) and deadline.hurried
 
 
 @given(

@@ -29,10 +29,6 @@ BEST_OF_N = c.Algorithm.BEST_OF_N
 RIGHT = FixedScorer(lambda made: float(made.text.count("elm") % 4 == 1))
 
 
-def last_word(text: str) -> str | None:
-    return text.split()[-1] if len(text.split()) > 2 else None
-
-
 async def answers_of(generator: ToyGenerator | None = None, **options: Any) -> c.Generation:
     """The answer of a toy, whose slots are free afterwards."""
     generator = generator or ToyGenerator()

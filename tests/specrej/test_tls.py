@@ -242,7 +242,7 @@ async def test_everything_works_with_tls_and_tokens(
         generate = ("generate", "why?", "--max-tokens", "16", "-n", "2")
         at_orchestrator = ("--address", stack.orchestrator_address)
         assert (await command(*generate, *at_orchestrator))[0]
-        await command("score", "a", "--prompt", "why?", "--address", stack.reward_address)
+        await command("score", "a", "--prompt", "why?", *at_orchestrator)
         url = f"https://127.0.0.1:{stack.ports.gateway}"
         trusted = ssl.create_default_context(cafile=authority.path)
         async with httpx2.AsyncClient(verify=trusted, trust_env=False, timeout=60) as http:

@@ -69,7 +69,6 @@ def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
 
 
 REQUESTS: st.SearchStrategy[c.GenerationRequest] = values(c.GenerationRequest)
-RECORDS: st.SearchStrategy[c.RequestRecord] = values(c.RequestRecord)
 
 
 def has_answer(event: c.Event) -> bool:

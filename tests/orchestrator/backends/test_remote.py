@@ -106,19 +106,6 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
         assert c.RoundEnd.SLOTS_FULL in ends, "the case did not occur"
 
 
-async def test_a_generator_without_the_verb_refuses_nothing() -> None:
-    """Guards requests against a generator of a version before `Check`, as during a rollout."""
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        await RemoteGenerator(channel).check(c.SessionSpec(PROMPT, 1, c.Sampling(), 8))
-    await server.stop(0)
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        with pytest.raises(Unavailable):
-            await RemoteGenerator(channel).check(c.SessionSpec(PROMPT, 1, c.Sampling(), 8))
-
-
 async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
     """Guards against the limit of 4 MiB: 300 candidates of 16 KiB each, in both directions."""
     generator = LongTexts(8192)
