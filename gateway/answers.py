@@ -15,20 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
-from specrej.contracts import (
-    AnswerParts,
-    Degradation,
-    FinishReason,
-    Generation,
-    PartsDelta,
-    RankedCandidate,
-    RoundCompleted,
-    TextDelta,
-    ToolCall,
-    ToolCallDelta,
-    TopLogprobs,
-    wire,
-)
+from specrej import contracts as c
+from specrej.contracts import wire
 from specrej.contracts.errors import InvalidRequest, Violation
 
 JSON = dict[str, Any]
@@ -53,11 +41,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _chat_logprobs(candidate: RankedCandidate, start: int = 0, end: int | None = None) -> JSON:
+def _chat_logprobs(candidate: c.RankedCandidate, start: int = 0, end: int | None = None) -> JSON:
     """Those of the tokens from `start` to `end`."""
     part = slice(start, end)
     tokens = candidate.tokens[part]
-    tops = candidate.top_logprobs[part] or [TopLogprobs(())] * len(tokens)
+    tops = candidate.top_logprobs[part] or [c.TopLogprobs(())] * len(tokens)
     content = [
         {**_token(token, value), "top_logprobs": [_token(t.token, t.logprob) for t in top.tokens]}
         for token, value, top in zip(tokens, candidate.logprobs[part], tops, strict=True)
@@ -69,7 +57,7 @@ def _token(token: bytes, logprob: float) -> JSON:
     return {"token": wire.text_of(token), "bytes": list(token), "logprob": logprob}
 
 
-def _text_logprobs(candidate: RankedCandidate) -> JSON:
+def _text_logprobs(candidate: c.RankedCandidate) -> JSON:
     """Offsets are characters of the answer before each token."""
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")
     lengths = [len(decoder.decode(token)) for token in candidate.tokens]
@@ -94,32 +82,32 @@ def _after(sent: str, text: str) -> str:
     return text[num_equal:]
 
 
-def _plus(sent: AnswerParts, delta: PartsDelta) -> AnswerParts:
+def _plus(sent: c.AnswerParts, delta: c.PartsDelta) -> c.AnswerParts:
     calls = dict(enumerate(sent.tool_calls))
     for part in delta.tool_calls:
-        call = calls.get(part.index, ToolCall(part.id, part.name, ""))
+        call = calls.get(part.index, c.ToolCall(part.id, part.name, ""))
         calls[part.index] = replace(call, arguments=call.arguments + part.arguments)
     content, reasoning = sent.content + delta.content, sent.reasoning + delta.reasoning
-    return AnswerParts(content, reasoning, tuple(calls.values()))
+    return c.AnswerParts(content, reasoning, tuple(calls.values()))
 
 
-def _rest(sent: AnswerParts, whole: AnswerParts) -> PartsDelta:
+def _rest(sent: c.AnswerParts, whole: c.AnswerParts) -> c.PartsDelta:
     """What was not sent."""
     calls, num_sent = [], len(sent.tool_calls)
     for number, call in enumerate(whole.tool_calls):
         if number >= num_sent:
-            calls.append(ToolCallDelta(number, call.id, call.name, call.arguments))
+            calls.append(c.ToolCallDelta(number, call.id, call.name, call.arguments))
         elif rest := _after(sent.tool_calls[number].arguments, call.arguments):
-            calls.append(ToolCallDelta(number, arguments=rest))
+            calls.append(c.ToolCallDelta(number, arguments=rest))
     content = _after(sent.content, whole.content)
-    return PartsDelta(content, _after(sent.reasoning, whole.reasoning), tuple(calls))
+    return c.PartsDelta(content, _after(sent.reasoning, whole.reasoning), tuple(calls))
 
 
-def reasoning_tokens(candidate: RankedCandidate) -> int:
+def reasoning_tokens(candidate: c.RankedCandidate) -> int:
     """The tokens of its reasoning, by its share of the characters: an estimate."""
     if not (parts := candidate.parts):
         return 0
-    others = len(parts.content) + sum(len(c.name + c.arguments) for c in parts.tool_calls)
+    others = len(parts.content) + sum(len(call.name + call.arguments) for call in parts.tool_calls)
     share = len(parts.reasoning) / max(1, len(parts.reasoning) + others)
     return round(candidate.num_tokens * share)
 
@@ -144,15 +132,15 @@ class Answer:
         self._stop_at = stop_at
         self._created = int(time.time())
         self.request_id = ""  # of all chunks
-        self._sent = AnswerParts()  # of the only choice
-        self._generation: Generation  # set when it is there
+        self._sent = c.AnswerParts()  # of the only choice
+        self._generation: c.Generation  # set when it is there
 
     @property
     def streams_text(self) -> bool:
         """Whether text is sent before the end."""
         return self._num_choices == 1
 
-    def body(self, generation: Generation) -> Iterator[str]:
+    def body(self, generation: c.Generation) -> Iterator[str]:
         """The body of a request that does not stream, in parts.
 
         Raises:
@@ -164,15 +152,15 @@ class Answer:
         """The first chunks."""
         raise NotImplementedError
 
-    def round(self, event: RoundCompleted, style: str) -> JSON:
+    def round(self, event: c.RoundCompleted, style: str) -> JSON:
         """A round."""
         raise NotImplementedError
 
-    def delta(self, event: TextDelta) -> Iterator[JSON]:
+    def delta(self, event: c.TextDelta) -> Iterator[JSON]:
         """The next part of the text."""
         raise NotImplementedError
 
-    def closing(self, generation: Generation) -> Iterator[JSON]:
+    def closing(self, generation: c.Generation) -> Iterator[JSON]:
         """What was not sent, the end of each choice, and the last chunks."""
         raise NotImplementedError
 
@@ -180,7 +168,7 @@ class Answer:
         """The last chunk of a stream that fails; `body`: OpenAI's, for a reply."""
         return body
 
-    def headers(self, generation: Generation) -> dict[str, str]:
+    def headers(self, generation: c.Generation) -> dict[str, str]:
         """Headers of a reply that does not stream."""
         headers = {"x-request-id": generation.request_id}
         if generation.stopped_by:
@@ -189,7 +177,7 @@ class Answer:
             headers[VERIFIED] = str(self._verified(generation)["verified"]).lower()
         return headers
 
-    def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
+    def _chosen(self, generation: c.Generation) -> Sequence[c.RankedCandidate]:
         completed = len(generation.candidates)
         if completed < self._num_choices:
             text = (
@@ -219,14 +207,14 @@ class Answer:
         completion = sum(one.num_tokens for one in self._chosen(self._generation))
         return self._generation.usage.prompt_tokens, completion
 
-    def _verified(self, generation: Generation) -> JSON:
+    def _verified(self, generation: c.Generation) -> JSON:
         """Whether the answer is one that ends a request with `stop_at`: complete, not vetoed, and
         by its rewards, not by the likelihood of a degraded one."""
         if self._stop_at is None:
             return {}
         best = generation.best
-        counts = best.finish is FinishReason.STOP and not best.vetoed
-        counts = counts and Degradation.REWARD not in generation.degradations
+        counts = best.finish is c.FinishReason.STOP and not best.vetoed
+        counts = counts and c.Degradation.REWARD not in generation.degradations
         return {"verified": counts and best.score >= self._stop_at}
 
 
@@ -256,34 +244,34 @@ class BlockAnswer(Answer):
     def _ended(self, index: int, block: Block) -> Iterator[JSON]:
         raise NotImplementedError
 
-    def _closed(self, candidate: RankedCandidate) -> Iterator[JSON]:
+    def _closed(self, candidate: c.RankedCandidate) -> Iterator[JSON]:
         """The last events."""
         raise NotImplementedError
 
-    def _whole(self, candidate: RankedCandidate) -> JSON:
+    def _whole(self, candidate: c.RankedCandidate) -> JSON:
         """The object of the whole answer."""
         raise NotImplementedError
 
-    def body(self, generation: Generation) -> Iterator[str]:
+    def body(self, generation: c.Generation) -> Iterator[str]:
         """As of the base class."""
         self.request_id = generation.request_id
         for _ in self.closing(generation):
             pass
         yield _json(self._whole(generation.best))
 
-    def delta(self, event: TextDelta) -> Iterator[JSON]:
+    def delta(self, event: c.TextDelta) -> Iterator[JSON]:
         """As of the base class."""
-        return self._add(event.parts or PartsDelta(event.text))
+        return self._add(event.parts or c.PartsDelta(event.text))
 
-    def closing(self, generation: Generation) -> Iterator[JSON]:
+    def closing(self, generation: c.Generation) -> Iterator[JSON]:
         """As of the base class."""
         self._generation, best = generation, generation.best
-        parts = best.parts or AnswerParts(best.text)
+        parts = best.parts or c.AnswerParts(best.text)
         yield from self._add(_rest(self._sent, parts))
         yield from self._end_last()
         yield from self._closed(best)
 
-    def _add(self, delta: PartsDelta) -> Iterator[JSON]:
+    def _add(self, delta: c.PartsDelta) -> Iterator[JSON]:
         self._sent = _plus(self._sent, delta)
         pieces = [Block("reasoning", delta.reasoning), Block("text", delta.content)]
         pieces += [Block("call", call.arguments, call.id, call.name) for call in delta.tool_calls]
@@ -333,7 +321,7 @@ class CompletionAnswer(Answer):
         """Whether text is sent before the end."""
         return self._num_choices == 1 and not self._logprobs
 
-    def body(self, generation: Generation) -> Iterator[str]:
+    def body(self, generation: c.Generation) -> Iterator[str]:
         """As of the base class."""
         self.request_id, self._generation = generation.request_id, generation
         chunk = self._chunk([])
@@ -350,7 +338,7 @@ class CompletionAnswer(Answer):
             yield "}"
         yield f"]{after}"
 
-    def _logprobs_of(self, candidate: RankedCandidate) -> Iterator[str]:
+    def _logprobs_of(self, candidate: c.RankedCandidate) -> Iterator[str]:
         if not self._logprobs:
             yield "null"
         elif not self._is_chat:
@@ -368,7 +356,7 @@ class CompletionAnswer(Answer):
             content = None if self._has_tools else ""
             yield self._delta(index, {"role": "assistant", "content": content})
 
-    def round(self, event: RoundCompleted, style: str) -> JSON:
+    def round(self, event: c.RoundCompleted, style: str) -> JSON:
         """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
         if style == "rounds" or not self._is_chat:
             return self._chunk([]) | {"specrej": wire.to_plain(event)}
@@ -379,16 +367,16 @@ class CompletionAnswer(Answer):
         )
         return self._delta(0, {"reasoning_content": line})
 
-    def delta(self, event: TextDelta) -> Iterator[JSON]:
+    def delta(self, event: c.TextDelta) -> Iterator[JSON]:
         """The next part of the text, if there is one choice; log-probabilities come at its end."""
         if self.streams_text:
             parts = event.parts if self._is_chat else None
-            delta = parts or PartsDelta(event.text)
+            delta = parts or c.PartsDelta(event.text)
             self._sent = _plus(self._sent, delta)
             if made := delta_of(delta):
                 yield self._delta(0, made)
 
-    def closing(self, generation: Generation) -> Iterator[JSON]:
+    def closing(self, generation: c.Generation) -> Iterator[JSON]:
         """As of the base class, and the usage, if it was requested."""
         self._generation, sent = generation, self._sent
         for index, candidate in enumerate(self._chosen(generation)):
@@ -396,16 +384,16 @@ class CompletionAnswer(Answer):
             end = self._end(candidate)
             rest = delta_of(_rest(sent, parts))
             logprobs = end.pop("logprobs")
-            if rest or logprobs or sent == AnswerParts():
+            if rest or logprobs or sent == c.AnswerParts():
                 yield self._delta(index, rest or {"content": ""}, logprobs)
             last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
             yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
         if self._shows_usage:
             yield self._chunk([]) | self._usage()
 
-    def _parts(self, candidate: RankedCandidate) -> AnswerParts:
+    def _parts(self, candidate: c.RankedCandidate) -> c.AnswerParts:
         """Raw text has none."""
-        return (self._is_chat and candidate.parts) or AnswerParts(candidate.text)
+        return (self._is_chat and candidate.parts) or c.AnswerParts(candidate.text)
 
     def _chunk(self, choices: list[JSON]) -> JSON:
         return {
@@ -421,7 +409,7 @@ class CompletionAnswer(Answer):
         choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
         return self._chunk([choice])
 
-    def _end(self, candidate: RankedCandidate) -> JSON:
+    def _end(self, candidate: c.RankedCandidate) -> JSON:
         parts = self._parts(candidate)
         end: JSON = {"finish_reason": _finish(candidate, parts), "logprobs": None}
         if self._logprobs:
@@ -441,12 +429,12 @@ class CompletionAnswer(Answer):
         }
 
 
-def _finish(candidate: RankedCandidate, parts: AnswerParts) -> str:
-    is_whole = candidate.finish is FinishReason.STOP
+def _finish(candidate: c.RankedCandidate, parts: c.AnswerParts) -> str:
+    is_whole = candidate.finish is c.FinishReason.STOP
     return "tool_calls" if parts.tool_calls and is_whole else candidate.finish.value
 
 
-def _message(parts: AnswerParts) -> JSON:
+def _message(parts: c.AnswerParts) -> JSON:
     """A message; its content is null beside calls without text."""
     calls = [
         {"id": call.id, "type": "function", "function": _function(call)}
@@ -458,7 +446,7 @@ def _message(parts: AnswerParts) -> JSON:
     return message | {"content": parts.content or None, "tool_calls": calls} if calls else message
 
 
-def delta_of(parts: PartsDelta) -> JSON:
+def delta_of(parts: c.PartsDelta) -> JSON:
     """The fields of a chunk's delta that are not empty."""
     calls = [
         {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
@@ -470,5 +458,5 @@ def delta_of(parts: PartsDelta) -> JSON:
     return {name: value for name, value in fields.items() if value}
 
 
-def _function(call: ToolCall | ToolCallDelta) -> JSON:
+def _function(call: c.ToolCall | c.ToolCallDelta) -> JSON:
     return {"name": call.name, "arguments": call.arguments}

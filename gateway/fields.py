@@ -29,24 +29,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from gateway import images
+from specrej import contracts as c
 from specrej.client.options import json_text, value_of
-from specrej.contracts import (
-    Branching,
-    ConfidenceCut,
-    Image,
-    JsonObject,
-    JsonSchema,
-    Message,
-    Prompt,
-    Schedule,
-    StructuredOutput,
-    TextPart,
-    Tool,
-    ToolCall,
-    Vote,
-    WeightedReward,
-    declared_options,
-)
 from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
 
 
@@ -142,7 +126,7 @@ class Checked(BaseModel):
         if isinstance(rule, Refused) and value is not None and value not in rule.harmless:
             raise ValueError(rule.why)
         path = rule.path if isinstance(rule, Maps) else name
-        option = declared_options().get(path.rpartition(".")[2])
+        option = c.declared_options().get(path.rpartition(".")[2])
         accepted = option and option.accepted
         if accepted and isinstance(value, int | float) and not accepted.contains(value):
             raise ValueError(f"must be {accepted.text}, is {value}")
@@ -172,7 +156,7 @@ def _by_form(name: str, forms: Mapping[str, Any]) -> Any:
 
     def parse(text: str) -> Any:
         value = value_of(name, text)
-        return (value,) if isinstance(value, WeightedReward) else value
+        return (value,) if isinstance(value, c.WeightedReward) else value
 
     forms = {_FORMS[str]: Annotated[str, AfterValidator(parse)], **forms}
     union = reduce(or_, (Annotated[kind, Tag(tag)] for tag, kind in forms.items()))
@@ -193,21 +177,21 @@ def _with_data(reward: object) -> object:
 
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
-    output = Annotated[StructuredOutput, Field(discriminator="kind")]
-    reward = Annotated[WeightedReward, BeforeValidator(_with_data)]
+    output = Annotated[c.StructuredOutput, Field(discriminator="kind")]
+    reward = Annotated[c.WeightedReward, BeforeValidator(_with_data)]
     listed = tuple[reward, ...]
     types: dict[str, Any] = {
         "n": _by_form("n", {_OTHER: int}),
-        "schedule": _by_form("schedule", {_OTHER: Schedule}),
-        "branching": _by_form("branching", {_OTHER: Branching}),
-        "vote": _by_form("vote", {_OTHER: Vote}),
-        "confidence_cut": _by_form("confidence_cut", {_OTHER: ConfidenceCut}),
+        "schedule": _by_form("schedule", {_OTHER: c.Schedule}),
+        "branching": _by_form("branching", {_OTHER: c.Branching}),
+        "vote": _by_form("vote", {_OTHER: c.Vote}),
+        "confidence_cut": _by_form("confidence_cut", {_OTHER: c.ConfidenceCut}),
         "structured_output": _by_form("structured_output", {_OTHER: output}),
         "rewards": _by_form("rewards", {_FORMS[dict]: dict[str, float], _OTHER: listed}),
     }
     return {
         name: (types.get(name, option.type) | None, None)
-        for name, option in declared_options().items()
+        for name, option in c.declared_options().items()
         if name not in _OWN and option.path.startswith(part)
     }
 
@@ -241,9 +225,9 @@ def as_texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def schema_of(schema: dict[str, Any]) -> JsonSchema:
+def schema_of(schema: dict[str, Any]) -> c.JsonSchema:
     """A schema without the white space and the escapes that would lengthen it."""
-    return JsonSchema(compact(schema))
+    return c.JsonSchema(compact(schema))
 
 
 def compact(value: Any) -> str:
@@ -262,13 +246,13 @@ _TEXTS = ("text", "input_text", "output_text", "reasoning_text")
 def _parts(value: object, info: ValidationInfo) -> object:
     """The parts of a message's content, a text or a list, in the forms of all APIs."""
     if isinstance(value, str):
-        return (TextPart(value),)
-    parts: list[TextPart | Image] = []
+        return (c.TextPart(value),)
+    parts: list[c.TextPart | c.Image] = []
     given: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for part in given:
         match part:
             case {"type": kind, "text": str(text)} if kind in _TEXTS:
-                parts.append(TextPart(text))
+                parts.append(c.TextPart(text))
             case {"type": "image_url" | "input_image", "image_url": url}:
                 parts.append(images.of_url(url))
             case {"type": "image", "source": source}:
@@ -284,15 +268,15 @@ Content = Annotated[tuple[Any, ...], BeforeValidator(_parts)]
 
 def message_of(
     role: str,
-    parts: Sequence[TextPart | Image],
-    calls: Iterable[ToolCall] = (),
+    parts: Sequence[c.TextPart | c.Image],
+    calls: Iterable[c.ToolCall] = (),
     call_id: str = "",
-) -> Message:
+) -> c.Message:
     """A turn. Texts are joined; with images, the parts stay."""
-    if any(isinstance(part, Image) for part in parts):
-        return Message(role, "", tuple(calls), call_id, tuple(parts))
-    text = "".join(part.text for part in parts if isinstance(part, TextPart))
-    return Message(role, text, tuple(calls), call_id)
+    if any(isinstance(part, c.Image) for part in parts):
+        return c.Message(role, "", tuple(calls), call_id, tuple(parts))
+    text = "".join(part.text for part in parts if isinstance(part, c.TextPart))
+    return c.Message(role, text, tuple(calls), call_id)
 
 
 def role_of(value: object) -> object:
@@ -312,9 +296,9 @@ class Function(Checked):
     ignores: ClassVar = {"strict": "all arguments conform"}
 
     @property
-    def tool(self) -> Tool:
+    def tool(self) -> c.Tool:
         schema = "" if self.parameters is None else compact(self.parameters)
-        return Tool(self.name, self.description or "", schema)
+        return c.Tool(self.name, self.description or "", schema)
 
 
 class Choice(NamedTuple):
@@ -363,8 +347,8 @@ ToolChoice = Annotated[Any, Maps("prompt.tool_choice"), AfterValidator(_choice)]
 
 
 def with_tools(
-    prompt: Prompt, tools: Iterable[Tool], choice: Choice | None, parallel: bool | None
-) -> Prompt:
+    prompt: c.Prompt, tools: Iterable[c.Tool], choice: Choice | None, parallel: bool | None
+) -> c.Prompt:
     """The prompt with the tools that may be called. Without any, the choice "none" is what happens
     anyway.
 
@@ -413,10 +397,10 @@ class ResponseFormat(Checked):
         return self
 
     @property
-    def output(self) -> StructuredOutput | None:
+    def output(self) -> c.StructuredOutput | None:
         if self.json_schema:
             return schema_of(self.json_schema.schema_)
-        return JsonObject() if self.type == "json_object" else None
+        return c.JsonObject() if self.type == "json_object" else None
 
 
 def _nested(value: object) -> object:
@@ -433,7 +417,7 @@ class OutputConfig(Checked):
     ignores: ClassVar = dict.fromkeys(("effort", "verbosity"), NO_SETTING)
 
     @property
-    def output(self) -> StructuredOutput | None:
+    def output(self) -> c.StructuredOutput | None:
         return self.format.output if self.format else None
 
 

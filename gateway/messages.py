@@ -27,16 +27,7 @@ from gateway.fields import (
     with_tools,
 )
 from gateway.requests import Call, Request
-from specrej import contracts
-from specrej.contracts import (
-    FinishReason,
-    Generation,
-    Message,
-    Prompt,
-    RankedCandidate,
-    TextPart,
-    ToolCall,
-)
+from specrej import contracts as c
 
 _BUILT_IN = "there are no built-in tools"
 
@@ -78,20 +69,20 @@ class Turn(Checked):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(_blocks)]
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[c.Message]:
         """The results of calls, then what else the turn has."""
-        parts, calls, has_results = list[Any](), list[ToolCall](), False
+        parts, calls, has_results = list[Any](), list[c.ToolCall](), False
         for block in self.content:
             match block.type:
                 case "text":
-                    parts.append(TextPart(block.text))
+                    parts.append(c.TextPart(block.text))
                 case "image":
                     parts.append(block.source)
                 case "tool_use":
-                    calls.append(ToolCall(block.id, block.name, compact(block.input)))
+                    calls.append(c.ToolCall(block.id, block.name, compact(block.input)))
                 case "tool_result":
                     # Chat templates have no field for failures.
-                    error = [TextPart("Error: ")] if block.is_error else []
+                    error = [c.TextPart("Error: ")] if block.is_error else []
                     result = [*error, *block.content]
                     yield message_of("tool", result, call_id=block.tool_use_id)
                     has_results = True
@@ -151,7 +142,7 @@ class MessagesRequest(Request):
         **dict.fromkeys(("user_profile_id", "workspace_id"), HOSTING),
     }
 
-    def turns(self) -> list[tuple[str, Message]]:
+    def turns(self) -> list[tuple[str, c.Message]]:
         """The conversation, which begins with the system's text."""
         turns = [("system", message_of("system", self.system))] if self.system else []
         for number, turn in enumerate(self.messages):
@@ -163,16 +154,16 @@ class MessagesRequest(Request):
         bound = self.thinking.budget_tokens if self.thinking else None
         return [*super().options(), ("thinking.budget_tokens", _BUDGET, bound)]
 
-    def made_prompt(self) -> Prompt:
+    def made_prompt(self) -> c.Prompt:
         """The conversation; a last turn of the assistant is the beginning of the answer."""
         thinking = {"enabled": True, "disabled": False}
-        prompt = Prompt(
+        prompt = c.Prompt(
             tuple(turn for _, turn in self.turns()),
             continue_final=self.messages[-1].role == "assistant",
             thinking=thinking.get(self.thinking.type) if self.thinking else None,
         )
         tools = [
-            contracts.Tool(tool.name, tool.description or "", compact(tool.input_schema))
+            c.Tool(tool.name, tool.description or "", compact(tool.input_schema))
             for tool in self.tools or ()
         ]
         given = self.tool_choice or ToolChoice(type="auto")
@@ -202,7 +193,7 @@ class MessagesAnswer(BlockAnswer):
         """The message without content."""
         yield {"type": "message_start", "message": self._message([], None, (0, 0))}
 
-    def headers(self, generation: Generation) -> dict[str, str]:
+    def headers(self, generation: c.Generation) -> dict[str, str]:
         """As of the base class, with the name that Anthropic's clients read."""
         return {**super().headers(generation), "request-id": generation.request_id}
 
@@ -221,7 +212,7 @@ class MessagesAnswer(BlockAnswer):
     def _ended(self, index: int, block: Block) -> Iterator[JSON]:
         yield {"type": "content_block_stop", "index": index}
 
-    def _closed(self, candidate: RankedCandidate) -> Iterator[JSON]:
+    def _closed(self, candidate: c.RankedCandidate) -> Iterator[JSON]:
         whole = self._whole(candidate)
         delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         delta |= {"stop_details": None, "container": None}
@@ -229,10 +220,10 @@ class MessagesAnswer(BlockAnswer):
         yield {**end, **self._about()}
         yield {"type": "message_stop"}
 
-    def _whole(self, candidate: RankedCandidate) -> JSON:
+    def _whole(self, candidate: c.RankedCandidate) -> JSON:
         has_calls = any(block.kind == "call" for block in self._blocks)
         ended = "tool_use" if has_calls else "end_turn"
-        reason = ended if candidate.finish is FinishReason.STOP else "max_tokens"
+        reason = ended if candidate.finish is c.FinishReason.STOP else "max_tokens"
         content = [_block(block) for block in self._blocks]
         return {**self._message(content, reason, self._num_tokens()), **self._about()}
 

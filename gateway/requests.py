@@ -38,21 +38,7 @@ from gateway.fields import (
     schema_of,
     with_tools,
 )
-from specrej.contracts import (
-    MAX_SEED,
-    CacheControl,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Message,
-    Options,
-    Prompt,
-    Regex,
-    Sampling,
-    StructuredOutput,
-    ToolCall,
-    declared_options,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
 
 _TOOLS = "is not supported: raw text has no tools"
@@ -62,24 +48,24 @@ _UNLESS_UNSET = BeforeValidator(lambda value: None if value == -1 else value)
 _MaxTokens = Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1), _UNLESS_UNSET]
 
 
-def _by_kind(given: Mapping[str, Any] | None) -> StructuredOutput | None:
+def _by_kind(given: Mapping[str, Any] | None) -> c.StructuredOutput | None:
     """vLLM's structured outputs."""
     if given is None:
         return None
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     match [(kind, given[kind]) for kind in kinds if given.get(kind) not in (None, False)]:
         case [("json", str(schema))]:
-            return JsonSchema(schema)
+            return c.JsonSchema(schema)
         case [("json", dict(schema))]:
             return schema_of(schema)
         case [("regex", str(pattern))]:
-            return Regex(pattern)
+            return c.Regex(pattern)
         case [("choice", [_, *_] as texts)] if all(isinstance(text, str) for text in texts):
-            return Regex("|".join(map(re.escape, texts)))
+            return c.Regex("|".join(map(re.escape, texts)))
         case [("grammar", str(lark))]:
-            return Grammar(lark)
+            return c.Grammar(lark)
         case [("json_object", True)]:
-            return JsonObject()
+            return c.JsonObject()
     raise ValueError("must have a value of one kind: json, regex, choice, grammar or json_object")
 
 
@@ -109,11 +95,11 @@ class Request(Checked):
         rules = rules_of(type(self)).items()
         return [(f, r.path, getattr(self, f)) for f, r in rules if isinstance(r, Maps)]
 
-    def turns(self) -> list[tuple[str, Message]]:
+    def turns(self) -> list[tuple[str, c.Message]]:
         """The conversation; of each turn also the caller's field."""
         return []
 
-    def made_prompt(self) -> Prompt:
+    def made_prompt(self) -> c.Prompt:
         """The prompt.
 
         Raises:
@@ -232,10 +218,10 @@ class ChatMessage(Checked):
     }
 
     @property
-    def turn(self) -> Message:
+    def turn(self) -> c.Message:
         """The turn of the conversation."""
         calls = (
-            ToolCall(call.id, call.function.name, call.function.arguments)
+            c.ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls or ()
         )
         return message_of(self.role, self.content, calls, self.tool_call_id or "")
@@ -276,18 +262,18 @@ class ChatRequest(CompletionFields):
     logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
-    def turns(self) -> list[tuple[str, Message]]:
+    def turns(self) -> list[tuple[str, c.Message]]:
         """The conversation."""
         return [(f"messages[{n}]", message.turn) for n, message in enumerate(self.messages)]
 
-    def made_prompt(self) -> Prompt:
+    def made_prompt(self) -> c.Prompt:
         """The conversation."""
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is False and not continues:
             text = "false needs continue_final_message: true"
             raise InvalidRequest([Violation("add_generation_prompt", text)])
         flag = self.chat_template_kwargs.flag if self.chat_template_kwargs else None
-        prompt = Prompt(
+        prompt = c.Prompt(
             messages=tuple(turn for _, turn in self.turns()),
             allow_special_tokens=bool(self.extension.allow_special_tokens),
             continue_final=continues,
@@ -318,10 +304,10 @@ class CompletionRequest(CompletionFields):
     prompt: Annotated[str, Maps("prompt.text"), BeforeValidator(_one)]
     logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
 
-    def made_prompt(self) -> Prompt:
+    def made_prompt(self) -> c.Prompt:
         """The text."""
         special = bool(self.extension.allow_special_tokens)
-        return Prompt(text=self.prompt, allow_special_tokens=special)
+        return c.Prompt(text=self.prompt, allow_special_tokens=special)
 
 
 # Calls
@@ -334,8 +320,8 @@ MAX_LOGPROBS = 2**18
 class Call:
     """A call of the client; `sources` has the caller's field for each path that is set."""
 
-    prompt: Prompt
-    options: Options
+    prompt: c.Prompt
+    options: c.Options
     timeout_s: float | None
     sources: Mapping[str, str]
     events: str = ""  # what a stream shows of rounds
@@ -370,7 +356,7 @@ def call_of(
         InvalidRequest: fewer candidates than choices, several choices at temperature 0, more than
             MAX_LOGPROBS values, or no rewards for a preset that stops at a score.
     """
-    paths = {name: option.path for name, option in declared_options().items()}
+    paths = {name: option.path for name, option in c.declared_options().items()}
     by_path = {path: name for name, path in paths.items()}
     options: dict[str, Any] = {}
     sources = request.paths()
@@ -425,7 +411,7 @@ def call_of(
 def _too_large(call: Call) -> Iterator[Violation]:
     options = call.options
     per_token = 1 + options.get("top_logprobs", 0) if call.wants_logprobs else 0
-    num_tokens = call.num_choices * options.get("max_tokens", Sampling().max_tokens)
+    num_tokens = call.num_choices * options.get("max_tokens", c.Sampling().max_tokens)
     if num_tokens * per_token > MAX_LOGPROBS:
         # Without their number, which may have too many digits for a text.
         most = f"the choices may have at most {MAX_LOGPROBS} log-probabilities"
@@ -447,8 +433,8 @@ def _unfit(options: Mapping[str, Any]) -> set[str]:
 def _fill_in(options: dict[str, Any]) -> None:
     """Set defaults that differ from the orchestrator's; docs/gateway.md has the reasons."""
     if options.get("temperature") != 0 and "seed" not in options:
-        options["seed"] = secrets.randbelow(MAX_SEED)
-        options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
+        options["seed"] = secrets.randbelow(c.MAX_SEED)
+        options.setdefault("cache", c.CacheControl.BYPASS)  # no later request has this seed
     if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
         options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:

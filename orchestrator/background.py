@@ -8,14 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from specrej.contracts import (
-    Finished,
-    Generation,
-    RankedCandidate,
-    RequestRecord,
-    RoundCompleted,
-    RoundTrace,
-)
+from specrej import contracts as c
 from specrej.security import current_caller
 
 T = TypeVar("T")
@@ -54,16 +47,16 @@ def num_values(value: object) -> int:
     match value:
         case bytes():
             return len(value) // _BYTES
-        case Finished(Generation(candidates, rounds)) | Generation(candidates, rounds):
+        case c.Finished(c.Generation(candidates, rounds)) | c.Generation(candidates, rounds):
             return sum(map(num_values, (*rounds, *candidates)))
-        case RankedCandidate():
+        case c.RankedCandidate():
             tokens = len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)
             return tokens + len(value.text) // _CHARACTERS
-        case RequestRecord(rounds=recorded):
+        case c.RequestRecord(rounds=recorded):
             return sum(num_values(done.trace) for done in recorded)
-        case RoundCompleted(trace, texts=texts):
+        case c.RoundCompleted(trace, texts=texts):
             return num_values(trace) + sum(len(item.text) for item in texts) // _CHARACTERS
-        case RoundTrace():
+        case c.RoundTrace():
             return len(value.candidates)
         case _:
             return 0

@@ -14,24 +14,10 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 import grpc.aio
 
+from specrej import contracts as c
 from specrej import telemetry
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
-from specrej.contracts import (
-    NO_FORKS,
-    AnswerForm,
-    Candidate,
-    FinishReason,
-    Forks,
-    GeneratorDescription,
-    Prompt,
-    Pruned,
-    Report,
-    RewardDescription,
-    Round,
-    Scores,
-    SessionSpec,
-    wire,
-)
+from specrej.contracts import wire
 from specrej.contracts.errors import InternalError, SpecrejError, Unavailable
 from specrej.contracts.status import from_backend_error, has_details
 from specrej.contracts.validation import MAX_BATCH
@@ -205,7 +191,7 @@ class RemoteGenerator:
         self._stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[RemoteSession]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[RemoteSession]:
         stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
             self._stub.Session, generator_pb2.SessionRequest, _SESSION
         )
@@ -224,7 +210,7 @@ class RemoteGenerator:
         finally:
             stream.cancel()
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         opening = wire.to_message(spec, generator_pb2.OpenSession)
         request = generator_pb2.GeneratorServiceCheckRequest(open=opening)
         try:
@@ -232,18 +218,18 @@ class RemoteGenerator:
         except grpc.aio.AioRpcError as failure:
             raise from_backend_error(failure, _BACKEND) from failure
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()
         return _generator(await _described(self._stub.Describe, request))
 
-    def watch(self, interval_s: float) -> AsyncIterator[GeneratorDescription | None]:
+    def watch(self, interval_s: float) -> AsyncIterator[c.GeneratorDescription | None]:
         """See `_reports`."""
         request = generator_pb2.GeneratorServiceWatchRequest(interval_s=interval_s)
         return _reports(self._stub.Watch, request, _generator)
 
 
-def _generator(answer: generator_pb2.GeneratorServiceDescribeResponse) -> GeneratorDescription:
-    return wire.from_message(answer.generator, GeneratorDescription)
+def _generator(answer: generator_pb2.GeneratorServiceDescribeResponse) -> c.GeneratorDescription:
+    return wire.from_message(answer.generator, c.GeneratorDescription)
 
 
 class RemoteSession:
@@ -261,10 +247,10 @@ class RemoteSession:
         self.max_tokens = opened.max_tokens
         self.reduced = opened.reduced
         self.costly_rounds = opened.costly_rounds
-        self.answer_form = wire.from_message(opened.answer_form, AnswerForm)
+        self.answer_form = wire.from_message(opened.answer_form, c.AnswerForm)
         self._texts = wire.StreamedTexts()
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         def receive(part: generator_pb2.SessionResponse) -> None:
             if report:
                 report(self._texts.from_message(part.grown))
@@ -277,7 +263,7 @@ class RemoteSession:
         except ValueError as error:
             raise InternalError("a generator sent an invalid round") from error
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         command = generator_pb2.PruneSession(
             keep=sorted(keep),
             forks=[
@@ -287,7 +273,7 @@ class RemoteSession:
         )
         answer = await self._stream.call(prune=command)
         self._texts.fork(forks)
-        return wire.from_message(answer.pruned, Pruned)
+        return wire.from_message(answer.pruned, c.Pruned)
 
 
 class RemoteRewards:
@@ -298,7 +284,7 @@ class RemoteRewards:
 
     @asynccontextmanager
     async def open(
-        self, name: str, prompt: Prompt, data: str = ""
+        self, name: str, prompt: c.Prompt, data: str = ""
     ) -> AsyncIterator[RemoteScoringSession]:
         """A session of the reward of that name; leaving the context frees its state there."""
         stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
@@ -316,19 +302,19 @@ class RemoteRewards:
         finally:
             stream.cancel()
 
-    async def describe(self) -> tuple[RewardDescription, ...]:
+    async def describe(self) -> tuple[c.RewardDescription, ...]:
         """The rewards that are served; the first is the default."""
         request = reward_pb2.RewardServiceDescribeRequest()
         return _rewards(await _described(self._stub.Describe, request))
 
-    def watch(self, interval_s: float) -> AsyncIterator[tuple[RewardDescription, ...] | None]:
+    def watch(self, interval_s: float) -> AsyncIterator[tuple[c.RewardDescription, ...] | None]:
         """See `_reports`."""
         request = reward_pb2.RewardServiceWatchRequest(interval_s=interval_s)
         return _reports(self._stub.Watch, request, _rewards)
 
 
-def _rewards(answer: reward_pb2.RewardServiceDescribeResponse) -> tuple[RewardDescription, ...]:
-    return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
+def _rewards(answer: reward_pb2.RewardServiceDescribeResponse) -> tuple[c.RewardDescription, ...]:
+    return tuple(wire.from_message(reward, c.RewardDescription) for reward in answer.rewards)
 
 
 class RemoteScoringSession:
@@ -342,18 +328,18 @@ class RemoteScoringSession:
         self._stream = stream
         self.fingerprint = fingerprint  # of the reward
 
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+    async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
         batch = reward_pb2.ScoreBatch(
             candidates=[
                 reward_pb2.ScoreCandidate(
-                    candidate_id=c.id,
-                    text=c.text,
-                    finished=c.finish is FinishReason.STOP,
-                    truncated=c.finish is FinishReason.LENGTH,
+                    candidate_id=one.id,
+                    text=one.text,
+                    finished=one.finish is c.FinishReason.STOP,
+                    truncated=one.finish is c.FinishReason.LENGTH,
                 )
-                for c in candidates
+                for one in candidates
             ]
         )
         scores = (await self._stream.call(batch=batch)).scores
         values, computed = tuple(scores.scores), scores.computed_tokens
-        return Scores(values, computed, self.fingerprint, scores.compare)
+        return c.Scores(values, computed, self.fingerprint, scores.compare)

@@ -40,34 +40,11 @@ from reward_service.kinds.toy import ToyReward
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
+from specrej import contracts as c
 from specrej.backend.v1 import reward_pb2
 from specrej.client import Client
 from specrej.client.channel import open_channel
-from specrej.contracts import (
-    NO_FORKS,
-    PLAIN,
-    Admitted,
-    Candidate,
-    CandidateForm,
-    Event,
-    Finished,
-    FinishReason,
-    Forks,
-    Generation,
-    GeneratorDescription,
-    Prompt,
-    Pruned,
-    Report,
-    Round,
-    RoundCompleted,
-    RoundEnd,
-    Scores,
-    Session,
-    SessionSpec,
-    SlotGauge,
-    Timings,
-    wire,
-)
+from specrej.contracts import wire
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.server.serving import Context, Server, time_left_s
 from specrej.settings import ServiceSettings
@@ -167,7 +144,7 @@ class HeldGenerator:
         self.salts: list[str] = []
         self.adapters: tuple[str, ...] = ()
         self.can_fork = True
-        self.form = CandidateForm.IN_PLACE
+        self.form = c.CandidateForm.IN_PLACE
         self.ignores_seeds = False
         self.max_prompt_bytes = 0
         self.opened_adapters: list[str] = []
@@ -175,7 +152,7 @@ class HeldGenerator:
         self.gates = {verb: Gate() for verb in _VERBS}
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
         self.num_opened += 1
         self.salts.append(spec.cache_salt)
         self.opened_adapters.append(spec.adapter)
@@ -187,7 +164,7 @@ class HeldGenerator:
             yield session
             await self.gates["close"].passed()
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         await self.gates["check"].passed()
         await self.toy.check(spec)
 
@@ -198,7 +175,7 @@ class HeldGenerator:
 
         return gated
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         await self.gates["describe"].passed()
         described = await self.toy.describe()
         return replace(
@@ -225,32 +202,32 @@ class LongTexts(HeldGenerator):
     reduced = False
     fingerprint = ""
     costly_rounds = False
-    answer_form = PLAIN
+    answer_form = c.PLAIN
 
-    def __init__(self, num_characters: int, finish: FinishReason | None = None) -> None:
+    def __init__(self, num_characters: int, finish: c.FinishReason | None = None) -> None:
         super().__init__()
         self.n = self.num_closed = 0
         self._num_characters = num_characters
         self._finish = finish
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
         self.num_opened += 1
         self.n = spec.n
         yield self
         self.num_closed += 1
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         texts = (f"{number} ".ljust(self._num_characters, "é") for number in range(self.n))
         candidates = tuple(
-            Candidate(number, text, 20, -0.5, self._finish, tuple(range(20)))
+            c.Candidate(number, text, 20, -0.5, self._finish, tuple(range(20)))
             for number, text in enumerate(texts)
         )
-        ended_by = RoundEnd.ALL_FINISHED if self._finish else RoundEnd.DECISION_TOKEN
-        return Round(candidates, ended_by, 20, SlotGauge(1, 0, 0))
+        ended_by = c.RoundEnd.ALL_FINISHED if self._finish else c.RoundEnd.DECISION_TOKEN
+        return c.Round(candidates, ended_by, 20, c.SlotGauge(1, 0, 0))
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
-        return Pruned(len(keep), SlotGauge(1, 0, 0))
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
+        return c.Pruned(len(keep), c.SlotGauge(1, 0, 0))
 
 
 class HeldReward(ToyReward):
@@ -263,7 +240,7 @@ class HeldReward(ToyReward):
         self.held = 0
         self.num_batches = -1  # the worker's warm-up does not count
 
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+    def score(self, prompt: c.Prompt, candidates: Sequence[c.Candidate]) -> c.Scores:
         self.num_batches += 1
         self.held += 1
         try:
@@ -507,27 +484,27 @@ async def world(
         await until(lambda: service.is_idle)
 
 
-def timeless(event: Event) -> Event:
+def timeless(event: c.Event) -> c.Event:
     """An event without what may differ between equal runs: durations and the request's id."""
     match event:
-        case RoundCompleted(trace):
+        case c.RoundCompleted(trace):
             return replace(event, trace=replace(trace, extend_ms=0, score_ms=0, prune_ms=0))
-        case Finished(generation):
-            return Finished(timeless_answer(generation))
-        case Admitted():
+        case c.Finished(generation):
+            return c.Finished(timeless_answer(generation))
+        case c.Admitted():
             return replace(event, request_id="")
         case _:
             return event
 
 
-def timeless_answer(generation: Generation) -> Generation:
+def timeless_answer(generation: c.Generation) -> c.Generation:
     """An answer without durations and ids."""
     rounds = tuple(
         replace(trace, extend_ms=0, score_ms=0, prune_ms=0) for trace in generation.rounds
     )
-    return replace(generation, rounds=rounds, timings=Timings(), request_id="")
+    return replace(generation, rounds=rounds, timings=c.Timings(), request_id="")
 
 
-def generation(reply: pb.GenerateResponse) -> Generation:
+def generation(reply: pb.GenerateResponse) -> c.Generation:
     """An answer without durations and the request's id."""
     return timeless_answer(wire.generation_from_message(reply))

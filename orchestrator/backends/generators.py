@@ -10,18 +10,7 @@ from operator import attrgetter
 
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.placement import prefix_of
-from specrej.contracts import (
-    NO_FORKS,
-    Forks,
-    GeneratorDescription,
-    GeneratorLost,
-    Pruned,
-    Report,
-    Round,
-    Session,
-    SessionSpec,
-    SlotGauge,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Unavailable
 from specrej.contracts.status import is_answer
 from specrej.remote import RemoteGenerator
@@ -30,7 +19,7 @@ _Backend = Backend[RemoteGenerator]
 
 # Added to the load of a generator without enough free slots: more than any number of sessions.
 _FULL = 1e6
-_GAUGES = attrgetter(*SlotGauge.__dataclass_fields__)
+_GAUGES = attrgetter(*c.SlotGauge.__dataclass_fields__)
 
 
 class FleetGenerator:
@@ -44,7 +33,7 @@ class FleetGenerator:
         self._draw = draw
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
         """A session at the best generator that takes it, of the fingerprint `spec.like` if there
         is one; its calls raise GeneratorLost when that generator is lost."""
         prefix = prefix_of(spec.prompt, spec.cache_salt)
@@ -59,7 +48,7 @@ class FleetGenerator:
 
             yield await self._fleet.first(ranked, enter)
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         """As one of the generators does; its refusal is that of all."""
         prefix = prefix_of(spec.prompt, spec.cache_salt)
         ranked = self._fleet.ranked(prefix, lambda backend: _load(backend, spec), self._draw)
@@ -75,7 +64,7 @@ class FleetGenerator:
         if refusal := await self._fleet.first(ranked, enter):
             raise refusal
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         """All generators together, as of their latest reports.
 
         Raises:
@@ -84,7 +73,7 @@ class FleetGenerator:
         return self._fleet.combined(together)
 
 
-def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescription:
+def together(descriptions: Sequence[c.GeneratorDescription]) -> c.GeneratorDescription:
     """Generators as one: the first, with limits that suit all. A request has room for as many
     candidates as the largest holds; one that names a model or an adapter goes to its generators."""
     gauges = [_GAUGES(one.slots) for one in descriptions]
@@ -100,7 +89,7 @@ def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescripti
         ignores_seeds=any(one.ignores_seeds for one in descriptions),
         auto_candidates=max(one.auto_candidates for one in descriptions),
         session_slots=max(one.slots.capacity for one in descriptions),
-        slots=SlotGauge(*map(sum, zip(*gauges, strict=True))),
+        slots=c.SlotGauge(*map(sum, zip(*gauges, strict=True))),
         sessions=sum(one.sessions for one in descriptions),
         waiting=sum(one.waiting for one in descriptions),
         tool_format=descriptions[0].tool_format if all(o.tool_format for o in descriptions) else "",
@@ -112,7 +101,7 @@ def together(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescripti
 class PlacedSession:
     """A `Session` at a backend; its calls raise GeneratorLost when the backend is lost."""
 
-    def __init__(self, session: Session, backend: _Backend) -> None:
+    def __init__(self, session: c.Session, backend: _Backend) -> None:
         self._session = session
         self._backend = backend
         self.n = session.n
@@ -123,11 +112,11 @@ class PlacedSession:
         self.costly_rounds = session.costly_rounds
         self.answer_form = session.answer_form
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         async with self._answering():
             return await self._session.extend(until_tokens, report)
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         async with self._answering():
             return await self._session.prune(keep, forks)
 
@@ -146,16 +135,16 @@ class PlacedSession:
             if described and described.whole_answers and is_answer(error):
                 raise
             self._backend.suspect(error)
-            raise GeneratorLost(error.message) from error
+            raise c.GeneratorLost(error.message) from error
 
 
-def _load(backend: _Backend, spec: SessionSpec) -> float:
+def _load(backend: _Backend, spec: c.SessionSpec) -> float:
     """In sessions: those it has, those placed since its description, and the share of full slots.
 
     Generators without the needed free slots come last: waiting is worse than sharing, and so are
     fewer candidates where their number is left open.
     """
-    known: GeneratorDescription = backend.description
+    known: c.GeneratorDescription = backend.description
     sessions = known.sessions + known.waiting + backend.placed
     needed = spec.n * spec.first_tokens
     if not spec.n:

@@ -27,22 +27,7 @@ from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import AreValid, sampling_of
 from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
-from specrej.contracts import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_N,
-    Algorithm,
-    CacheControl,
-    GenerationRequest,
-    Generator,
-    GeneratorDescription,
-    Prompt,
-    RewardDescription,
-    Schedule,
-    Scorer,
-    ScoringSession,
-    Vote,
-    WeightedReward,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
@@ -71,7 +56,7 @@ _IMAGE_CHARACTERS = 4096  # as which an image counts
 _SURE_CHARACTERS = 2  # per token of the context: prompts of fewer take the generator no time
 _FLAT = 1.5  # most growth of a step that hardly grows with its candidates
 _REWARDS_PATH = "selection.rewards"
-_LIKELY = WeightedReward(LIKELIHOOD)
+_LIKELY = c.WeightedReward(LIKELIHOOD)
 # Of a backend that does not describe itself, or of another program on its port.
 _AWAY = (Unavailable, Overloaded, InternalError)
 
@@ -80,30 +65,30 @@ class Rewards(Protocol):
     """A reward service, or all of them."""
 
     def open(
-        self, name: str, prompt: Prompt, data: str = ""
-    ) -> AbstractAsyncContextManager[ScoringSession]: ...
+        self, name: str, prompt: c.Prompt, data: str = ""
+    ) -> AbstractAsyncContextManager[c.ScoringSession]: ...
 
-    async def describe(self) -> Sequence[RewardDescription]: ...
+    async def describe(self) -> Sequence[c.RewardDescription]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What requests get that do not name it; the docstrings of the settings describe each."""
 
-    schedule: Schedule | None = None  # None: by the generator
-    n: int = DEFAULT_N
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    rewards: tuple[WeightedReward, ...] = ()  # none: the first that is served
+    schedule: c.Schedule | None = None  # None: by the generator
+    n: int = c.DEFAULT_N
+    max_tokens: int = c.DEFAULT_MAX_TOKENS
+    rewards: tuple[c.WeightedReward, ...] = ()  # none: the first that is served
 
-    def schedule_for(self, generator: GeneratorDescription) -> Schedule:
+    def schedule_for(self, generator: c.GeneratorDescription) -> c.Schedule:
         """Where a step costs the same for one candidate as for many, a cut saves tokens of which
         only other requests have use; so the first one waits until prefixes predict more."""
         is_flat = 0 < generator.step_growth < _FLAT
-        return self.schedule or Schedule(first=64 if is_flat else Schedule().first)
+        return self.schedule or c.Schedule(first=64 if is_flat else c.Schedule().first)
 
     def filled(
-        self, request: GenerationRequest, generator: GeneratorDescription
-    ) -> GenerationRequest:
+        self, request: c.GenerationRequest, generator: c.GeneratorDescription
+    ) -> c.GenerationRequest:
         """The request with what it leaves to the orchestrator, except the reward."""
         selection, sampling = request.selection, request.sampling
         if "schedule" in request.absent:
@@ -132,9 +117,9 @@ class Plan:
     `reward_order` has, for each of the caller's rewards in order, its index among the sorted ones.
     """
 
-    request: GenerationRequest
+    request: c.GenerationRequest
     reward_order: tuple[int, ...]
-    scorers: tuple[Scorer, ...]  # one per reward of the request
+    scorers: tuple[c.Scorer, ...]  # one per reward of the request
     candidate_tokens: int  # upper bound, for admission
     grown_tokens: int  # most of these that candidates may grow to
     tenant: str
@@ -157,9 +142,9 @@ class Plan:
         return self.time_left_s - (time.perf_counter() - self.arrived)
 
     @property
-    def cache(self) -> CacheControl:
+    def cache(self) -> c.CacheControl:
         """Use of the cache; a likelihood in place of unknown rewards is neither read nor stored."""
-        return CacheControl.BYPASS if self.has_no_rewards else self.request.cache
+        return c.CacheControl.BYPASS if self.has_no_rewards else self.request.cache
 
 
 class Planner:
@@ -167,7 +152,7 @@ class Planner:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: c.Generator,
         rewards: Rewards,
         defaults: Defaults = Defaults(),
         *,
@@ -185,7 +170,7 @@ class Planner:
 
     async def plan(
         self,
-        request: GenerationRequest,
+        request: c.GenerationRequest,
         tenant: str,
         share: Share,
         violations: Sequence[Violation],
@@ -202,8 +187,8 @@ class Planner:
         generator = await self._generator.get()
         request = self._defaults.filled(request, generator)
         problems = [*violations, *_check_against(generator, request)]
-        named: Sequence[WeightedReward] = (_LIKELY,)
-        served: dict[str, RewardDescription] = {}
+        named: Sequence[c.WeightedReward] = (_LIKELY,)
+        served: dict[str, c.RewardDescription] = {}
         away: SpecrejError | None = None
         most = 0
         if not problems:  # the other checks need valid fields
@@ -251,25 +236,25 @@ class Planner:
             model=adapter or generator.model,
         )
 
-    def _extract_of(self, vote: Vote | None) -> Extract:
+    def _extract_of(self, vote: c.Vote | None) -> Extract:
         return extractor(vote, self._extractors) if vote else _no_vote
 
     def _scorer(
-        self, reward: WeightedReward, index: int, served: RewardDescription | None
-    ) -> Scorer:
+        self, reward: c.WeightedReward, index: int, served: c.RewardDescription | None
+    ) -> c.Scorer:
         """The scorer of a reward, which is the one at `index` in the request."""
         if reward.name == LIKELIHOOD:
             return LikelihoodScorer()
         path = f"{_REWARDS_PATH}[{index}]."
         takes_images = served is not None and served.takes_images
 
-        def open_session(prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]:
+        def open_session(prompt: c.Prompt) -> AbstractAsyncContextManager[c.ScoringSession]:
             read = prompt if takes_images else prompt.without_images
             return _placed(self._rewards.open(reward.name, read, reward.data), path)
 
         return open_session
 
-    def _check_vote(self, vote: Vote | None) -> Sequence[Violation]:
+    def _check_vote(self, vote: c.Vote | None) -> Sequence[Violation]:
         try:
             if vote:
                 extractor(vote, self._extractors)
@@ -278,8 +263,8 @@ class Planner:
         return ()
 
     async def reward_for(
-        self, prompt: Prompt, responses: Sequence[str], name: str, data: str
-    ) -> tuple[str, Prompt]:
+        self, prompt: c.Prompt, responses: Sequence[str], name: str, data: str
+    ) -> tuple[str, c.Prompt]:
         """The reward that scores these, the default for "", and what it reads of the prompt.
 
         Raises:
@@ -310,14 +295,14 @@ class Planner:
         served = [reward.name for reward in await self._served.get()]
         return tuple(dict.fromkeys((*first, *served, LIKELIHOOD)))
 
-    async def _default(self) -> tuple[WeightedReward, ...]:
+    async def _default(self) -> tuple[c.WeightedReward, ...]:
         """The rewards of requests that name none."""
         if self._defaults.rewards:
             return self._defaults.rewards
         served = await self._served.get()
         if not served:
             raise Unavailable("a reward service serves no reward")
-        return (WeightedReward(served[0].name),)
+        return (c.WeightedReward(served[0].name),)
 
 
 class _LastDescription(Generic[T]):
@@ -340,8 +325,8 @@ class _LastDescription(Generic[T]):
 
 @asynccontextmanager
 async def _placed(
-    opening: AbstractAsyncContextManager[ScoringSession], path: str
-) -> AsyncIterator[ScoringSession]:
+    opening: AbstractAsyncContextManager[c.ScoringSession], path: str
+) -> AsyncIterator[c.ScoringSession]:
     """A scoring session, whose errors about its data have the request's paths."""
     async with AsyncExitStack() as stack:
         try:
@@ -370,7 +355,7 @@ def _one_spelling(data: str) -> str:
 
 
 def _check_data(
-    rewards: Sequence[WeightedReward], served: Mapping[str, RewardDescription]
+    rewards: Sequence[c.WeightedReward], served: Mapping[str, c.RewardDescription]
 ) -> Iterator[Violation]:
     for index, reward in enumerate(rewards):
         if reward.data and not (reward.name in served and served[reward.name].takes_data):
@@ -378,7 +363,9 @@ def _check_data(
             yield Violation(path, f"must be empty: {reward.name} takes none")
 
 
-def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
+def _candidate_tokens(
+    request: c.GenerationRequest, n: int, generator: c.GeneratorDescription
+) -> int:
     """The cost of a request: the tokens that `n` candidates may grow to (at most the generator's
     slots), plus the prompt's tokens (estimated), plus one per prefix that may be scored and one per
     value that may be returned."""
@@ -390,7 +377,7 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     return grown + scored + read + min(selection.return_candidates, n) * values
 
 
-def _grown_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
+def _grown_tokens(request: c.GenerationRequest, n: int, generator: c.GeneratorDescription) -> int:
     return min(n * request.sampling.max_tokens, _capacity(generator))
 
 
@@ -399,7 +386,7 @@ def characters_to_tokens(characters: int) -> int:
     return characters // _TOKEN_CHARACTERS
 
 
-def _characters(request: GenerationRequest) -> int:
+def _characters(request: c.GenerationRequest) -> int:
     prompt = request.prompt
     tools = sum(len(tool.description) + len(tool.parameters) for tool in prompt.tools)
     calls = sum(len(call.arguments) for turn in prompt.turns for call in turn.tool_calls)
@@ -408,7 +395,7 @@ def _characters(request: GenerationRequest) -> int:
 
 
 def _check_against(
-    generator: GeneratorDescription, request: GenerationRequest
+    generator: c.GeneratorDescription, request: c.GenerationRequest
 ) -> Iterator[Violation]:
     limits = (generator.context_tokens, generator.max_candidates, generator.vocabulary)
     yield from check_request(request, *limits)
@@ -419,7 +406,7 @@ def _check_against(
 
 
 def _check_parts(
-    generator: GeneratorDescription, request: GenerationRequest
+    generator: c.GeneratorDescription, request: c.GenerationRequest
 ) -> Iterator[Violation]:
     """What tools, images and reasoning exclude."""
     prompt, sampling = request.prompt, request.sampling
@@ -435,31 +422,33 @@ def _check_parts(
 
 
 def _fingerprint_of(
-    rewards: Sequence[WeightedReward], served: Mapping[str, RewardDescription]
+    rewards: Sequence[c.WeightedReward], served: Mapping[str, c.RewardDescription]
 ) -> str:
     own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
     return fingerprint_of(tuple(rewards), tuple(own))
 
 
 def _as_run(
-    request: GenerationRequest, generator: GeneratorDescription, rewards: Sequence[WeightedReward]
-) -> GenerationRequest:
+    request: c.GenerationRequest,
+    generator: c.GeneratorDescription,
+    rewards: Sequence[c.WeightedReward],
+) -> c.GenerationRequest:
     """The request with these rewards, as the generator can run it."""
     selection = replace(request.selection, rewards=tuple(rewards))
-    if generator.whole_answers or selection.algorithm is Algorithm.BEST_OF_N:
-        selection = replace(selection, algorithm=Algorithm.BEST_OF_N, alpha=0.0)
+    if generator.whole_answers or selection.algorithm is c.Algorithm.BEST_OF_N:
+        selection = replace(selection, algorithm=c.Algorithm.BEST_OF_N, alpha=0.0)
     is_drawn_anew = generator.ignores_seeds and request.sampling.temperature > 0
-    cache = CacheControl.BYPASS if is_drawn_anew else request.cache
+    cache = c.CacheControl.BYPASS if is_drawn_anew else request.cache
     return replace(request, selection=selection, cache=cache)
 
 
-def _must_check(request: GenerationRequest, generator: GeneratorDescription) -> bool:
+def _must_check(request: c.GenerationRequest, generator: c.GeneratorDescription) -> bool:
     """Whether the generator must look at the request before it holds a permit."""
     is_long = _characters(request) > _SURE_CHARACTERS * generator.context_tokens
     return is_long or bool(request.sampling.structured_output or request.prompt.tools)
 
 
-def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str:
+def _adapter(request: c.GenerationRequest, generator: c.GeneratorDescription) -> str:
     """The adapter that the request names, or an empty text.
 
     Raises:
@@ -472,7 +461,7 @@ def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str
     return request.model if request.model in generator.adapters else ""
 
 
-def _most_candidates(request: GenerationRequest, generator: GeneratorDescription) -> int:
+def _most_candidates(request: c.GenerationRequest, generator: c.GeneratorDescription) -> int:
     """Most candidates of a request; n = 0: as many as one generator holds at their first cut."""
     selection = request.selection
     first = first_round_tokens(schedule_of(selection), request.sampling.max_tokens)
@@ -483,16 +472,16 @@ def _most_candidates(request: GenerationRequest, generator: GeneratorDescription
     return max(selection.n or most, selection.min_answers, width)
 
 
-def _capacity(generator: GeneratorDescription) -> int:
+def _capacity(generator: c.GeneratorDescription) -> int:
     """Slots that a request can own: those of one generator."""
     return generator.session_slots or generator.slots.capacity
 
 
 def _check_batches(
-    request: GenerationRequest,
-    rewards: Sequence[WeightedReward],
+    request: c.GenerationRequest,
+    rewards: Sequence[c.WeightedReward],
     n: int,
-    served: Mapping[str, RewardDescription],
+    served: Mapping[str, c.RewardDescription],
 ) -> Iterator[Violation]:
     """Every reward must accept all candidates in one batch; `n` is the most there may be."""
     for index, reward in enumerate(rewards):

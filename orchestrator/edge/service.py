@@ -24,29 +24,8 @@ from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run, spec_of
 from orchestrator.loop.scoring import checked
 from orchestrator.observe.requests import ObservedRequest, RequestRecords, note_request
+from specrej import contracts as c
 from specrej import telemetry
-from specrej.contracts import (
-    Admitted,
-    AnswerParts,
-    AnswerSource,
-    BackendState,
-    Candidate,
-    Degradation,
-    Event,
-    Finished,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    Generator,
-    PartsDelta,
-    Progress,
-    Prompt,
-    RankedCandidate,
-    RoundCompleted,
-    Scores,
-    ServiceDescription,
-    TextDelta,
-)
 from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
 from specrej.security import Share
 from specrej.telemetry import names
@@ -57,7 +36,7 @@ class Orchestrator:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: c.Generator,
         rewards: Rewards,
         cache: Cache,
         admission: Admission,
@@ -65,7 +44,7 @@ class Orchestrator:
         defaults: Defaults = Defaults(),  # noqa: B008
         extractors: Mapping[str, Extract] = MappingProxyType({}),
         records: RequestRecords | None = None,
-        backends: Callable[[], Sequence[BackendState]] = tuple,
+        backends: Callable[[], Sequence[c.BackendState]] = tuple,
     ) -> None:
         """`extractors`: functions of votes by name."""
         self._defaults = defaults
@@ -81,14 +60,14 @@ class Orchestrator:
         self._backends = backends
         self._process_id = uuid.uuid4().hex
 
-    async def describe(self, *, with_backends: bool = False) -> ServiceDescription:
+    async def describe(self, *, with_backends: bool = False) -> c.ServiceDescription:
         """Models, rewards and load; with addresses and states of the backends on request.
 
         Raises:
             SpecrejError: a backend is away.
         """
         generator = await self._generator.describe()
-        return ServiceDescription(
+        return c.ServiceDescription(
             generator=generator,
             rewards=await self._planner.reward_names(),
             cache_available=await self._cache.redis.available(),
@@ -104,8 +83,8 @@ class Orchestrator:
 
     async def generate(
         self,
-        request: GenerationRequest,
-        emit: Callable[[Event], None],
+        request: c.GenerationRequest,
+        emit: Callable[[c.Event], None],
         *,
         tenant: str,
         share: Share,
@@ -137,7 +116,7 @@ class Orchestrator:
             time_left_s=time_left_s,
         ) as observed:
 
-            def deliver(event: Event) -> None:
+            def deliver(event: c.Event) -> None:
                 observed.add(event)
                 emit(_for_caller(event, request_id, plan.reward_order))
 
@@ -151,12 +130,12 @@ class Orchestrator:
                 left_s=lambda: plan.left_s,
                 made_by=(plan.generator_fingerprint, plan.reward_fingerprint),
             )
-            self._totals["num_cached"] += source is AnswerSource.CACHE
-            deliver(Finished(generation, source))
+            self._totals["num_cached"] += source is c.AnswerSource.CACHE
+            deliver(c.Finished(generation, source))
 
     async def score(
         self,
-        prompt: Prompt,
+        prompt: c.Prompt,
         responses: Sequence[str],
         *,
         reward: str,
@@ -165,15 +144,15 @@ class Orchestrator:
         tenant: str,
         share: Share,
         time_left_s: float = math.inf,
-    ) -> tuple[str, Scores]:
+    ) -> tuple[str, c.Scores]:
         """The name of the reward ("" is the default), and its score for each response.
 
         Raises:
             SpecrejError: see `specrej.contracts.errors`.
         """
         name, prompt = await self._planner.reward_for(prompt, responses, reward, data)
-        finish = None if unfinished else FinishReason.STOP
-        candidates = [Candidate(n, text, 0, 0.0, finish) for n, text in enumerate(responses)]
+        finish = None if unfinished else c.FinishReason.STOP
+        candidates = [c.Candidate(n, text, 0, 0.0, finish) for n, text in enumerate(responses)]
         tokens = characters_to_tokens(sum(map(len, responses)))
         try:
             async with (
@@ -191,9 +170,9 @@ class Orchestrator:
         self,
         plan: Plan,
         observed: ObservedRequest,
-        deliver: Callable[[Event], None],
+        deliver: Callable[[c.Event], None],
         within: WithinRounds | None,
-    ) -> Generation:
+    ) -> c.Generation:
         """The answer of a run; its other events are delivered."""
         salt = tenant_digest(plan.tenant)  # the generator knows a tenant by it
         async with AsyncExitStack() as stack:
@@ -225,10 +204,10 @@ class Orchestrator:
             try:
                 async with aclosing(events):
                     async for event in events:
-                        if isinstance(event, Finished):
+                        if isinstance(event, c.Finished):
                             answer = _completed(event.generation, plan, queue_ms, before_run_ms)
                             continue
-                        if isinstance(event, RoundCompleted):
+                        if isinstance(event, c.RoundCompleted):
                             self._totals["generated_tokens"] += event.trace.generated_tokens
                             permit.unused = max(0, permit.unused - event.trace.generated_tokens)
                         deliver(event)
@@ -245,13 +224,13 @@ class Orchestrator:
 
 
 def _completed(
-    generation: Generation, plan: Plan, queue_ms: float, before_run_ms: float
-) -> Generation:
+    generation: c.Generation, plan: Plan, queue_ms: float, before_run_ms: float
+) -> c.Generation:
     """A run's answer with times since the request's arrival, and what the plan adds."""
     timings = generation.timings
-    added = (Degradation.REWARD,) if plan.has_no_rewards else ()
+    added = (c.Degradation.REWARD,) if plan.has_no_rewards else ()
     degradations = (*generation.degradations, *added)
-    judge = "" if Degradation.REWARD in degradations else plan.reward_fingerprint
+    judge = "" if c.Degradation.REWARD in degradations else plan.reward_fingerprint
     return replace(
         generation,
         degradations=degradations,
@@ -276,23 +255,23 @@ def _with_public_paths(error: InvalidRequest) -> InvalidRequest:
     return InvalidRequest(violations, reason=error.reason, metadata=error.metadata)
 
 
-def _for_caller(event: Event, request_id: str, reward_order: Sequence[int]) -> Event:
+def _for_caller(event: c.Event, request_id: str, reward_order: Sequence[int]) -> c.Event:
     """An event with the request's id, and raw scores in the order of the caller's rewards."""
     match event:
-        case Admitted():
+        case c.Admitted():
             return replace(event, request_id=request_id)
-        case Finished(generation):
+        case c.Finished(generation):
             candidates = tuple(
                 replace(_in_order(ranked, reward_order), parts=_named(ranked.parts, request_id))
                 for ranked in generation.candidates
             )
             generation = replace(generation, candidates=candidates, request_id=request_id)
-            return Finished(generation, event.source)
+            return c.Finished(generation, event.source)
         case _:
             return event
 
 
-P = TypeVar("P", AnswerParts, PartsDelta)
+P = TypeVar("P", c.AnswerParts, c.PartsDelta)
 
 
 def _named(parts: P | None, request_id: str) -> P | None:
@@ -301,19 +280,21 @@ def _named(parts: P | None, request_id: str) -> P | None:
     if not parts or not parts.tool_calls:
         return parts
     prefix = f"call_{request_id[:12]}_"
-    calls = [replace(c, id=c.id.replace("call_", prefix, 1)) for c in parts.tool_calls]
+    calls = [replace(call, id=call.id.replace("call_", prefix, 1)) for call in parts.tool_calls]
     return replace(parts, tool_calls=tuple(calls))
 
 
 def _emit_named(
-    emit: Callable[[Progress | TextDelta], None], request_id: str, event: Progress | TextDelta
+    emit: Callable[[c.Progress | c.TextDelta], None],
+    request_id: str,
+    event: c.Progress | c.TextDelta,
 ) -> None:
-    if isinstance(event, TextDelta):
+    if isinstance(event, c.TextDelta):
         event = replace(event, parts=_named(event.parts, request_id))
     emit(event)
 
 
-def _in_order(ranked: RankedCandidate, reward_order: Sequence[int]) -> RankedCandidate:
+def _in_order(ranked: c.RankedCandidate, reward_order: Sequence[int]) -> c.RankedCandidate:
     # After a fallback there is one value, the likelihood, whatever the rewards were.
     if len(ranked.rewards) != len(reward_order):
         return ranked

@@ -13,15 +13,8 @@ from typing import Any
 from orchestrator.background import converted, in_thread
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
-from specrej.contracts import (
-    Event,
-    Finished,
-    Progress,
-    Prompt,
-    RoundCompleted,
-    TextDelta,
-    wire,
-)
+from specrej import contracts as c
+from specrej.contracts import wire
 from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
 from specrej.server.serving import Context, Service, time_left_s
@@ -44,15 +37,15 @@ class _Unread:
     """
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
+        self._events: deque[c.Event] = deque()
         self._size = 0
         self._is_over = False
         self._changed = asyncio.Event()
 
-    def add(self, event: Event) -> None:
-        if (isinstance(event, Progress) and len(self._events) > _FEW_EVENTS) or self._is_over:
+    def add(self, event: c.Event) -> None:
+        if (isinstance(event, c.Progress) and len(self._events) > _FEW_EVENTS) or self._is_over:
             return
-        if isinstance(event, RoundCompleted):
+        if isinstance(event, c.RoundCompleted):
             self._size += _size(event)
             if self._size > _MAX_SIZE:
                 self._events = deque(map(_shortened, self._events))
@@ -70,7 +63,7 @@ class _Unread:
         self._events.clear()
         self._is_over = True
 
-    async def next(self) -> Event | None:
+    async def next(self) -> c.Event | None:
         """The next event, once there is one; None: there will be none."""
         while not self._events:
             if self._is_over:
@@ -82,16 +75,16 @@ class _Unread:
         return event
 
 
-def _size(event: Event) -> int:
-    if not isinstance(event, RoundCompleted):
+def _size(event: c.Event) -> int:
+    if not isinstance(event, c.RoundCompleted):
         return 0
     texts = sum(len(item.text) for item in event.texts)
     return texts + len(event.best_text) + len(event.survivors)
 
 
-def _shortened(event: Event) -> Event:
+def _shortened(event: c.Event) -> c.Event:
     """A round in numbers only."""
-    return RoundCompleted(event.trace, (), "") if isinstance(event, RoundCompleted) else event
+    return c.RoundCompleted(event.trace, (), "") if isinstance(event, c.RoundCompleted) else event
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -112,7 +105,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
-        last: deque[Event] = deque(maxlen=1)
+        last: deque[c.Event] = deque(maxlen=1)
         await self._run(request, last.append)
         return await converted(_answer_reply, last[0])
 
@@ -129,10 +122,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             is_first, sent = True, ""
             left_s = _UNREAD_S if self._least_bytes_s else math.inf
             while event := await unread.next():
-                if isinstance(event, TextDelta):
+                if isinstance(event, c.TextDelta):
                     sent += event.text
-                elif isinstance(event, Finished) and sent == event.generation.best.text:
-                    event = Finished(event.generation.with_text(""))
+                elif isinstance(event, c.Finished) and sent == event.generation.best.text:
+                    event = c.Finished(event.generation.with_text(""))
                 message = await converted(wire.event_to_message, event)
                 if is_first:
                     is_first = False
@@ -156,7 +149,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.OrchestratorServiceScoreRequest, context: Context
     ) -> pb.OrchestratorServiceScoreResponse:
         reward, scores = await self._orchestrator.score(
-            wire.from_message(request.prompt, Prompt),
+            wire.from_message(request.prompt, c.Prompt),
             request.responses,
             reward=request.reward,
             unfinished=request.unfinished,
@@ -196,7 +189,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def _run(
         self,
         message: pb.GenerateRequest,
-        emit: Callable[[Event], None],
+        emit: Callable[[c.Event], None],
         within: WithinRounds | None = None,
     ) -> None:
         violations: list[Violation] = []
@@ -213,6 +206,6 @@ def _of_call() -> dict[str, Any]:
     return {"tenant": caller.tenant, "share": caller.share, "time_left_s": left_s}
 
 
-def _answer_reply(event: Event) -> pb.GenerateResponse:
-    assert isinstance(event, Finished), "the last event of every run"
+def _answer_reply(event: c.Event) -> pb.GenerateResponse:
+    assert isinstance(event, c.Finished), "the last event of every run"
     return wire.generation_to_message(event.generation)

@@ -33,32 +33,9 @@ from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import Extract, RunState
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token, schedule_of
 from orchestrator.loop.scoring import RequestScorer, Wants
+from specrej import contracts as c
 from specrej import telemetry
 from specrej.answer_form import answer_text
-from specrej.contracts import (
-    Admitted,
-    Algorithm,
-    AnswerParts,
-    Candidate,
-    Degradation,
-    Event,
-    Finished,
-    Forks,
-    Generation,
-    GenerationRequest,
-    Generator,
-    GeneratorLost,
-    Round,
-    RoundCompleted,
-    RoundEnd,
-    RoundTrace,
-    Sampling,
-    Scorer,
-    Selection,
-    Session,
-    SessionSpec,
-    WeightedReward,
-)
 from specrej.contracts.errors import (
     DeadlineExceeded,
     InternalError,
@@ -88,14 +65,14 @@ _STRIDE_TOKENS = 2**20
 _WATCHED_TOKENS, _COSTLY_TOKENS = 16, 64
 
 # The rewards of a request that names none: the scorer's values as they are.
-_UNWEIGHTED = (WeightedReward(""),)
+_UNWEIGHTED = (c.WeightedReward(""),)
 
 
 # Whether the calls of an answer that has ended are what its prompt allows.
-AreValid: TypeAlias = Callable[[AnswerParts], Awaitable[bool]]
+AreValid: TypeAlias = Callable[[c.AnswerParts], Awaitable[bool]]
 
 
-async def any_calls(_: AnswerParts) -> bool:
+async def any_calls(_: c.AnswerParts) -> bool:
     """Calls of a prompt without tools."""
     return True
 
@@ -105,9 +82,9 @@ class OutOfTime(Exception):
 
 
 async def run(
-    request: GenerationRequest,
-    generator: Generator,
-    scorers: Scorer | Sequence[Scorer],
+    request: c.GenerationRequest,
+    generator: c.Generator,
+    scorers: c.Scorer | Sequence[c.Scorer],
     cache_salt: str = "",
     time_left_s: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
@@ -117,7 +94,7 @@ async def run(
     cheap: Collection[str] = (),
     extract: Extract = lambda _: None,
     are_valid: AreValid = any_calls,
-) -> AsyncGenerator[Event, None]:
+) -> AsyncGenerator[c.Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
     `scorers` has one scorer per reward of the request, in the request's order. The generator shares
@@ -173,12 +150,12 @@ async def run(
         raise Unavailable("a generator was lost, and the text of the other one differs")
     if progress:
         progress.end(generation.best)
-    yield Finished(generation)
+    yield c.Finished(generation)
 
 
-def spec_of(request: GenerationRequest, cache_salt: str) -> SessionSpec:
+def spec_of(request: c.GenerationRequest, cache_salt: str) -> c.SessionSpec:
     """The session of a request, as one wave."""
-    return SessionSpec(
+    return c.SessionSpec(
         request.prompt,
         request.selection.n,
         sampling_of(request),
@@ -189,13 +166,13 @@ def spec_of(request: GenerationRequest, cache_salt: str) -> SessionSpec:
     )
 
 
-def uses_confidence(selection: Selection) -> bool:
+def uses_confidence(selection: c.Selection) -> bool:
     """Whether the loop needs the most probable tokens of each step."""
     is_weight = selection.vote is not None and selection.vote.weight == "confidence"
     return is_weight or selection.confidence_cut is not None
 
 
-def sampling_of(request: GenerationRequest) -> Sampling:
+def sampling_of(request: c.GenerationRequest) -> c.Sampling:
     """The request's, with the log-probabilities that confidences need."""
     sampling = request.sampling
     if not uses_confidence(request.selection):
@@ -208,9 +185,9 @@ def sampling_of(request: GenerationRequest) -> Sampling:
 class _Run:
     """One request at one generator, and its sessions from their opening to their end."""
 
-    request: GenerationRequest
-    generator: Generator
-    scorers: Sequence[Scorer]
+    request: c.GenerationRequest
+    generator: c.Generator
+    scorers: Sequence[c.Scorer]
     cache_salt: str
     weight: float
     cheap: frozenset[str]
@@ -222,7 +199,7 @@ class _Run:
     progress: ProgressReporter | None
     like: str = ""  # the fingerprint of the generator that was lost
     deadline: DeadlineController = field(init=False)
-    session: Session = field(init=False)
+    session: c.Session = field(init=False)
     scorer: RequestScorer = field(init=False)
     state: RunState = field(init=False)
     is_lost: bool = False  # whether the generator was lost before the end
@@ -238,11 +215,11 @@ class _Run:
             self.time_left_s,
             self.clock,
             selection.min_answers,
-            can_reject=selection.algorithm is not Algorithm.BEST_OF_N and selection.cuts_by_rank,
+            can_reject=selection.algorithm is not c.Algorithm.BEST_OF_N and selection.cuts_by_rank,
         )
 
     @property
-    def rewards(self) -> tuple[WeightedReward, ...]:
+    def rewards(self) -> tuple[c.WeightedReward, ...]:
         return self.request.selection.rewards or _UNWEIGHTED
 
     def _ends(self, max_tokens: int) -> tuple[Callable[[int], int], int]:
@@ -251,7 +228,7 @@ class _Run:
         # Cached: the controller extrapolates over all decision tokens, often in a round.
         return cache(partial(next_decision_token, schedule, max_tokens=max_tokens)), max_tokens
 
-    async def events(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
+    async def events(self) -> AsyncGenerator[c.Admitted | c.RoundCompleted, None]:
         """Open the sessions, and run until no candidate is live, the time is over, or the generator
         is lost.
 
@@ -286,11 +263,11 @@ class _Run:
                 if self._is_open:
                     _count_fates(self.state)
 
-    async def _wave(self) -> AsyncGenerator[Admitted | RoundCompleted, None]:
+    async def _wave(self) -> AsyncGenerator[c.Admitted | c.RoundCompleted, None]:
         """The rounds of one wave."""
         state = self.state
         if state.wave == 1:
-            yield Admitted(state.n, state.prompt_tokens)
+            yield c.Admitted(state.n, state.prompt_tokens)
         while state.live and not (self.deadline.is_over or state.stopped_by):
             completed = await self._round()
             if len(state.rounds) == 1:
@@ -303,7 +280,7 @@ class _Run:
         state, selection = self.state, self.request.selection
         if not selection.may_stop:
             return
-        if Degradation.REWARD in state.degradations:
+        if c.Degradation.REWARD in state.degradations:
             selection = replace(selection, stop_at=None)  # likelihoods do not compare with it
         scores = [row.final.score for row in state.rows.values() if row.is_complete and row.final]
         left = state.num_left
@@ -319,9 +296,9 @@ class _Run:
         if not (self.request.allow_degraded and self.state.ended):
             reason = "a generator was lost, and no other one could answer the request"
             raise Unavailable(reason) from error
-        self.state.degradations.append(Degradation.GENERATOR)
+        self.state.degradations.append(c.Degradation.GENERATOR)
 
-    def generation(self) -> Generation:
+    def generation(self) -> c.Generation:
         """The answer, once the rounds are over.
 
         Raises:
@@ -329,7 +306,7 @@ class _Run:
         """
         state, selection = self.state, self.request.selection
         num_ended = len(state.ended)
-        is_whole = Degradation.GENERATOR in state.degradations or state.stopped_by
+        is_whole = c.Degradation.GENERATOR in state.degradations or state.stopped_by
         is_late = bool(state.live) and not is_whole
         if not num_ended or (is_late and num_ended < selection.min_answers):
             state.cut_short(may_degrade=self.request.allow_degraded)
@@ -384,7 +361,7 @@ class _Run:
         if self.progress:
             self.progress.begin(form)
 
-    async def _open(self, stack: AsyncExitStack, ids: range) -> Session:
+    async def _open(self, stack: AsyncExitStack, ids: range) -> c.Session:
         spec = spec_of(self.request, self.cache_salt)
         like = self.state.generator_fingerprint if ids.start else self.like
         spec = replace(spec, n=len(ids), first_id=ids.start, like=like, weight=self.weight)
@@ -438,15 +415,15 @@ class _Run:
             yield
         except OutOfTime:
             pass
-        except GeneratorLost:
+        except c.GeneratorLost:
             self.is_lost = True
         except (Unavailable, InternalError) as error:
             has_answer = self.request.allow_degraded and self.state.ended
             if isinstance(error, RewardInvalid) or not has_answer:
                 raise
-            self.state.degradations.append(Degradation.GENERATOR)
+            self.state.degradations.append(c.Degradation.GENERATOR)
 
-    async def _round(self) -> RoundCompleted:
+    async def _round(self) -> c.RoundCompleted:
         """Extend all live candidates, score them, reject the lowest, free their slots."""
         state, times, self._is_check = self.state, [self.clock()], False
         with telemetry.span(names.SPAN_ROUND, {names.ROUND_NUMBER: len(state.rounds) + 1}) as span:
@@ -467,11 +444,11 @@ class _Run:
             span.set_attributes(_attributes(trace))
         survivors = tuple(sorted(state.live))
         if self.progress and self.progress.sent:  # the deltas have the best text
-            return RoundCompleted(trace, survivors, "")
+            return c.RoundCompleted(trace, survivors, "")
         texts = self.progress.texts(ended, trace) if self.progress else ()
-        return RoundCompleted(trace, survivors, state.best_text(), texts)
+        return c.RoundCompleted(trace, survivors, state.best_text(), texts)
 
-    async def _divide(self, ended: Round) -> None:
+    async def _divide(self, ended: c.Round) -> None:
         """Find the parts of answers that have ended, those that are not valid, and the candidates
         that still reason."""
         self._spared = self._reasoning(ended)
@@ -479,21 +456,21 @@ class _Run:
             row = self.state.rows[candidate.id]
             if candidate.finish:
                 self.state.divide(row)
-                parts = row.parts or AnswerParts(candidate.text)
+                parts = row.parts or c.AnswerParts(candidate.text)
                 row.is_invalid = row.is_invalid or not await self.are_valid(parts)
 
-    def _reasoning(self, grown: Round) -> set[int]:
+    def _reasoning(self, grown: c.Round) -> set[int]:
         """The live candidates that cuts leave alone: they still reason and have no text to score.
         All are cut where slots or time are short, and with branching, which counts all."""
         form, selection = self.state.form, self.request.selection
-        is_short = self.deadline.hurried or grown.ended_by is RoundEnd.SLOTS_FULL
+        is_short = self.deadline.hurried or grown.ended_by is c.RoundEnd.SLOTS_FULL
         are_ranked = selection.score_thinking or selection.branching or is_short
         if are_ranked or not form.thinking_end:
             return set()
         live = (one for one in grown.candidates if not one.finish)
         return {one.id for one in live if not answer_text(one.text, form)}
 
-    async def _extend(self) -> Round:
+    async def _extend(self) -> c.Round:
         """Grow to the next decision token, in strides short enough to notice a near deadline.
 
         A stride that fails ends the round with what was reported before, and the next round raises
@@ -524,7 +501,7 @@ class _Run:
                 return growing.whole
             position, rows = part.num_tokens, rows - _num_ended(part)
             whole = growing.add(part, rows)
-            if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
+            if part.ended_by is not c.RoundEnd.DECISION_TOKEN or position >= until or not rows:
                 return whole
             if self.deadline.is_over or self.deadline.must_cut(position, until, rows):
                 self.deadline.hurried = True
@@ -544,12 +521,12 @@ class _Run:
     @property
     def _vetoing(self) -> set[int]:
         """The indices of rewards that veto within rounds."""
-        if Degradation.REWARD in self.state.degradations:
+        if c.Degradation.REWARD in self.state.degradations:
             return set()
         rewards = enumerate(self.rewards)
         return {i for i, r in rewards if r.veto_below is not None and r.name in self.cheap}
 
-    async def _is_notable(self, grown: Round) -> bool:
+    async def _is_notable(self, grown: c.Round) -> bool:
         """Whether the round should end here, for an answer that may end the request, or a veto."""
         if self.request.selection.may_stop and _num_ended(grown):
             return True
@@ -562,17 +539,19 @@ class _Run:
             return False
         return scored.is_fallback or any(is_vetoed(raw, self.rewards) for raw in scored.values)
 
-    async def _stride(self, position: int, until: int, rows: int, growing: _GrowingRound) -> Round:
+    async def _stride(
+        self, position: int, until: int, rows: int, growing: _GrowingRound
+    ) -> c.Round:
         began, report = self.clock(), growing.receive if growing.progress else None
         part = await _in_time(self.session.extend(until, report), self.deadline.patience_s)
         _check(part, until, self.deadline.max_tokens)
-        if rows == 1 and part.ended_by is RoundEnd.SLOTS_FULL and part.num_tokens == position:
+        if rows == 1 and part.ended_by is c.RoundEnd.SLOTS_FULL and part.num_tokens == position:
             raise InternalError("a generator has no slot for the last candidate")
         num_tokens, seconds = part.num_tokens - position, self.clock() - began
         self.deadline.note_stride(rows, num_tokens, _num_ended(part), seconds)
         return part
 
-    async def _score(self, ended: Round) -> None:
+    async def _score(self, ended: c.Round) -> None:
         """Score the round's candidates, unless time has run out and none of them has just ended.
 
         A candidate that has just ended can be the answer only if it is scored.
@@ -586,7 +565,7 @@ class _Run:
             return
         vetoing = self._vetoing
 
-        def comes_first(index: int, candidate: Candidate) -> bool:
+        def comes_first(index: int, candidate: c.Candidate) -> bool:
             if self.rewards[index].stage == "end" or candidate.id in self._spared:
                 return False
             return bool(candidate.finish) or not self._is_check or index in vetoing
@@ -597,7 +576,7 @@ class _Run:
         await self._score_by(last, fresh, lambda index, _: self.rewards[index].stage == "end")
 
     async def _score_by(
-        self, candidates: Sequence[Candidate], fresh: Sequence[Candidate], wants: Wants
+        self, candidates: Sequence[c.Candidate], fresh: Sequence[c.Candidate], wants: Wants
     ) -> None:
         """Score those of the candidates that a reward wants; `fresh`: of this round."""
         began, rewards = self.clock(), range(len(self.rewards))
@@ -618,7 +597,7 @@ class _Run:
                 self.state.judge(candidates, self.scorer.replaced(candidates, error))
         self.deadline.note_scoring(len(candidates), self.clock() - began)
 
-    def _compared_again(self, fresh: Sequence[Candidate]) -> list[Candidate]:
+    def _compared_again(self, fresh: Sequence[c.Candidate]) -> list[c.Candidate]:
         """The best that ended earlier, if a reward only compares the candidates of one batch: their
         scores of earlier batches cannot be compared with those of `fresh`. The batch is no larger
         than the planned ones."""
@@ -630,7 +609,7 @@ class _Run:
         best = state.ranking(earlier)[: max(0, most - len(fresh))]
         return [state.rows[number].latest for number in best]
 
-    def _ends_without(self, fresh: Sequence[Candidate]) -> bool:
+    def _ends_without(self, fresh: Sequence[c.Candidate]) -> bool:
         """Whether enough complete candidates are scored without those that ended in this round,
         whose scores are late. If so, these become no answers: their verdicts are of prefixes."""
         late = {candidate.id for candidate in fresh if candidate.finish}
@@ -641,7 +620,7 @@ class _Run:
         self.deadline.hurried = True
         return True
 
-    async def _reject(self, ended: Round) -> tuple[float, Forks, int]:
+    async def _reject(self, ended: c.Round) -> tuple[float, c.Forks, int]:
         """Cut the ranking, then fork; returns the fraction rejected, the forks and freed slots."""
         state, selection, live = self.state, self.request.selection, self.state.live
         alpha = selection.alpha if self.deadline.can_reject and not selection.branching else 0.0
@@ -654,7 +633,7 @@ class _Run:
         kept = self._cut(ended, alpha, live)
         state.keep(kept)
         rejected = live - kept
-        forks: Forks = {}
+        forks: c.Forks = {}
         if selection.branching and not self._is_check:
             alpha = len(rejected) / len(live)
             forks = self._forks(ended)
@@ -672,13 +651,13 @@ class _Run:
         state.discarded_tokens += pruned.discarded_tokens
         return alpha, forks, pruned.freed_slots
 
-    def _cut(self, ended: Round, alpha: float, live: set[int]) -> set[int]:
+    def _cut(self, ended: c.Round, alpha: float, live: set[int]) -> set[int]:
         state, selection = self.state, self.request.selection
         live = live - self._spared
         branching, release = None if self._is_check else selection.branching, 0
-        if ended.ended_by is RoundEnd.SLOTS_FULL:
+        if ended.ended_by is c.RoundEnd.SLOTS_FULL:
             here = [trace for trace in state.rounds if trace.decision_token == ended.num_tokens]
-            num_stalled = sum(trace.ended_by is RoundEnd.SLOTS_FULL for trace in here)
+            num_stalled = sum(trace.ended_by is c.RoundEnd.SLOTS_FULL for trace in here)
             release = rejection.num_released(len(live), ended.num_tokens, num_stalled)
         # With branching no finished candidate is ranked out, and there may be thousands.
         scores = state.scores(live if branching else state.ranked)
@@ -693,11 +672,11 @@ class _Run:
             has_answer=state.has_answer,
         )
 
-    def _forks(self, ended: Round) -> Forks:
+    def _forks(self, ended: c.Round) -> c.Forks:
         """New candidates from the survivors: as many as branching plans and the time allows."""
         state, branching = self.state, self.request.selection.branching
         survivors = state.ranking(state.live)
-        if not branching or not survivors or ended.ended_by is RoundEnd.SLOTS_FULL:
+        if not branching or not survivors or ended.ended_by is c.RoundEnd.SLOTS_FULL:
             return {}
         position, most = state.num_tokens, len(survivors) + state.n + run_state.MAX_FORKS
         growth = self.deadline.next_token(position) - position
@@ -724,19 +703,19 @@ async def _in_time(answer: Awaitable[T], patience_s: float) -> T:
         raise OutOfTime from None
 
 
-def _check(part: Round, until: int, max_tokens: int) -> None:
+def _check(part: c.Round, until: int, max_tokens: int) -> None:
     """Raise InternalError where a generator's answers could keep the loop running for ever."""
-    is_planned = part.ended_by is RoundEnd.DECISION_TOKEN
+    is_planned = part.ended_by is c.RoundEnd.DECISION_TOKEN
     live = [candidate.num_tokens for candidate in part.candidates if candidate.finish is None]
     if is_planned and part.num_tokens != until:
         raise InternalError(f"a generator ended at token {part.num_tokens} instead of {until}")
     if live and (max(live) >= max_tokens or (is_planned and until >= max_tokens)):
         raise InternalError("a generator goes on at max_tokens")
-    if live and part.ended_by is RoundEnd.ALL_FINISHED:
+    if live and part.ended_by is c.RoundEnd.ALL_FINISHED:
         raise InternalError("a generator reports ALL_FINISHED with live candidates")
 
 
-def _num_ended(part: Round) -> int:
+def _num_ended(part: c.Round) -> int:
     return sum(candidate.finish is not None for candidate in part.candidates)
 
 
@@ -746,16 +725,16 @@ class _GrowingRound:
 
     progress: ProgressReporter | None
     is_certain: bool
-    whole: Round | None = None
+    whole: c.Round | None = None
 
-    def receive(self, part: Round) -> None:
+    def receive(self, part: c.Round) -> None:
         """Add a part of a stride."""
         if part.candidates:
             self.whole = _joined(self.whole, part)
         if self.progress:
             self.progress.report(part, is_certain=self.is_certain)
 
-    def add(self, stride: Round, num_live: int) -> Round:
+    def add(self, stride: c.Round, num_live: int) -> c.Round:
         """The round so far, with the rest of a stride."""
         self.whole = whole = _joined(self.whole, stride)
         if self.progress:
@@ -764,7 +743,7 @@ class _GrowingRound:
         return whole
 
 
-def _joined(first: Round | None, second: Round) -> Round:
+def _joined(first: c.Round | None, second: c.Round) -> c.Round:
     """Two parts of a round as one."""
     if not first:
         return second
@@ -788,7 +767,7 @@ def _joined(first: Round | None, second: Round) -> Round:
     )
 
 
-def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:
+def _attributes(trace: c.RoundTrace) -> Mapping[str, Attribute]:
     return {
         names.NUM_STARTED: trace.num_started,
         names.NUM_FINISHED: trace.num_finished,

@@ -16,32 +16,8 @@ from orchestrator.loop.composition import LIKELIHOOD, Verdict, combine, is_vetoe
 from orchestrator.loop.scoring import RawScores, fingerprint_of
 from orchestrator.loop.stopping import confidence, least_confidence, threshold
 from orchestrator.loop.votes import Ballot, Choice, tally, vote_of_calls
+from specrej import contracts as c
 from specrej.answer_form import answer_text, is_malformed, parts_of
-from specrej.contracts import (
-    PLAIN,
-    AnswerForm,
-    AnswerParts,
-    Candidate,
-    CandidateTrace,
-    ConfidenceCut,
-    Degradation,
-    Fate,
-    FinishReason,
-    Fork,
-    Forks,
-    Generation,
-    RankedCandidate,
-    Round,
-    RoundTrace,
-    StopReason,
-    Timings,
-    TokenLogprob,
-    TopLogprobs,
-    Usage,
-    Vote,
-    VoteShare,
-    WeightedReward,
-)
 from specrej.contracts.errors import DeadlineExceeded, InternalError
 
 # Candidates in the rounds of one answer, about 100 bytes each. A round beyond that is traced
@@ -67,15 +43,15 @@ class Row:
     answer that the prompt allows, which counts as a veto.
     """
 
-    latest: Candidate
+    latest: c.Candidate
     raw: tuple[float, ...] = ()
     verdict: Verdict | None = None
     final: Verdict | None = None
     is_ranked_out: bool = False
     parent: int | None = None
     inherited: int = 0
-    drawn: tuple[Candidate, ...] = ()
-    parts: AnswerParts | None = None
+    drawn: tuple[c.Candidate, ...] = ()
+    parts: c.AnswerParts | None = None
     is_invalid: bool = False
     confidences: list[float] = field(default_factory=list)
 
@@ -83,7 +59,7 @@ class Row:
     def is_complete(self) -> bool:
         """Whether it has ended by itself, is scored, and no reward vetoes it."""
         is_scored = self.final is not None and not self.final.vetoed
-        return is_scored and self.latest.finish is FinishReason.STOP
+        return is_scored and self.latest.finish is c.FinishReason.STOP
 
     @property
     def has_ended(self) -> bool:
@@ -100,7 +76,7 @@ class Row:
 
     @property
     def is_truncated(self) -> bool:
-        return self.latest.finish is FinishReason.LENGTH
+        return self.latest.finish is c.FinishReason.LENGTH
 
 
 @dataclass(slots=True)
@@ -109,11 +85,11 @@ class RunState:
 
     n: int
     prompt_tokens: int
-    rewards: tuple[WeightedReward, ...]
-    form: AnswerForm = PLAIN
+    rewards: tuple[c.WeightedReward, ...]
+    form: c.AnswerForm = c.PLAIN
     keeps_tokens: bool = False  # for the log-probabilities of the answers
     keeps_confidences: bool = False
-    vote: Vote | None = None
+    vote: c.Vote | None = None
     extract: Extract = lambda _: None  # what a text votes for
     prefer_complete: bool = False  # whether a truncated answer ranks behind all complete ones
     reduced: bool = False
@@ -130,19 +106,19 @@ class RunState:
     next_id: int = 0  # of the next fork; ids of forks without room are not used again
     reward_tokens: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
-    rounds: list[RoundTrace] = field(default_factory=list)
-    degradations: list[Degradation] = field(default_factory=list)
+    rounds: list[c.RoundTrace] = field(default_factory=list)
+    degradations: list[c.Degradation] = field(default_factory=list)
     judged_by: set[tuple[str, ...]] = field(default_factory=set)  # fingerprints of all rewards
     wave: int = 0
     num_first: int = 0  # candidates of the first wave
-    stopped_by: StopReason | None = None
+    stopped_by: c.StopReason | None = None
     _token_texts: dict[int, bytes] = field(default_factory=dict)
     _num_traced: int = 0  # candidates and forks in `rounds`
     _votes: dict[int, str | None] = field(default_factory=dict)  # of complete candidates
 
     def begin_wave(self, ids: range) -> None:
         """Add candidates without tokens."""
-        self.rows |= {number: Row(Candidate(number, "", 0, 0.0)) for number in ids}
+        self.rows |= {number: Row(c.Candidate(number, "", 0, 0.0)) for number in ids}
         self.next_id = ids.stop
         self.num_tokens = 0
         self.wave += 1
@@ -182,7 +158,7 @@ class RunState:
         """Candidates that are live, or have not begun."""
         return len(self.live) + self.n - sum(row.parent is None for row in self.rows.values())
 
-    def take(self, ended: Round) -> None:
+    def take(self, ended: c.Round) -> None:
         """Add the tokens of a round.
 
         Raises:
@@ -220,7 +196,7 @@ class RunState:
             is_empty = parts.reasoning and not (parts.content or parts.tool_calls)
             row.is_invalid = bool(is_empty) or is_malformed(parts, form)
 
-    def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
+    def judge(self, candidates: Sequence[c.Candidate], scored: RawScores) -> None:
         """Store the raw scores of these candidates, and compute all verdicts that depend on them. A
         reward that has not scored a candidate leaves its former value.
 
@@ -230,9 +206,9 @@ class RunState:
             RewardInvalid: a weighted sum is not finite.
         """
         self.compare = (self.compare or scored.compare) and not scored.is_fallback
-        if scored.is_fallback and Degradation.REWARD not in self.degradations:
-            self.degradations.append(Degradation.REWARD)
-            self.rewards = (WeightedReward(LIKELIHOOD),)
+        if scored.is_fallback and c.Degradation.REWARD not in self.degradations:
+            self.degradations.append(c.Degradation.REWARD)
+            self.rewards = (c.WeightedReward(LIKELIHOOD),)
             self.judged_by.clear()
             for row in self.rows.values():
                 row.raw, row.verdict, row.final = (row.latest.mean_logprob,), None, None
@@ -314,7 +290,7 @@ class RunState:
             return vote_of_calls(row.parts.tool_calls)
         return self.extract(answer_text(row.latest.text, self.form))
 
-    def unconfident(self, cut: ConfidenceCut) -> set[int]:
+    def unconfident(self, cut: c.ConfidenceCut) -> set[int]:
         """Live candidates of a later wave that are less confident than the first wave's threshold.
         None of fewer tokens than a window."""
         if self.wave < 2 or self.num_tokens < cut.window:
@@ -339,14 +315,14 @@ class RunState:
         """
         if not may_degrade or not self.num_tokens:
             raise DeadlineExceeded("too few answers were complete before the deadline")
-        self.degradations.append(Degradation.DEADLINE)
+        self.degradations.append(c.Degradation.DEADLINE)
         for row in self.rows.values():
             if not row.is_live:
                 continue
             if row.parent is not None and row.latest.num_tokens == row.inherited:
                 row.is_ranked_out = True
                 continue
-            row.latest = replace(row.latest, finish=FinishReason.LENGTH)
+            row.latest = replace(row.latest, finish=c.FinishReason.LENGTH)
             # Scores of the last decision token; before the first one, the likelihood.
             row.raw = row.raw or (row.latest.mean_logprob,) * len(self.rewards)
             row.final = row.verdict or Verdict(row.latest.mean_logprob, vetoed=False)
@@ -361,11 +337,11 @@ class RunState:
             if number in kept or row.is_ranked_out:
                 continue
             if row.is_live:
-                row.latest = Candidate(number, "", row.latest.num_tokens, row.latest.logprob)
+                row.latest = c.Candidate(number, "", row.latest.num_tokens, row.latest.logprob)
                 row.drawn = ()
             row.is_ranked_out = True
 
-    def fork(self, forks: Forks) -> None:
+    def fork(self, forks: c.Forks) -> None:
         """Add new live candidates, which continue others: their texts, tokens and values so far."""
         for number, parent in forks.items():
             of = self.rows[parent]
@@ -391,23 +367,23 @@ class RunState:
 
     def trace(
         self,
-        ended: Round,
+        ended: c.Round,
         freed: int,
         times_s: Sequence[float],
         alpha: float,
-        forks: Forks,
+        forks: c.Forks,
         *,
         is_check: bool = False,
-    ) -> RoundTrace:
+    ) -> c.RoundTrace:
         """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
         candidates, num_live, best = ended.candidates, len(self.live), self._best()
         num_finished = sum(candidate.finish is not None for candidate in candidates)
         extend_ms, score_ms, prune_ms = ((end - begin) * 1e3 for begin, end in pairwise(times_s))
         has_room = self._num_traced + len(candidates) + len(forks) <= MAX_TRACED
         fates = self._fates(candidates) if has_room else ()
-        made = tuple(Fork(*fork) for fork in sorted(forks.items())) if has_room else ()
+        made = tuple(c.Fork(*fork) for fork in sorted(forks.items())) if has_room else ()
         self._num_traced += len(fates) + len(made)
-        trace = RoundTrace(
+        trace = c.RoundTrace(
             number=len(self.rounds) + 1,
             decision_token=ended.num_tokens,
             ended_by=ended.ended_by,
@@ -423,7 +399,7 @@ class RunState:
             extend_ms=extend_ms,
             score_ms=score_ms,
             prune_ms=prune_ms,
-            num_vetoed=sum(not c.finish and self.rows[c.id].is_vetoed for c in candidates),
+            num_vetoed=sum(not one.finish and self.rows[one.id].is_vetoed for one in candidates),
             alpha=alpha,
             candidates=fates,
             forks=made,
@@ -433,16 +409,16 @@ class RunState:
         self.rounds.append(trace)
         return trace
 
-    def generation(self, num_candidates: int, total_ms: float) -> Generation:
+    def generation(self, num_candidates: int, total_ms: float) -> c.Generation:
         """The answer, with the best candidates, and what it took."""
         chosen = tuple(map(self._answer, self.answers()[:num_candidates]))
         choices = self.choices()
         total = math.fsum(choice.weight for choice in choices) or 1.0
-        return Generation(
+        return c.Generation(
             candidates=chosen,
             rounds=tuple(self.rounds),
             usage=self._usage(chosen[0].num_tokens),
-            timings=Timings(
+            timings=c.Timings(
                 total_ms=total_ms,
                 open_ms=self.open_ms,
                 extend_ms=sum(trace.extend_ms for trace in self.rounds),
@@ -462,7 +438,7 @@ class RunState:
             relative_scores=self.compare or self._is_relative,
             stopped_by=self.stopped_by,
             votes=tuple(
-                VoteShare(choice.answer[:_MAX_VOTE], choice.weight / total, choice.count)
+                c.VoteShare(choice.answer[:_MAX_VOTE], choice.weight / total, choice.count)
                 for choice in choices[:_MAX_VOTES]
             ),
             num_distinct=len(choices),
@@ -491,29 +467,29 @@ class RunState:
         assert verdict
         return verdict.score
 
-    def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
+    def _fates(self, candidates: Sequence[c.Candidate]) -> tuple[c.CandidateTrace, ...]:
         """Scores and fates of a round's candidates after its cut, best first."""
         lengths = {candidate.id: candidate.num_tokens for candidate in candidates}
         judged = (n for n in lengths if self.rows[n].final or self.rows[n].verdict)
         scores = {number: self._score_of(number) for number in judged}
         return tuple(
-            CandidateTrace(number, scores[number], self._fate(self.rows[number]), lengths[number])
+            c.CandidateTrace(number, scores[number], self._fate(self.rows[number]), lengths[number])
             for number in self._ranked(scores)
         )
 
-    def _fate(self, row: Row) -> Fate:
+    def _fate(self, row: Row) -> c.Fate:
         if row.has_ended:
-            return Fate.FINISHED
+            return c.Fate.FINISHED
         if row.is_live:
-            return Fate.KEPT
-        return Fate.VETOED if row.is_vetoed else Fate.REJECTED
+            return c.Fate.KEPT
+        return c.Fate.VETOED if row.is_vetoed else c.Fate.REJECTED
 
-    def _answer(self, number: int) -> RankedCandidate:
+    def _answer(self, number: int) -> c.RankedCandidate:
         row, texts = self.rows[number], self._token_texts
         candidate, verdict, vote = row.latest, row.final, self._votes.get(number)
         assert candidate.finish and verdict
         token_ids = tuple(chain.from_iterable(part.new_token_ids for part in row.drawn))
-        return RankedCandidate(
+        return c.RankedCandidate(
             id=number,
             text=candidate.text,
             score=verdict.score,
@@ -530,13 +506,13 @@ class RunState:
             parts=self._parts(row),
         )
 
-    def _parts(self, row: Row) -> AnswerParts | None:
+    def _parts(self, row: Row) -> c.AnswerParts | None:
         """Those of the text; calls that are not valid are content."""
         if not (row.parts and row.is_invalid and row.parts.tool_calls):
             return row.parts
-        return AnswerParts(answer_text(row.latest.text, self.form), row.parts.reasoning)
+        return c.AnswerParts(answer_text(row.latest.text, self.form), row.parts.reasoning)
 
-    def _usage(self, answer_tokens: int) -> Usage:
+    def _usage(self, answer_tokens: int) -> c.Usage:
         rows = self.rows.values()
         lengths = [row.latest.num_tokens for row in rows if row.has_ended]
         mean_ended = sum(lengths) / len(lengths)
@@ -545,7 +521,7 @@ class RunState:
             row.latest.num_tokens if row.has_ended else max(row.latest.num_tokens, mean_ended)
             for row in begun
         )
-        return Usage(
+        return c.Usage(
             prompt_tokens=self.prompt_tokens,
             generated_tokens=sum(row.latest.num_tokens - row.inherited for row in rows),
             answer_tokens=answer_tokens,
@@ -557,13 +533,13 @@ class RunState:
         )
 
 
-def _top_logprobs(part: Candidate, texts: Mapping[int, bytes]) -> Iterator[TopLogprobs]:
+def _top_logprobs(part: c.Candidate, texts: Mapping[int, bytes]) -> Iterator[c.TopLogprobs]:
     """The most probable tokens at each step of a round, if the sampling has `top_logprobs`."""
     pairs = zip(part.new_top_token_ids, part.new_top_logprobs, strict=False)
-    tokens = [TokenLogprob(i, texts.get(i, b""), value) for i, value in pairs]
+    tokens = [c.TokenLogprob(i, texts.get(i, b""), value) for i, value in pairs]
     count = max(1, len(tokens) // max(1, len(part.new_token_ids)))
     for at in range(0, len(tokens), count):
-        yield TopLogprobs(tuple(tokens[at : at + count]))
+        yield c.TopLogprobs(tuple(tokens[at : at + count]))
 
 
 def _merged(before: Sequence[float], values: Sequence[float]) -> tuple[float, ...]:
@@ -573,7 +549,7 @@ def _merged(before: Sequence[float], values: Sequence[float]) -> tuple[float, ..
     return tuple(old if math.isnan(new) else new for old, new in zip(before, values, strict=True))
 
 
-def _weight(vote: Vote, row: Row) -> float:
+def _weight(vote: c.Vote, row: Row) -> float:
     match vote.weight:
         case "reward":
             return max(0.0, row.final.score) if row.final else 0.0
@@ -583,7 +559,7 @@ def _weight(vote: Vote, row: Row) -> float:
             return 1.0
 
 
-def _confidences(candidate: Candidate) -> Iterator[float]:
+def _confidences(candidate: c.Candidate) -> Iterator[float]:
     """Of each new step, by the most probable tokens that it has."""
     top, steps = candidate.new_top_logprobs, max(1, len(candidate.new_token_ids))
     width = len(top) // steps

@@ -15,20 +15,8 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from orchestrator.cache import tenant_digest
+from specrej import contracts as c
 from specrej import telemetry
-from specrej.contracts import (
-    Admitted,
-    Algorithm,
-    AnswerSource,
-    Event,
-    Finished,
-    Generation,
-    GenerationRequest,
-    RecordedRound,
-    RequestRecord,
-    RoundCompleted,
-    RoundTrace,
-)
 from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -53,7 +41,7 @@ _CHAT, _COMPLETION = "chat", "text_completion"
 _PHASES = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms", "first_round_ms")
 
 
-def note_request(request: GenerationRequest, request_id: str, tenant: str) -> None:
+def note_request(request: c.GenerationRequest, request_id: str, tenant: str) -> None:
     """Note a request that has arrived and may be invalid."""
     sampling, selection = request.sampling, request.selection
     telemetry.annotate(
@@ -79,7 +67,7 @@ def note_request(request: GenerationRequest, request_id: str, tenant: str) -> No
     )
 
 
-def _operation(request: GenerationRequest) -> str:
+def _operation(request: c.GenerationRequest) -> str:
     return _CHAT if request.prompt.messages else _COMPLETION
 
 
@@ -88,7 +76,7 @@ class ObservedRequest:
 
     def __init__(
         self,
-        record: RequestRecord,
+        record: c.RequestRecord,
         arrived: float,
         clock: Callable[[], float],
         *,
@@ -101,7 +89,7 @@ class ObservedRequest:
         self._record = record
         self._facts: dict[str, Any] = {}  # fields of the record that are set since
         self._clock = clock
-        self._rounds: list[RecordedRound] = []
+        self._rounds: list[c.RecordedRound] = []
         self._labels = dict(labels or {})  # of the conventions' metrics
 
     async def admitted(
@@ -124,20 +112,20 @@ class ObservedRequest:
         self._facts["running_at_ms"] = self._now_ms()
         return entered, waited_s * 1e3
 
-    def add(self, event: Event) -> None:
+    def add(self, event: c.Event) -> None:
         """Observe an event as it happens."""
         match event:
-            case Admitted(n, prompt_tokens):
+            case c.Admitted(n, prompt_tokens):
                 self._facts |= {"n": n, "prompt_tokens": prompt_tokens}
                 self._facts["opened_at_ms"] = self._now_ms()
                 self._rounds.clear()  # of a generator that was lost
                 telemetry.note(n=n)
-            case RoundCompleted(trace):
+            case c.RoundCompleted(trace):
                 self._add_round(self._now_ms() - _duration_ms(trace), trace)
                 metrics.add(names.ROUNDS, ended_by=trace.ended_by.value)
                 telemetry.note(rounds=trace.number)
-            case Finished(generation, source):
-                if source is AnswerSource.RUN:
+            case c.Finished(generation, source):
+                if source is c.AnswerSource.RUN:
                     _count_run(generation, self._record.selection.algorithm, self._labels)
                 for kind, tokens in (
                     ("input", generation.usage.prompt_tokens),
@@ -156,7 +144,7 @@ class ObservedRequest:
             seconds = self._elapsed_ms / 1e3
             metrics.record(names.GEN_AI_DURATION, seconds, **self._labels, **failure)
 
-    def read(self) -> RequestRecord:
+    def read(self) -> c.RequestRecord:
         """The record as of now."""
         elapsed_ms = self._elapsed_ms if self.outcome else self._now_ms()
         return replace(
@@ -167,8 +155,8 @@ class ObservedRequest:
             **self._facts,
         )
 
-    def _add_answer(self, generation: Generation, source: AnswerSource) -> None:
-        if source is not AnswerSource.RUN and generation.rounds:
+    def _add_answer(self, generation: c.Generation, source: c.AnswerSource) -> None:
+        if source is not c.AnswerSource.RUN and generation.rounds:
             # The rounds of the run that made the answer, which followed each other.
             first_ms = generation.timings.first_round_ms - _duration_ms(generation.rounds[0])
             start_ms = max(0.0, first_ms)
@@ -187,9 +175,9 @@ class ObservedRequest:
         }
         self.end(OK)
 
-    def _add_round(self, start_ms: float, trace: RoundTrace) -> None:
+    def _add_round(self, start_ms: float, trace: c.RoundTrace) -> None:
         self.size += _ROUND_SIZE + len(trace.candidates)
-        self._rounds.append(RecordedRound(max(0.0, start_ms), trace))
+        self._rounds.append(c.RecordedRound(max(0.0, start_ms), trace))
 
     def _now_ms(self) -> float:
         return (self._clock() - self.arrived) * 1e3
@@ -207,7 +195,7 @@ class RequestRecords:
         # By tenant and id, in the order of arrival; ended ones move to the back when they end.
         self._kept: dict[tuple[str, str], ObservedRequest] = {}
 
-    def find(self, request_id: str, tenant: str) -> RequestRecord:
+    def find(self, request_id: str, tenant: str) -> c.RequestRecord:
         """The record of one of the tenant's requests.
 
         Raises:
@@ -217,7 +205,7 @@ class RequestRecords:
             return record.read()
         raise NotFound("this process has no record of such a request of this tenant")
 
-    def latest(self, tenant: str, num_records: int) -> list[RequestRecord]:
+    def latest(self, tenant: str, num_records: int) -> list[c.RequestRecord]:
         """The tenant's latest records, without their rounds; the latest request first."""
         own = (opened for (owner, _), opened in self._kept.items() if owner == tenant)
         latest = sorted(own, key=attrgetter("arrived"), reverse=True)[:num_records]
@@ -228,7 +216,7 @@ class RequestRecords:
         self,
         request_id: str,
         tenant: str,
-        request: GenerationRequest,
+        request: c.GenerationRequest,
         *,
         arrived: float,
         model: str = "",
@@ -248,7 +236,7 @@ class RequestRecords:
         max_tokens = request.sampling.max_tokens
         rewards = tuple(replace(reward, data="") for reward in request.selection.rewards)
         selection = replace(request.selection, rewards=rewards)
-        record = RequestRecord(request_id, time.time(), selection, max_tokens)
+        record = c.RequestRecord(request_id, time.time(), selection, max_tokens)
         labels = {
             names.OPERATION: _operation(request),
             names.PROVIDER: names.NAMESPACE,
@@ -281,7 +269,7 @@ class RequestRecords:
             del self._kept[key]
 
 
-def _note_answer(generation: Generation, source: AnswerSource) -> None:
+def _note_answer(generation: c.Generation, source: c.AnswerSource) -> None:
     """Note the answer that the caller receives in the request's span and log line."""
     usage, best = generation.usage, generation.best
     metrics.add(names.ANSWERS, source=source.value)
@@ -310,12 +298,12 @@ def _note_answer(generation: Generation, source: AnswerSource) -> None:
         hurried=generation.hurried,
         reduced=generation.reduced,
     )
-    if source is AnswerSource.RUN:
+    if source is c.AnswerSource.RUN:
         timings = generation.timings
         telemetry.note(**{name: round(getattr(timings, name), 3) for name in _PHASES})
 
 
-def _count_run(generation: Generation, algorithm: Algorithm, labels: Mapping[str, str]) -> None:
+def _count_run(generation: c.Generation, algorithm: c.Algorithm, labels: Mapping[str, str]) -> None:
     """Count the answer of a run; its timings count from the request's arrival."""
     timings, usage = generation.timings, generation.usage
     label = {"algorithm": algorithm.value}
@@ -351,5 +339,5 @@ def _reason(error: BaseException, *, late: bool) -> str:
     return Cancelled.reason if is_cancelled else InternalError.reason
 
 
-def _duration_ms(trace: RoundTrace) -> float:
+def _duration_ms(trace: c.RoundTrace) -> float:
     return trace.extend_ms + trace.score_ms + trace.prune_ms

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TextIO
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specrej import contracts as c
 from specrej.client import Client, view
 from specrej.client.channel import check_address, open_channel
 from specrej.client.options import (
@@ -32,15 +33,7 @@ from specrej.client.options import (
     credentials_of,
     options_of,
 )
-from specrej.contracts import (
-    Generation,
-    Message,
-    Prompt,
-    RankedCandidate,
-    WeightedReward,
-    errors,
-    wire,
-)
+from specrej.contracts import errors, wire
 from specrej.contracts.status import has_details
 from specrej.security import Role, new_token, time_of
 
@@ -313,7 +306,7 @@ async def _generate(given: argparse.Namespace) -> None:
         _print_answers(generation)
 
 
-def _with_data(rewards: Sequence[WeightedReward], given: Sequence[str]) -> list[WeightedReward]:
+def _with_data(rewards: Sequence[c.WeightedReward], given: Sequence[str]) -> list[c.WeightedReward]:
     """The rewards with their data, each `[NAME=]FILE`.
 
     Raises:
@@ -414,12 +407,12 @@ def _stdin() -> str:
         raise errors.InvalidRequest([errors.Violation("stdin", f"is no text: {error}")]) from None
 
 
-def _prompt(system: str, text: str) -> Prompt:
-    turns = [Message("system", system)] if system else []
-    return Prompt(messages=(*turns, Message("user", text)))
+def _prompt(system: str, text: str) -> c.Prompt:
+    turns = [c.Message("system", system)] if system else []
+    return c.Prompt(messages=(*turns, c.Message("user", text)))
 
 
-def _print_answers(generation: Generation) -> None:
+def _print_answers(generation: c.Generation) -> None:
     if len(generation.candidates) == 1:
         if (parts := generation.best.parts) and parts.reasoning:
             note(parts.reasoning)
@@ -431,7 +424,7 @@ def _print_answers(generation: Generation) -> None:
         print(f"[{ranked.score:.4f}, candidate {ranked.id}{vote}{vetoed}] {_shown(ranked)}")
 
 
-def _shown(ranked: RankedCandidate) -> str:
+def _shown(ranked: c.RankedCandidate) -> str:
     """What is for the user: the text without its reasoning, and a line for each call."""
     if not (parts := ranked.parts):
         return ranked.text

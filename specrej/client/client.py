@@ -24,28 +24,11 @@ import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specrej import contracts as c
 from specrej.client.channel import check_address, open_channel
 from specrej.client.options import accepted, json_text, shown, value_of
-from specrej.contracts import (
-    Event,
-    Finished,
-    Generation,
-    GenerationRequest,
-    JsonSchema,
-    Message,
-    Prompt,
-    RequestRecord,
-    Sampling,
-    Scores,
-    Selection,
-    ServiceDescription,
-    TextDelta,
-    TokenBias,
-    WeightedReward,
-    declared_options,
-    wire,
-)
 from specrej.contracts import Options as Options
+from specrej.contracts import wire
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
@@ -62,7 +45,7 @@ from specrej.telemetry import ClientSpan
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
 # One user turn, a whole prompt, or a conversation; mappings have the fields of a Message.
-PromptLike = str | Prompt | Sequence[Message | Mapping[str, str]]
+PromptLike = str | c.Prompt | Sequence[c.Message | Mapping[str, str]]
 M = TypeVar("M", bound=ProtobufMessage)
 A = TypeVar("A")
 T = TypeVar("T")
@@ -146,22 +129,22 @@ def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.Genera
         InvalidRequest: a value that no message can hold, such as a number beyond 64 bits, or of
             another type.
     """
-    if unknown := options.keys() - declared_options().keys():
-        known = [get_close_matches(name, declared_options(), 1) for name in sorted(unknown)]
+    if unknown := options.keys() - c.declared_options().keys():
+        known = [get_close_matches(name, c.declared_options(), 1) for name in sorted(unknown)]
         hint = "".join(f"; did you mean {near}?" for near in chain.from_iterable(known))
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}{hint}")
     given = {name: _parsed(name, value) for name, value in options.items() if value is not None}
     if isinstance(rewards := given.get("rewards"), Mapping):
-        given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
+        given["rewards"] = [c.WeightedReward(name, weight) for name, weight in rewards.items()]
     if isinstance(biases := given.get("logit_bias"), Mapping):
-        given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
+        given["logit_bias"] = [c.TokenBias(token_id, bias) for token_id, bias in biases.items()]
     if isinstance(schema := given.get("structured_output"), Mapping):
-        given["structured_output"] = JsonSchema(
+        given["structured_output"] = c.JsonSchema(
             json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
         )
-    request = _part(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
-    request.sampling.CopyFrom(_part(Sampling, given, common_pb2.Sampling, "sampling."))
-    selection = _part(Selection, given, orchestrator_pb2.Selection, "selection.")
+    request = _part(c.GenerationRequest, given, orchestrator_pb2.GenerateRequest)
+    request.sampling.CopyFrom(_part(c.Sampling, given, common_pb2.Sampling, "sampling."))
+    selection = _part(c.Selection, given, orchestrator_pb2.Selection, "selection.")
     request.selection.CopyFrom(selection)
     with _valid("prompt"):
         request.prompt.CopyFrom(_prompt(prompt))
@@ -170,7 +153,7 @@ def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.Genera
 
 def _parsed(name: str, value: Any) -> Any:
     """An option's value, from a text if it is one; several values may be one."""
-    option = declared_options()[name]
+    option = c.declared_options()[name]
     with _valid(option.path):
         if not isinstance(option.default, tuple):
             is_schema = name == "structured_output" and isinstance(value, Mapping)
@@ -255,7 +238,7 @@ class Client:
         """Cancel running calls and disconnect."""
         await self._channel.close()
 
-    async def generate(self, /, prompt: PromptLike, **options: Any) -> Generation:
+    async def generate(self, /, prompt: PromptLike, **options: Any) -> c.Generation:
         """The best answer. `options`: those of the request, see `build_request`, and `CallOptions`.
 
         Raises:
@@ -282,7 +265,7 @@ class Client:
         text_deltas: bool = False,
         texts: bool = False,
         **options: Any,
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[c.Event, None]:
         """`generate` with an event at admission and after every round; `Finished` is the last.
 
         With `progress` there are `Progress` events within rounds; with `text_deltas` the answer's
@@ -302,9 +285,9 @@ class Client:
             texts=texts,
         )
         attempts = self._attempts(call_options.get("timeout_s"))
-        event: Event | None = None
+        event: c.Event | None = None
         text = ""  # of the answer, which the last event has only if it was not sent before
-        while not isinstance(event, Finished):
+        while not isinstance(event, c.Finished):
             try:
                 with _calling(f"{self._service}/GenerateStream") as span:
                     sent = self._metadata(span, call_options)
@@ -317,19 +300,19 @@ class Client:
                                 event = await _in_thread(wire.event_from_message, message)
                             else:
                                 event = wire.event_from_message(message)
-                            if isinstance(event, TextDelta):
+                            if isinstance(event, c.TextDelta):
                                 text += event.text
-                            if isinstance(event, Finished):  # after which callers may leave
+                            if isinstance(event, c.Finished):  # after which callers may leave
                                 span.end(grpc.StatusCode.OK.name)
                                 best = event.generation.best.text or text
-                                event = Finished(event.generation.with_text(best))
+                                event = c.Finished(event.generation.with_text(best))
                             yield event
                     finally:
                         call.cancel()
-                if not isinstance(event, Finished):
+                if not isinstance(event, c.Finished):
                     raise InternalError("the stream ended without an answer")
             except SpecrejError as error:
-                if isinstance(event, Finished):  # the answer is there; only its status is lost
+                if isinstance(event, c.Finished):  # the answer is there; only its status is lost
                     return
                 if event:
                     raise
@@ -344,7 +327,7 @@ class Client:
         unfinished: bool = False,
         data: Any = "",
         **call: Unpack[CallOptions],
-    ) -> Scores:
+    ) -> c.Scores:
         """One score per response, in order; higher is better. `reward` "": the default one.
 
         `unfinished`: the responses are beginnings of answers. `data`: JSON for rewards that take
@@ -364,13 +347,13 @@ class Client:
                 data=text,
             )
         answer = await self._call("Score", request, **call)
-        return Scores(tuple(answer.scores), answer.computed_tokens, reward=answer.reward)
+        return c.Scores(tuple(answer.scores), answer.computed_tokens, reward=answer.reward)
 
-    async def describe(self, **call: Unpack[CallOptions]) -> ServiceDescription:
+    async def describe(self, **call: Unpack[CallOptions]) -> c.ServiceDescription:
         """Models, rewards, limits and defaults."""
         request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
         answer = await self._call("Describe", request, **call)
-        return wire.from_message(answer, ServiceDescription)
+        return wire.from_message(answer, c.ServiceDescription)
 
     async def is_serving(self, *, timeout_s: float = 1.0) -> bool:
         """Whether the orchestrator reports that it serves; needs no token."""
@@ -382,7 +365,7 @@ class Client:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def record(self, request_id: str, **call: Unpack[CallOptions]) -> RequestRecord:
+    async def record(self, request_id: str, **call: Unpack[CallOptions]) -> c.RequestRecord:
         """The record of one of the caller's latest requests, running or ended.
 
         Raises:
@@ -392,13 +375,13 @@ class Client:
         with _valid("request_id"):
             request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
         answer = await self._call("GetRecord", request, **call)
-        return await _in_thread(lambda of: wire.from_message(of, RequestRecord), answer.record)
+        return await _in_thread(lambda of: wire.from_message(of, c.RequestRecord), answer.record)
 
-    async def records(self, **call: Unpack[CallOptions]) -> tuple[RequestRecord, ...]:
+    async def records(self, **call: Unpack[CallOptions]) -> tuple[c.RequestRecord, ...]:
         """The caller's latest requests, at most 64, the latest first, without their rounds."""
         request = orchestrator_pb2.ListRecordsRequest()
         answer = await self._call("ListRecords", request, **call)
-        return tuple(wire.from_message(record, RequestRecord) for record in answer.records)
+        return tuple(wire.from_message(record, c.RequestRecord) for record in answer.records)
 
     def _attempts(self, timeout_s: float | None) -> _Attempts:
         return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
@@ -445,21 +428,21 @@ def _taken(options: dict[str, Any]) -> CallOptions:
 def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
     """Raises ValueError: it is none, or its texts are not Unicode."""
     if isinstance(prompt, str):
-        prompt = Prompt.from_user(prompt)
+        prompt = c.Prompt.from_user(prompt)
     try:
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, c.Prompt):
             return wire.to_message(prompt, common_pb2.Prompt)
         turns = (
-            Message(**dict[str, Any](turn)) if isinstance(turn, Mapping) else turn
+            c.Message(**dict[str, Any](turn)) if isinstance(turn, Mapping) else turn
             for turn in prompt
         )
-        return wire.to_message(Prompt(messages=tuple(turns)), common_pb2.Prompt)
+        return wire.to_message(c.Prompt(messages=tuple(turns)), common_pb2.Prompt)
     except TypeError:
         accepted = "a text, a Prompt, or messages of role and content"
         raise ValueError(f"must be {accepted}, is {prompt!r:.100}") from None
 
 
-def answer_of(reply: bytes) -> Generation:
+def answer_of(reply: bytes) -> c.Generation:
     """The answer in a reply of `Client.reply`."""
     message = orchestrator_pb2.GenerateResponse.FromString(reply)
     return wire.generation_from_message(message)

@@ -11,22 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
-from specrej.contracts import (
-    Branching,
-    ConfidenceCut,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Normalization,
-    Options,
-    Regex,
-    Schedule,
-    StructuredOutput,
-    TokenBias,
-    Vote,
-    WeightedReward,
-    declared_options,
-)
+from specrej import contracts as c
 from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
@@ -35,19 +20,19 @@ REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch][,stage=cuts
 VOTE_SYNTAX = "number | boxed | tool_call | (regex|json|function):TEXT"
 
 
-def parse_schedule(text: str) -> Schedule:
+def parse_schedule(text: str) -> c.Schedule:
     """`memory[:FIRST]`, `geometric[:FIRST[,FACTOR]]` or `tokens:T,T,...`."""
     kind, _, rest = text.partition(":")
     values = rest.split(",") if rest else []
     match kind, values:
         case "tokens", [_, *_]:
-            return Schedule("tokens", tokens=tuple(map(int, values)))
+            return c.Schedule("tokens", tokens=tuple(map(int, values)))
         case "memory" | "geometric", []:
-            return Schedule(kind)
+            return c.Schedule(kind)
         case "memory" | "geometric", [first]:
-            return Schedule(kind, int(first))
+            return c.Schedule(kind, int(first))
         case "geometric", [first, factor]:
-            return Schedule("geometric", int(first), float(factor))
+            return c.Schedule("geometric", int(first), float(factor))
     raise ValueError("unknown schedule")
 
 
@@ -56,13 +41,13 @@ def parse_n(text: str) -> int:
     return 0 if text == "auto" else int(text)
 
 
-def parse_branching(text: str) -> Branching:
+def parse_branching(text: str) -> c.Branching:
     """`WIDTH[,KEEP[,TAPER]]`."""
     width, *rest = text.split(",")
-    return Branching(int(width), *map(int, rest[:1]), *map(float, rest[1:]))
+    return c.Branching(int(width), *map(int, rest[:1]), *map(float, rest[1:]))
 
 
-def parse_reward(text: str) -> WeightedReward:
+def parse_reward(text: str) -> c.WeightedReward:
     """`REWARD_SYNTAX`; parts after the name in any order."""
     first, *rest = text.split(",")
     name, _, weight = first.partition("=")
@@ -74,53 +59,53 @@ def parse_reward(text: str) -> WeightedReward:
     stage = parts.pop("stage", "both")
     if stage not in ("both", "cuts", "end"):
         raise ValueError("unknown stage")
-    made = WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
+    made = c.WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
     return replace(made, stage=cast(Any, stage))
 
 
-def parse_vote(text: str) -> Vote:
+def parse_vote(text: str) -> c.Vote:
     """An extractor, with what it needs after a colon."""
     kind, _, argument = text.partition(":")
-    if kind not in get_args(get_type_hints(Vote)["extractor"]):
+    if kind not in get_args(get_type_hints(c.Vote)["extractor"]):
         raise ValueError("unknown extractor")
-    return Vote(cast(Any, kind), argument)
+    return c.Vote(cast(Any, kind), argument)
 
 
-def parse_confidence_cut(text: str) -> ConfidenceCut:
+def parse_confidence_cut(text: str) -> c.ConfidenceCut:
     """`KEEP[,WINDOW]`."""
     keep, *window = text.split(",")
-    return ConfidenceCut(float(keep), *map(int, window))
+    return c.ConfidenceCut(float(keep), *map(int, window))
 
 
-def parse_bias(text: str) -> TokenBias:
+def parse_bias(text: str) -> c.TokenBias:
     """`TOKEN=BIAS`: a token id and a number."""
     token_id, _, bias = text.partition("=")
-    return TokenBias(int(token_id), float(bias))
+    return c.TokenBias(int(token_id), float(bias))
 
 
-def parse_structured_output(text: str) -> StructuredOutput:
+def parse_structured_output(text: str) -> c.StructuredOutput:
     """`json_schema:TEXT`, `regex:TEXT`, `grammar:TEXT` or `json_object`."""
     kind, _, given = text.partition(":")
     match kind:
         case "json_object" if not given:
-            return JsonObject()
+            return c.JsonObject()
         case "json_schema" if given:
-            return JsonSchema(given)
+            return c.JsonSchema(given)
         case "regex" if given:
-            return Regex(given)
+            return c.Regex(given)
         case "grammar" if given:
-            return Grammar(given)
+            return c.Grammar(given)
     raise ValueError("unknown structured output")
 
 
-def _normalization(parts: Mapping[str, str]) -> Normalization:
+def _normalization(parts: Mapping[str, str]) -> c.Normalization:
     match sorted(parts.items()):
         case []:
-            return Normalization()
+            return c.Normalization()
         case [("batch", "")]:
-            return Normalization("batch")
+            return c.Normalization("batch")
         case [("deviation", deviation), ("mean", mean)]:
-            return Normalization("fixed", float(mean), float(deviation))
+            return c.Normalization("fixed", float(mean), float(deviation))
         case _:
             raise ValueError("unknown normalization")
 
@@ -149,7 +134,7 @@ _KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a t
 
 def _syntax_of(name: str) -> tuple[Callable[[str], object], str, str] | None:
     """As in `_SYNTAX`; None: the option's texts are its values, or it has none."""
-    kind = declared_options()[name].type
+    kind = c.declared_options()[name].type
     if isinstance(kind, type) and issubclass(kind, Enum):
         choices = [choice.value for choice in kind]
         return kind, f"{{{','.join(choices)}}}", f"one of {', '.join(choices)}"
@@ -166,7 +151,7 @@ def value_of(name: str, given: Any) -> Any:
     convert, _, syntax = _syntax_of(name) or (str, "", "")
     try:
         if isinstance(given, Mapping):
-            kind = declared_options()[name].type
+            kind = c.declared_options()[name].type
             return _from_mapping((*get_args(kind), kind)[0], given)
         return convert(given) if isinstance(given, str) else given
     except (TypeError, ValueError):
@@ -201,7 +186,7 @@ def _from_mapping(kind: Any, fields: Any) -> Any:
     return kind(
         **{
             name: json_text(value)
-            if (kind, name) == (WeightedReward, "data")
+            if (kind, name) == (c.WeightedReward, "data")
             else _from_mapping(kinds.get(name), value)
             for name, value in fields.items()
         }
@@ -212,7 +197,7 @@ def accepted(name: str) -> str:
     """What an option takes, for an error."""
     if syntax := _syntax_of(name):
         return syntax[2]
-    kind = declared_options()[name].type
+    kind = c.declared_options()[name].type
     return _KINDS.get(kind) or f"a list of {'texts' if kind == tuple[str, ...] else 'numbers'}"
 
 
@@ -239,7 +224,7 @@ def _with_file(text: str) -> str:
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add a flag per option of a request; a flag that is not given leaves no attribute."""
-    for name, option in declared_options().items():
+    for name, option in c.declared_options().items():
         more: dict[str, Any] = {}
         kind = option.type
         if syntax := _syntax_of(name):
@@ -260,9 +245,9 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
         parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **more)
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def options_of(arguments: argparse.Namespace) -> c.Options:
     """The options that were given; for all others the server's defaults apply."""
-    return {key: value for key, value in vars(arguments).items() if key in declared_options()}
+    return {key: value for key, value in vars(arguments).items() if key in c.declared_options()}
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:

@@ -7,28 +7,19 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from specrej.contracts import (
-    Admitted,
-    Event,
-    Finished,
-    Generation,
-    RoundCompleted,
-    RoundTrace,
-    StopReason,
-    Usage,
-)
+from specrej import contracts as c
 
 BAR_CELLS = 16
 MINUS = "\N{MINUS SIGN}"
 _MAX_VOTES, _VOTE_CHARACTERS = 8, 40
 _STOPS = {
-    StopReason.SCORE: "ended early: an answer reached stop_at",
-    StopReason.FIRST: "ended early: enough answers were complete",
-    StopReason.VOTE: "ended early: the leading answer of the vote was safe",
+    c.StopReason.SCORE: "ended early: an answer reached stop_at",
+    c.StopReason.FIRST: "ended early: enough answers were complete",
+    c.StopReason.VOTE: "ended early: the leading answer of the vote was safe",
 }
 
 
-def plain_line(trace: RoundTrace, n: int) -> str:
+def plain_line(trace: c.RoundTrace, n: int) -> str:
     """A round of a request with `n` candidates in one line."""
     forks = f" ({len(trace.forks)} forks)" if trace.forks else ""
     vetoed = f" ({trace.num_vetoed} vetoed)" if trace.num_vetoed else ""
@@ -49,7 +40,7 @@ def plain_line(trace: RoundTrace, n: int) -> str:
     return "  ".join(f"{name} {value}" for name, value in cells.items() if value)
 
 
-def survivors_bar(trace: RoundTrace, n: int) -> str:
+def survivors_bar(trace: c.RoundTrace, n: int) -> str:
     """A bar of `n` candidates: live, finished or lost in this round, gone before.
 
     At least one cell is live, and one finished, if a candidate is and there is room.
@@ -67,7 +58,7 @@ def _bar_cells(candidates: int, total: int) -> int:
     return max(least, min(BAR_CELLS, round(BAR_CELLS * candidates / total)))
 
 
-def summary_line(generation: Generation) -> str:
+def summary_line(generation: c.Generation) -> str:
     """What an answer cost, in one line."""
     flags = [
         name for name in ("cached", "degraded", "hurried", "reduced") if getattr(generation, name)
@@ -79,7 +70,7 @@ def summary_line(generation: Generation) -> str:
     return f"reward {generation.best.score:.3f}{noted}, {made}, {seconds:.1f} s"
 
 
-def result_lines(generation: Generation) -> Iterator[str]:
+def result_lines(generation: c.Generation) -> Iterator[str]:
     """`summary_line`, why it ended early, and the votes as bars."""
     yield summary_line(generation)
     begun = generation.num_begun
@@ -101,7 +92,7 @@ def _vote(answer: str) -> str:
     return text if len(text) <= _VOTE_CHARACTERS else f"{text[: _VOTE_CHARACTERS - 1]}…"
 
 
-def saved_text(usage: Usage) -> str:
+def saved_text(usage: c.Usage) -> str:
     """The share of Best-of-N's tokens that were not made, such as " (-61%)"; may be empty."""
     estimate = usage.best_of_n_tokens_estimate
     if not 0 <= usage.generated_tokens < estimate:
@@ -109,7 +100,9 @@ def saved_text(usage: Usage) -> str:
     return f" ({MINUS}{1 - usage.generated_tokens / estimate:.0%})"
 
 
-async def follow(events: AsyncGenerator[Event, None], write: Callable[[str], object]) -> Generation:
+async def follow(
+    events: AsyncGenerator[c.Event, None], write: Callable[[str], object]
+) -> c.Generation:
     """Write a line per round and some for the answer; returns the answer.
 
     Leaving early closes the stream, which cancels the request.
@@ -118,11 +111,11 @@ async def follow(events: AsyncGenerator[Event, None], write: Callable[[str], obj
     async with aclosing(events):
         async for event in events:
             match event:
-                case Admitted():
+                case c.Admitted():
                     n = event.n
-                case RoundCompleted():
+                case c.RoundCompleted():
                     write(plain_line(event.trace, n))
-                case Finished():
+                case c.Finished():
                     answer = event.generation
                     for line in result_lines(answer):
                         write(line)

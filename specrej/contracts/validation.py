@@ -12,25 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specrej.contracts import (
-    MAX_INT32,
-    Algorithm,
-    GenerationRequest,
-    Grammar,
-    Image,
-    JsonSchema,
-    Message,
-    Normalization,
-    Prompt,
-    Regex,
-    Sampling,
-    Schedule,
-    Selection,
-    TextPart,
-    Vote,
-    WeightedReward,
-    declared_options,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
 
 # Default limits of what a peer may send.
@@ -150,7 +132,7 @@ def check_lengths(message: Any, path: str = "") -> Iterator[Violation]:
                     yield Violation(here, f"must have {accepted}, has {len(item)}")
 
 
-def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
+def check_prompt(prompt: c.Prompt, path: str = "prompt") -> Iterator[Violation]:
     """Exactly one of messages and text, neither too long; special tokens in text only. Texts and
     users' messages are not blank; other messages may be: an answer can be empty."""
     if bool(prompt.messages) == bool(prompt.text):
@@ -173,7 +155,7 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
     yield from _check_tools(prompt, path)
 
 
-def _check_message(message: Message, where: str) -> Iterator[Violation]:
+def _check_message(message: c.Message, where: str) -> Iterator[Violation]:
     if message.role == "user" and not message.text.strip() and not message.images:
         yield Violation(f"{where}.content", "must not be blank")
     if message.parts and (message.role != "user" or message.content):
@@ -189,8 +171,8 @@ def _check_message(message: Message, where: str) -> Iterator[Violation]:
         yield from _check_part(part, f"{where}.parts[{number}]")
 
 
-def _check_part(part: TextPart | Image, where: str) -> Iterator[Violation]:
-    if isinstance(part, TextPart):
+def _check_part(part: c.TextPart | c.Image, where: str) -> Iterator[Violation]:
+    if isinstance(part, c.TextPart):
         if not part.text:
             yield Violation(f"{where}.text.text", "must not be empty")
         return
@@ -201,7 +183,7 @@ def _check_part(part: TextPart | Image, where: str) -> Iterator[Violation]:
         yield Violation(f"{where}.image.media_type", accepted)
 
 
-def _check_tools(prompt: Prompt, path: str) -> Iterator[Violation]:
+def _check_tools(prompt: c.Prompt, path: str) -> Iterator[Violation]:
     names = [tool.name for tool in prompt.tools]
     if names and not prompt.messages:
         yield Violation(f"{path}.tools", "must be empty without messages")
@@ -223,7 +205,7 @@ def _check_tools(prompt: Prompt, path: str) -> Iterator[Violation]:
         yield Violation(f"{path}.tool_name", text)
 
 
-def check_images(images: Mapping[str, Image], path: str = "prompt") -> Iterator[Violation]:
+def check_images(images: Mapping[str, c.Image], path: str = "prompt") -> Iterator[Violation]:
     """Not too many, nor of too many bytes together; their files are `specrej.images`'s."""
     if len(images) > MAX_IMAGES:
         yield Violation(path, f"must have at most {MAX_IMAGES} images, has {len(images)}")
@@ -231,20 +213,20 @@ def check_images(images: Mapping[str, Image], path: str = "prompt") -> Iterator[
         yield Violation(path, f"must have at most {MAX_IMAGE_BYTES} bytes in images, has {size}")
 
 
-def refuse_images(prompt: Prompt) -> None:
+def refuse_images(prompt: c.Prompt) -> None:
     """For models that take none. Raises InvalidRequest: the prompt has images."""
     if violations := [Violation(path, "the model takes no images") for path in prompt.images]:
         raise InvalidRequest(violations)
 
 
-def prompt_bytes(prompt: Prompt) -> int:
+def prompt_bytes(prompt: c.Prompt) -> int:
     """Bytes that are surely part of the tokens: a chat template may drop other turns than users',
     and white space around them."""
     turns = [turn.text for turn in prompt.messages if turn.role == "user"]
     return sum(len(text.strip().encode(errors="surrogatepass")) for text in (prompt.text, *turns))
 
 
-def check_prompt_bytes(prompt: Prompt, most: int, context_tokens: int) -> None:
+def check_prompt_bytes(prompt: c.Prompt, most: int, context_tokens: int) -> None:
     """Before a prompt is tokenized; `most`: 0 if the tokenizer has no longest token.
 
     Raises:
@@ -259,7 +241,7 @@ def check_prompt_bytes(prompt: Prompt, most: int, context_tokens: int) -> None:
         )
 
 
-def _check_last_turns(prompt: Prompt, path: str) -> Iterator[Violation]:
+def _check_last_turns(prompt: c.Prompt, path: str) -> Iterator[Violation]:
     *before, last = [""] + [turn.role for turn in prompt.messages[-2:]]
     asked, answered = ("user", "tool"), ("assistant",)
     fits = last in answered and before[-1] in asked if prompt.continue_final else last in asked
@@ -270,7 +252,7 @@ def _check_last_turns(prompt: Prompt, path: str) -> Iterator[Violation]:
 
 
 def check_sampling(
-    sampling: Sampling, n: int, context_tokens: int, vocabulary: int, path: str = "sampling"
+    sampling: c.Sampling, n: int, context_tokens: int, vocabulary: int, path: str = "sampling"
 ) -> Iterator[Violation]:
     """Every field of Sampling; `n`, because greedy candidates would all be equal."""
     yield from _check_lengths(sampling, context_tokens, path)
@@ -289,17 +271,17 @@ def check_sampling(
     yield from _check_structured_output(sampling, path)
 
 
-def _check_structured_output(sampling: Sampling, path: str) -> Iterator[Violation]:
+def _check_structured_output(sampling: c.Sampling, path: str) -> Iterator[Violation]:
     """The generator checks the rest, as it depends on the tokenizer."""
     where = f"{path}.structured_output"
     match sampling.structured_output:
         case None:
             return
-        case JsonSchema(schema) if not _is_object(schema):
+        case c.JsonSchema(schema) if not _is_object(schema):
             yield Violation(f"{where}.json_schema.schema", "must be an object in JSON")
-        case Regex(pattern) if not pattern:
+        case c.Regex(pattern) if not pattern:
             yield Violation(f"{where}.regex.pattern", "must not be empty")
-        case Grammar(lark) if not lark.strip():
+        case c.Grammar(lark) if not lark.strip():
             yield Violation(f"{where}.grammar.lark", "must not be blank")
     for name in ("stop", "stop_token_ids", "ignore_eos"):
         if getattr(sampling, name):
@@ -314,7 +296,7 @@ def _is_object(text: str) -> bool:
 
 
 def check_logprobs(
-    sampling: Sampling, candidates: int, path: str = "sampling"
+    sampling: c.Sampling, candidates: int, path: str = "sampling"
 ) -> Iterator[Violation]:
     """Not too many over all candidates: each takes about 70 bytes."""
     tokens = candidates * sampling.max_tokens
@@ -327,7 +309,7 @@ def check_logprobs(
         )
 
 
-def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
+def _check_lengths(sampling: c.Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
     longest = sampling.max_tokens
     yield from _within(f"{path}.max_tokens", longest, 1, context_tokens)
     # A negative max_tokens does not make the default of 0 a violation, too.
@@ -335,7 +317,7 @@ def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterat
         yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
 
 
-def _check_token_ids(sampling: Sampling, vocabulary: int, path: str) -> Iterator[Violation]:
+def _check_token_ids(sampling: c.Sampling, vocabulary: int, path: str) -> Iterator[Violation]:
     for index, token_id in enumerate(sampling.stop_token_ids):
         yield from _within(f"{path}.stop_token_ids[{index}]", token_id, 0, vocabulary - 1)
     biased = [item.token_id for item in sampling.logit_bias]
@@ -353,16 +335,16 @@ def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violati
         yield _out_of(path, n, f"0 (as many as fit) .. {max_candidates}")
 
 
-def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
+def check_schedule(schedule: c.Schedule, path: str) -> Iterator[Violation]:
     """Decision tokens ascend, a geometric schedule grows; no field of another kind is set."""
-    kind, default = schedule.kind, Schedule()
+    kind, default = schedule.kind, c.Schedule()
     if kind == "tokens":
         tokens = schedule.tokens
         if not 1 <= len(tokens) <= MAX_DECISION_TOKENS:
             yield Violation(f"{path}.tokens", f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
         if any(later <= earlier for earlier, later in zip((0, *tokens), tokens, strict=False)):
             yield Violation(f"{path}.tokens", "must be 1 or more and strictly ascending")
-    elif not 1 <= schedule.first <= MAX_INT32:
+    elif not 1 <= schedule.first <= c.MAX_INT32:
         yield _out_of(f"{path}.first", schedule.first, "1 or more")
     if kind == "geometric":
         yield from _within(f"{path}.factor", schedule.factor, MIN_FACTOR, MAX_FACTOR)
@@ -372,7 +354,7 @@ def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
 
 
 def check_selection(
-    selection: Selection, max_candidates: int, path: str = "selection"
+    selection: c.Selection, max_candidates: int, path: str = "selection"
 ) -> Iterator[Violation]:
     """Every field of Selection; the orchestrator checks that the rewards exist."""
     yield from check_candidates(selection.n, max_candidates, f"{path}.n")
@@ -385,7 +367,9 @@ def check_selection(
     yield from _check_stops(selection, max_candidates, path)
 
 
-def _check_min_answers(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+def _check_min_answers(
+    selection: c.Selection, max_candidates: int, path: str
+) -> Iterator[Violation]:
     most, name = max_candidates, ""
     if 1 <= selection.n < most:
         most, name = selection.n, "n"
@@ -396,14 +380,14 @@ def _check_min_answers(selection: Selection, max_candidates: int, path: str) -> 
         yield _out_of(path, selection.min_answers, accepted)
 
 
-def _check_branching(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+def _check_branching(selection: c.Selection, max_candidates: int, path: str) -> Iterator[Violation]:
     assert selection.branching
     width, keep = selection.branching.width, selection.branching.keep
     if selection.vote:
         yield Violation(path, "must be absent with vote: forks of one candidate agree")
     if not selection.cuts_by_rank:
         yield Violation(path, "requires a reward that counts in cuts")
-    if selection.algorithm is Algorithm.BEST_OF_N:
+    if selection.algorithm is c.Algorithm.BEST_OF_N:
         yield Violation(path, "must be absent with Best-of-N, which rejects nothing")
     yield from _within(f"{path}.width", width, 2, max_candidates)
     if not 1 <= keep < max(2, width):
@@ -411,7 +395,7 @@ def _check_branching(selection: Selection, max_candidates: int, path: str) -> It
     yield from _within(f"{path}.taper", selection.branching.taper, 0, 1)
 
 
-def _check_stops(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+def _check_stops(selection: c.Selection, max_candidates: int, path: str) -> Iterator[Violation]:
     """What ends a request early, waves and votes."""
     if selection.stop_at is not None:
         yield from _within(f"{path}.stop_at", selection.stop_at, -MAX_REWARD, MAX_REWARD)
@@ -426,7 +410,7 @@ def _check_stops(selection: Selection, max_candidates: int, path: str) -> Iterat
         yield from _check_vote(selection.vote, f"{path}.vote")
 
 
-def _check_waves(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+def _check_waves(selection: c.Selection, max_candidates: int, path: str) -> Iterator[Violation]:
     if not 0 <= selection.waves <= max_candidates:
         yield _out_of(f"{path}.waves", selection.waves, f"0 .. {max_candidates}")
     elif selection.waves and (selection.branching or not selection.n):
@@ -443,7 +427,7 @@ def _check_waves(selection: Selection, max_candidates: int, path: str) -> Iterat
         yield from _within(f"{path}.confidence_cut.window", cut.window, 1, MAX_WINDOW)
 
 
-def _check_vote(vote: Vote, path: str) -> Iterator[Violation]:
+def _check_vote(vote: c.Vote, path: str) -> Iterator[Violation]:
     """The orchestrator checks that the expression, pointer or function can be used."""
     takes = vote.extractor in ("regex", "json", "function")
     if takes and not vote.argument and vote.extractor != "json":  # "" points to all of it
@@ -453,7 +437,7 @@ def _check_vote(vote: Vote, path: str) -> Iterator[Violation]:
     yield from _within(f"{path}.stop_probability", vote.stop_probability, 0.5, 1)
 
 
-def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:
+def check_rewards(rewards: Sequence[c.WeightedReward], path: str) -> Iterator[Violation]:
     """Not too many, each once, and every field of each; one of them chooses the answer."""
     if rewards and all(reward.stage == "cuts" for reward in rewards):
         yield Violation(path, "must have one with stage both or end, which chooses the answer")
@@ -464,7 +448,7 @@ def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Viol
         yield from _check_reward(reward, f"{path}[{index}]")
 
 
-def _check_reward(reward: WeightedReward, path: str) -> Iterator[Violation]:
+def _check_reward(reward: c.WeightedReward, path: str) -> Iterator[Violation]:
     if not reward.name:
         yield Violation(f"{path}.name", "must not be empty")
     if not 0 < abs(reward.weight) <= MAX_WEIGHT:
@@ -487,17 +471,17 @@ def check_data(data: str, path: str) -> Iterator[Violation]:
             yield Violation(path, "must be JSON")
 
 
-def _check_normalization(normalization: Normalization, path: str) -> Iterator[Violation]:
+def _check_normalization(normalization: c.Normalization, path: str) -> Iterator[Violation]:
     kind, mean, deviation = normalization.kind, normalization.mean, normalization.deviation
     if kind == "fixed":
         yield from _within(f"{path}.mean", mean, -MAX_REWARD, MAX_REWARD)
         yield from _within(f"{path}.deviation", deviation, MIN_DEVIATION, MAX_REWARD)
-    elif normalization != Normalization(kind):
+    elif normalization != c.Normalization(kind):
         yield Violation(path, "mean and deviation require kind = fixed")
 
 
 def check_request(
-    request: GenerationRequest, context_tokens: int, max_candidates: int, vocabulary: int
+    request: c.GenerationRequest, context_tokens: int, max_candidates: int, vocabulary: int
 ) -> Iterator[Violation]:
     """Every field of a public request."""
     yield from check_prompt(request.prompt)
@@ -507,9 +491,9 @@ def check_request(
         yield Violation("selection.branching", "must be absent at temperature 0: forks are equal")
 
 
-def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:
+def _check_ranges(value: c.Sampling | c.Selection, path: str) -> Iterator[Violation]:
     """Every option with an accepted range in the contract."""
-    for name, option in declared_options().items():
+    for name, option in c.declared_options().items():
         if option.accepted and hasattr(value, name):
             number = getattr(value, name)
             if not option.accepted.contains(number):
