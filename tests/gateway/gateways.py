@@ -13,7 +13,7 @@ from typing import Any
 from gateway.__main__ import Server
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
-from specrej.client import Client
+from specrej.client import Client, Retries
 from tests.certificates import Authority, Pair, token_line
 from tests.faults.proxy import reset
 
@@ -25,9 +25,9 @@ MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 
 @asynccontextmanager
 async def gateway_at(address: str, **settings: Any) -> AsyncIterator[Server]:
-    """A gateway on a free port of an orchestrator at `address`."""
+    """A gateway on a free port of an orchestrator at `address`; it tries each call once."""
     chosen = GatewaySettings(port=0, orchestrator_address=address, **settings)
-    async with Client(address, **chosen.orchestrator_credentials) as client:
+    async with Client(address, retries=Retries(1), **chosen.orchestrator_credentials) as client:
         server = Server(chosen, client, Gateway(chosen, client))
         await server.start()
         try:
