@@ -386,6 +386,14 @@ async def test_a_request_that_loses_its_generator_starts_again(n: int, breaks_at
     assert generator.ledger.owned == 0
 
 
+async def test_a_request_starts_again_once() -> None:
+    """Guards against a prompt that crashes its generator and is then sent to all others."""
+    generator = FaultyGenerator(breaks_at=8, error=c.GeneratorLost)
+    with pytest.raises(Unavailable):
+        await answer(request(), generator, FixedScorer())
+    assert generator.num_broken == 2
+
+
 @pytest.mark.parametrize("shows_text", [False, True])
 async def test_text_that_was_sent_is_not_taken_back(shows_text: bool) -> None:
     """Guards a reader's text against the draws of another model or another rounding."""

@@ -149,27 +149,6 @@ async def test_a_silent_generator_is_lost() -> None:
         await until(lambda: running.counts == (2, 0, 0) and silent.is_idle and toys[0].is_idle)
 
 
-async def test_a_request_starts_again_once() -> None:
-    """Guards against a prompt that crashes its generator and is then sent to all others."""
-    toys = [HeldGenerator() for _ in range(3)]
-    gates = [toy.gates["extend"] for toy in toys]
-    async with generators(*toys) as running:
-        for gate in gates:
-            gate.shut()
-        answering = asyncio.ensure_future(answer(request(), running.client, SCORER))
-        await until(lambda: any(gate.held for gate in gates))
-        first = holder(toys)
-        await running.servers[first].kill()
-        await until(lambda: toys[first].is_idle and any(gate.held for gate in gates))
-        second = holder(toys)
-        await gates[second].let_one()
-        await until(lambda: gates[second].held == 1)
-        await running.servers[second].kill()
-        with pytest.raises(Unavailable):
-            await asyncio.wait_for(answering, BOUND_S)
-    assert toys[3 - first - second].num_opened == 0
-
-
 @pytest.mark.parametrize("n", [4, 0])
 async def test_a_generator_with_room_precedes_one_with_fewer_sessions(n: int) -> None:
     """Guards against waiting behind one large session while three small ones leave room, and
