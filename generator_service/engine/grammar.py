@@ -32,6 +32,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from math import trunc
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
@@ -536,6 +537,8 @@ def _try_outputs() -> None:
     JSON. Each is tried in a fork, so that one that takes too long costs no new process.
     """
     os.nice(_LOWEST_PRIORITY)
+    with suppress(OSError):  # Linux may share the processor by sessions first: sched(7), autogroup
+        Path("/proc/self/autogroup").write_text(str(_LOWEST_PRIORITY))
     resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given, most = resource.getrlimit(resource.RLIMIT_STACK)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -325,6 +326,8 @@ def test_an_output_that_takes_too_long_costs_no_new_process() -> None:
     process = compiler._trials._process
     assert process
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    if (group := Path(f"/proc/{process.pid}/autogroup")).exists():
+        assert group.read_text().endswith(" nice 19\n")
     refusal(JsonSchema('{"type": "array", "maxItems": 1000000001}'), compiler)
     compiler.compile(Regex("b+"))
     assert compiler._trials._process is process
