@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +19,14 @@ from specrej.contracts import Algorithm, CacheControl, Prompt, Sampling
 
 
 @asynccontextmanager
-async def serving(n: int, max_tokens: int, model: str) -> AsyncIterator[Client]:
-    """A client of services with room for `n` whole answers; `model`: empty for the embedded one."""
+async def serving(
+    n: int, max_tokens: int, model: str, reward: Mapping[str, Any] | None = None
+) -> AsyncIterator[Client]:
+    """A client of services with room for `n` whole answers. `model`: empty for the embedded one;
+    `reward`: the spec of one in place of the embedded ones."""
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(n * max_tokens + 4096)}
+    if reward:
+        environment["SPECREJ_REWARD_REWARDS"] = json.dumps([reward])
     if model:
         environment["SPECREJ_GENERATOR_MODEL"] = model
     async with (

@@ -2,7 +2,8 @@
 
 `make right ARGS="checks"`, `"reasoning"` or `"humaneval"`: collects all candidates of each task at
 a service that runs on this machine, once; replays every policy on them by the loop that serves
-requests (`experiments.recorded`); and writes a table with 95 % intervals over tasks.
+requests (`experiments.recorded`); and writes a table with 95 % intervals over tasks. With --live,
+services with the verifier answer the first tasks as well, by the study's policy for that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import (
     Algorithm,
     AnswerForm,
+    CacheControl,
     Candidate,
     ConfidenceCut,
     Finished,
@@ -75,6 +77,7 @@ class Study:
     temperature: float
     policies: tuple[Policy, ...]
     verifier: Mapping[str, Any] = field(default_factory=dict)  # spec of the reward `verifier`
+    live: str = ""  # the policy of --live
 
 
 def _verified(**selection: Any) -> Selection:
@@ -84,6 +87,7 @@ def _verified(**selection: Any) -> Selection:
 
 _END = WeightedReward("verifier", stage="end")
 _VETO = WeightedReward("verifier", veto_below=1.0)
+_COMPILES = WeightedReward("verifier", veto_below=1.0, data='{"compiles": true}')
 _LIKELY = WeightedReward(LIKELIHOOD, stage="cuts")
 _CALLS = Vote("tool_call")
 _SURE_CALLS = Vote("tool_call", stop_probability=0.95)
@@ -168,8 +172,11 @@ STUDIES = {
             Policy("waves of 2", _verified(rewards=(_END,), waves=2, stop_at=1.0)),
             Policy("waves of 4", _verified(rewards=(_END,), waves=4, stop_at=1.0)),
             Policy("waves of 4, vetoes", _verified(rewards=(_VETO,), waves=4, stop_at=1.0)),
+            Policy("must compile", _verified(rewards=(_COMPILES, _END))),
             Policy("rejection by likelihood", Selection(rewards=(_LIKELY, _END))),
+            Policy("likelihood, must compile", Selection(rewards=(_LIKELY, _COMPILES, _END))),
         ),
+        live="waves of 4",
     ),
 }
 
@@ -223,7 +230,9 @@ async def replay(
     )
     request = GenerationRequest(task.prompt, _sampling(study, task), selection)
     scorers = [
-        LikelihoodScorer() if reward.name == LIKELIHOOD else scorer_of(verifier, task.data)
+        LikelihoodScorer()
+        if reward.name == LIKELIHOOD
+        else scorer_of(verifier, reward.data or task.data)
         for reward in selection.rewards
     ]
     votes = extractor(task.vote, {}) if selection.vote else (lambda _: None)
@@ -234,6 +243,48 @@ async def replay(
         *_, last = [event async for event in events]
     assert isinstance(last, Finished)
     return last.generation
+
+
+async def live(
+    study: Study, tasks: Sequence[Task], path: Path, model: str
+) -> dict[str, float | int]:
+    """How services that run the verifier answer, beside the replay of the same tasks."""
+    policy = next(one for one in study.policies if one.name == study.live)
+    recorded = {line["task"]: line["answers"] for line in candidates.lines(path)}
+    spec = {"name": "verifier", **study.verifier}
+    verifier = _load(study)
+    right, equal, tokens, replayed = 0, 0, 0, 0
+    async with candidates.serving(study.n, study.max_tokens, model, spec) as client:
+        for task in tasks:
+            sampling, of = asdict(_sampling(study, task)), asdict(policy.selection)
+            generation = await client.generate(
+                task.prompt,
+                **{name: of[name] for name in ("algorithm", "waves", "stop_at")},
+                **{name: sampling[name] for name in ("max_tokens", "temperature", "seed")},
+                n=study.n,
+                rewards=[replace(one, data=task.data) for one in policy.selection.rewards],
+                cache=CacheControl.BYPASS,
+            )
+            answers = [Answer.from_json(line) for line in recorded[task.id]]
+            expected = await replay(study, policy, task, answers, verifier)
+            right += generation.best.score >= 1
+            equal += generation.best.text == expected.best.text
+            tokens += generation.usage.generated_tokens
+            replayed += expected.usage.generated_tokens
+            print(f"{task.id}: {generation.best.score}", file=sys.stderr, flush=True)
+    await verifier.aclose()
+    return {
+        **{"tasks": len(tasks), "right": right, "texts_of_the_replay": equal},
+        **{"tokens": tokens, "tokens_of_the_replay": replayed},
+    }
+
+
+def _load(study: Study) -> Any:
+    """The study's verifier, if it has one."""
+    if not study.verifier:
+        return None
+    spec: Any = TypeAdapter(RewardSpec)
+    return spec.validate_python({"name": "verifier", **study.verifier}).load(Resources())
 
 
 async def judged(task: Task, answers: Sequence[Answer], verifier: Any) -> IsRight:
@@ -266,11 +317,7 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
     recorded = {line["task"]: line for line in candidates.lines(path)}
     known = (task for task in tasks if task.id in recorded)
     tasks = [replace(one, tool_format=recorded[one.id].get("tool_format", "")) for one in known]
-    spec: Any = TypeAdapter(RewardSpec)
-    verifier: Any = None
-    if study.verifier:
-        parsed = spec.validate_python({"name": "verifier", **study.verifier})
-        verifier = parsed.load(Resources())
+    verifier = _load(study)
     right: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
     tokens: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
     wrong_vetoes, invalid_calls, passing = 0, 0, []
@@ -333,6 +380,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=0, help="the first so many; 0: all")
     parser.add_argument("--n", type=int, default=0, help="candidates; 0: those of the study")
     parser.add_argument("--model", default="", help="directory or GGUF file; default: embedded")
+    parser.add_argument("--live", type=int, default=0, help="tasks that services answer, too")
     parser.add_argument("--out", type=Path, default=Path("build/right"), help="folder")
     options = parser.parse_args()
     study = STUDIES[options.study]
@@ -342,6 +390,8 @@ def main() -> None:
     path = options.out / f"{name}.jsonl.gz"
     asyncio.run(collect(study, tasks, path, options.model))
     result = asyncio.run(evaluate(study, tasks, path))
+    if options.live and study.live:
+        result["live"] = asyncio.run(live(study, tasks[: options.live], path, options.model))
     result |= {"study": study.name, "model": options.model or "embedded", **provenance()}
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     points = {
@@ -355,6 +405,7 @@ def main() -> None:
     notes = [f"one sample is right in {result['one_sample']:.3f}"]
     counted = ("passing_candidates_vetoed", "answers_with_invalid_calls")
     notes += [f"{key.replace('_', ' ')}: {result[key]}" for key in counted if key in result]
+    notes += [f"live: {result['live']}"] if "live" in result else []
     report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
 
 
