@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers import JSON, Answer, in_thread
-from gateway.bodies import until_disconnected
+from gateway.bodies import Disconnected, until_disconnected
 from gateway.errors import body_of, for_caller
 from gateway.requests import Call
 from specrej import telemetry
@@ -26,7 +26,10 @@ Parts = AsyncGenerator[bytes, None]
 
 _COMMENT = b": keep-alive\n\n"
 _MANY = 200  # candidates of a round
-_SENT_BYTES = 65_536  # of a packed body, at once
+# Of a packed body: bytes that are sent at once, and how slowly a client may take it.
+_SENT_BYTES = 65_536
+_UNREAD_S = 30.0
+_LEAST_BYTES_S = 16_384
 
 
 class Events:
@@ -116,7 +119,8 @@ class EventStream(Response):
 
 
 class PackedResponse(Response):
-    """JSON in parts, which is compressed until it is sent."""
+    """JSON in parts, which is compressed until it is sent; a client that takes it too slowly is
+    disconnected."""
 
     def __init__(self, parts: Iterable[str], headers: dict[str, str]) -> None:
         packer, self._packed, num_bytes = zlib.compressobj(1), list[bytes](), 0
@@ -124,11 +128,16 @@ class PackedResponse(Response):
             num_bytes += len(data := part.encode())
             self._packed.append(packer.compress(data))
         self._packed.append(packer.flush())
+        self._bound_s = _UNREAD_S + num_bytes / _LEAST_BYTES_S
         headers = {**headers, "content-length": f"{num_bytes}"}
         super().__init__(headers=headers, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnected(receive, self._send(send))
+        try:
+            async with asyncio.timeout(self._bound_s):
+                await until_disconnected(receive, self._send(send))
+        except TimeoutError:
+            raise Disconnected from None
 
     async def _send(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}

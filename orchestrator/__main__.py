@@ -64,7 +64,7 @@ async def _serve(settings: OrchestratorSettings) -> None:
     ):
         orchestrator = _orchestrator(settings, redis, generators, rewards)
         instruments.observe_backends({"generator": generators.counts, "reward": rewards.counts})
-        servicer = OrchestratorServicer(orchestrator)
+        servicer = OrchestratorServicer(orchestrator, least_bytes_s=settings.least_bytes_s)
         server = Server(
             settings,
             [servicer.service()],

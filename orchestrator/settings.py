@@ -95,6 +95,11 @@ class OrchestratorSettings(ServiceSettings):
     max_deadline_s: Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         3600, description="seconds a request may take; longer deadlines are shortened to it"
     )
+    least_bytes_s: Annotated[int, Field(ge=0, le=2**20)] = Field(
+        1024,
+        description="bytes a second that the client of a stream must read, after 30 s of waiting"
+        " for it; else the call ends, once its run is over; 0: any",
+    )
     kept_records: Annotated[int, Field(ge=0, le=100_000)] = Field(
         256,
         description="latest requests whose rounds and rewards are kept for specrej trace, without"

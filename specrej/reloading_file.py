@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_LINE_CHARACTERS = 8192
+_SETTLED_S = 5.0  # a file that was written in place and is shorter is complete
 
 _File = tuple[int, int, int] | None
 _State = tuple[_File, ...]
@@ -25,9 +27,10 @@ class ReloadingFile(Generic[T]):
 
     If a changed file cannot be read, the last good value stays in use and one warning is logged
     (errors of `read` must not quote the files). An invalid file is read again when it changes, one
-    that cannot be opened at each `get`: its permissions may be repaired. A file that is written in
-    place may be read while it lacks its end: rename a new one. There is no background watch: `get`
-    compares file states, which takes microseconds. Thread-safe.
+    that cannot be opened at each `get`: its permissions may be repaired. A file that was written in
+    place and is shorter is read once it stays so for 5 s: it may be empty for a moment, or lack its
+    end. There is no background watch: `get` compares file states, which takes microseconds.
+    Thread-safe.
 
     Raises:
         OSError, ValueError: the first read failed.
@@ -39,6 +42,8 @@ class ReloadingFile(Generic[T]):
         self._lock = threading.Lock()
         self._used = _state(self._paths)
         self._rejected: _State | None = None
+        self._seen = self._used
+        self._settled_s = 0.0  # when what is seen is complete
         self._is_final = True  # whether what is rejected stays so until it changes
         self._value = read()
         metrics.add(names.FILES_REJECTED, 0)  # the metric is exported from now on
@@ -49,9 +54,17 @@ class ReloadingFile(Generic[T]):
             state = _state(self._paths)
             if state == self._used:
                 self._accept()
-            elif state != self._rejected or not self._is_final:
+            elif (state != self._rejected or not self._is_final) and self._is_settled(state):
                 self._read_again(state)
             return self._value
+
+    def _is_settled(self, state: _State) -> bool:
+        """Whether no file is shorter in place, or all have been as they are for `_SETTLED_S`."""
+        if state != self._seen:
+            is_shorter = any(map(_is_shorter, self._used, self._seen, state))
+            self._settled_s = time.monotonic() + _SETTLED_S * is_shorter
+            self._seen = state
+        return time.monotonic() >= self._settled_s
 
     def _accept(self) -> None:
         if self._rejected is not None:
@@ -83,6 +96,11 @@ class ReloadingFile(Generic[T]):
 def _state(paths: Sequence[Path]) -> _State:
     """Modification time, size and inode of each file; None for a missing one."""
     return tuple(_state_of(path) for path in paths)
+
+
+def _is_shorter(used: _File, seen: _File, now: _File) -> bool:
+    """Whether the file last seen was written in place, and is shorter than the one in use."""
+    return bool(used and seen and now and seen[2] == now[2] and now[1] < used[1])
 
 
 def _state_of(path: Path) -> _File:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
 from specrej import contracts as c
 from specrej.contracts import wire
-from specrej.contracts.errors import Violation
+from specrej.contracts.errors import Cancelled, Violation
 from specrej.security import Role, current_caller
 from specrej.server.serving import Context, Service, time_left_s
 from specrej.threads import ended
@@ -25,6 +26,7 @@ from specrej.v1 import orchestrator_pb2_grpc
 # before all of those but the newest lose theirs.
 _FEW_EVENTS = 16
 _MAX_SIZE = 131_072
+_UNREAD_S = 30.0  # that a reader may wait, besides the time of its bytes
 _MAX_LISTED = 64  # records of one reply
 
 
@@ -41,7 +43,7 @@ class _Unread:
         self._changed = asyncio.Event()
 
     def add(self, event: c.Event) -> None:
-        if isinstance(event, c.Progress) and len(self._events) > _FEW_EVENTS:
+        if (isinstance(event, c.Progress) and len(self._events) > _FEW_EVENTS) or self._is_over:
             return
         if isinstance(event, c.RoundCompleted):
             self._size += _size(event)
@@ -55,6 +57,11 @@ class _Unread:
         """No event follows."""
         self._is_over = True
         self._changed.set()
+
+    def clear(self) -> None:
+        """Drop what waits, and all that follows."""
+        self._events.clear()
+        self._is_over = True
 
     async def next(self) -> c.Event | None:
         """The next event, once there is one; None: there will be none."""
@@ -83,8 +90,11 @@ def _shortened(event: c.Event) -> c.Event:
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """`specrej.v1.OrchestratorService`."""
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
+    def __init__(self, orchestrator: Orchestrator, *, least_bytes_s: int = 1024) -> None:
+        """A stream whose client reads less than `least_bytes_s` bytes a second (0: any) ends once
+        its run is over."""
         self._orchestrator = orchestrator
+        self._least_bytes_s = least_bytes_s
 
     def service(self) -> Service:
         return Service(
@@ -110,6 +120,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         run.add_done_callback(lambda _: unread.end())
         try:
             is_first, sent = True, ""
+            left_s = _UNREAD_S if self._least_bytes_s else math.inf
             while event := await unread.next():
                 if isinstance(event, c.TextDelta):
                     sent += event.text
@@ -119,7 +130,17 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 if is_first:
                     is_first = False
                     await context.send_initial_metadata(())
-                await context.write(message)
+                began_s = time.monotonic()
+                left_s += message.ByteSize() / max(1, self._least_bytes_s)
+                try:
+                    async with asyncio.timeout(left_s):
+                        await context.write(message)
+                except TimeoutError:
+                    unread.clear()
+                    await asyncio.wait({run})  # equal requests may wait for its answer
+                    less = f"the client read less than {self._least_bytes_s} bytes a second"
+                    raise Cancelled(less) from None
+                left_s -= time.monotonic() - began_s
             await run
         finally:
             await ended(run)

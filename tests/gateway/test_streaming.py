@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gateway import streaming
 from gateway.answers import CompletionAnswer
 from gateway.bodies import Disconnected
 from gateway.fields import parsed
@@ -23,11 +24,14 @@ from tests.gateway.gateways import (
     BODY,
     CHAT,
     STREAM,
+    Connection,
     gateway_at,
     get,
     post,
+    request,
     whole_reply,
 )
+from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, ONE, FakeOrchestrator
 
 
@@ -183,6 +187,21 @@ def test_a_body_is_made_in_parts(tops: int) -> None:
         assert (choice["index"], len(values)) == (number, num_tokens)
         assert values[-1]["logprob"] == large.logprobs[-1] and values[0]["bytes"] == [*b"amber"]
         assert {len(value["top_logprobs"]) for value in values} == {tops}
+
+
+async def test_a_client_that_takes_its_reply_too_slowly_is_disconnected(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against replies that are held for hours."""
+    monkeypatch.setattr(streaming, "_UNREAD_S", 0.3)
+    monkeypatch.setattr(streaming, "_LEAST_BYTES_S", 1e9)
+    large = replace(GENERATION.candidates[0], text="x" * 20_000_000)
+    orchestrator.answer = replace(GENERATION, candidates=(large,))
+    async with gateway_at(address) as server:
+        connection = await Connection.open(server.port, request(CHAT, BODY))
+        assert b"200 OK" in await connection.read_until(b"\r\n\r\n")
+        await until(lambda: not server._state.tasks)
+        assert len(await connection.read_all()) < 20_000_000
 
 
 async def test_answers_are_converted_off_the_event_loop(

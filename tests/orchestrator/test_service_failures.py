@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ import pytest
 from orchestrator.edge import servicer
 from orchestrator.edge.servicer import OrchestratorServicer
 from specrej.contracts import FinishReason
+from specrej.contracts.errors import Cancelled
 from specrej.security import new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.certificates import place
@@ -163,10 +165,11 @@ async def test_cancel_ends_a_blocked_write() -> None:
 
 
 class Reader:
-    """The context of a stream. A write waits for the gate."""
+    """The context of a stream. A write waits for the gate, and takes `write_s` of the clock."""
 
-    def __init__(self) -> None:
-        self.gate, self.events = asyncio.Event(), list[Any]()
+    def __init__(self, write_s: float = 0.0) -> None:
+        self.gate, self.events, self.now_s = asyncio.Event(), list[Any](), 0.0
+        self._write_s = write_s
 
     async def send_initial_metadata(self, _: object) -> None:
         """Nothing is sent."""
@@ -174,6 +177,8 @@ class Reader:
     async def write(self, event: pb.GenerateStreamResponse) -> None:
         self.events.append(event)
         await self.gate.wait()
+        await turns(2)  # an expired timeout ends it
+        self.now_s += self._write_s
 
 
 _ROUNDS = pb.Schedule(kind=pb.SCHEDULE_KIND_TOKENS, tokens=range(1, 40))
@@ -201,6 +206,25 @@ async def test_rounds_that_wait_for_a_reader_are_short(
     finished = reader.events[-1].finished
     assert [e.round for e in rounds] == [*finished.rounds] and len(rounds) > 30
     assert finished.text == (await service.answer(_MANY)).text
+
+
+@pytest.mark.parametrize(("least_bytes_s", "is_slow"), [(1024, True), (1, False), (0, False)])
+async def test_a_reader_has_a_least_rate(
+    service: World, monkeypatch: pytest.MonkeyPatch, least_bytes_s: int, is_slow: bool
+) -> None:
+    """Guards against an event each 20 s, which is within the time of one."""
+    reader: Any = Reader(20.0)
+    reader.gate.set()
+    monkeypatch.setattr(servicer, "time", SimpleNamespace(monotonic=lambda: reader.now_s))
+    port = OrchestratorServicer(service.orchestrator, least_bytes_s=least_bytes_s)
+    streaming = port.GenerateStream(pb.GenerateStreamRequest(request=_MANY), reader)
+    if is_slow:
+        with pytest.raises(Cancelled, match="the client read less than 1024 bytes a second"):
+            await streaming
+        assert len(reader.events) == 3, "the third is not taken"
+    else:
+        await streaming
+        assert reader.events[-1].HasField("finished")
 
 
 @pytest.mark.parametrize("timeout_s", [1e6, 1e8])  # the longest that clients send

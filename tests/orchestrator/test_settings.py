@@ -78,7 +78,7 @@ INVALID_OF_GENERATOR = [
 ZERO = {
     *("port", "metrics_port", "health_port", "threads", "kv_slots", "prefix_cache", "merge_ms"),
     *("max_queued", "max_waiting", "tenant_tokens", "kept_records", "context_tokens"),
-    *("auto_candidates", "default_n"),
+    *("auto_candidates", "default_n", "least_bytes_s"),
 }
 
 

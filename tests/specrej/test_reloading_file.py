@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from specrej import reloading_file
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.telemetry import metrics
 from tests.certificates import place
@@ -51,6 +53,29 @@ def test_the_value_is_read_once_per_change(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert watched.get() == 7
     assert reads == [1, 2, 7]
+
+
+def test_a_file_that_is_shorter_in_place_counts_once_it_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards calls against a tokens file that is truncated and then written again."""
+    now_s = 0.0
+    monkeypatch.setattr(reloading_file, "time", SimpleNamespace(monotonic=lambda: now_s))
+    place(path, "one two three")
+    watched = ReloadingFile((path,), path.read_text)
+    for written in ("", "one"):
+        path.write_text(written)
+        assert watched.get() == "one two three"
+        now_s += 4.0
+        assert watched.get() == "one two three"
+    path.write_text("one two three four")
+    assert watched.get() == "one two three four"
+    path.write_text("one")
+    assert watched.get() == "one two three four"
+    now_s += 5.0
+    assert watched.get() == "one"
+    place(path, "")  # renamed: at once
+    assert watched.get() == ""
 
 
 @pytest.mark.parametrize("broken", ["invalid", "missing", "closed"])
