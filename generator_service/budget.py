@@ -223,6 +223,10 @@ def _plan(given: argparse.Namespace) -> dict[str, Any]:
     if given.engine == "own" and devices > 1:
         raise ValueError("the own engine uses one device: --tensor-parallel is for vLLM")
     is_vllm = given.engine == "vllm" or (given.engine, device) == ("auto", "cuda") or devices > 1
+    if not is_vllm:
+        from specrej_models.model import bound_positions
+
+        bound_positions(config)
     whole, parameters = ModelSizes.of(config), num_parameters(config)
     settings = GeneratorSettings(context_tokens=given.context_tokens)
     planned = Budget(

@@ -35,7 +35,7 @@ async def serve(settings: RewardSettings) -> None:
     async def warm_up() -> None:
         for spec in settings.rewards:
             load = partial(spec.load, settings.resources)
-            worker = await Worker.start(load, settings.queue_limit, settings.merge_ms / 1000)
+            worker = await Worker.start(load, settings.queue_limit)
             server.watch(worker.heartbeat_s)
             workers.append(worker)
         servicer.serve(workers)

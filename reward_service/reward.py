@@ -26,7 +26,6 @@ from specrej.contracts import (
 from specrej.threads import settle
 
 T = TypeVar("T", bound=Hashable)
-V = TypeVar("V")
 
 _CALLS = AnswerForm("json")
 

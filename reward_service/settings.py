@@ -60,11 +60,6 @@ class RewardSettings(ServiceSettings):
     queue_limit: Annotated[int, Field(ge=1, le=65536)] = Field(
         64, description="most calls per reward that wait or run"
     )
-    merge_ms: Annotated[float, Field(ge=0, le=1000)] = Field(
-        2,
-        description="milliseconds a batch waits for those of other open sessions, to be computed"
-        " with them",
-    )
     # Between two batches a whole round is generated, with Best-of-N whole answers: so the lease is
     # longer than the orchestrator's default deadline. Keepalive detects a dead peer sooner.
     lease_s: Seconds = Field(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reward_service.reward import RemoteReward, Reward
 
 # Options that name files: the fingerprint covers the files' contents, not their paths.
-_PATHS = ("directory", "head_file", "reference")
+_PATHS = ("directory", "head_file")
 
 # Headers that carry credentials, in lower case: their values come from files.
 _SECRET_HEADERS = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"}
@@ -263,17 +263,14 @@ class GatedSpec(CausalSpec):
 
 
 class LikelihoodSpec(CausalSpec):
-    """A language model's log-likelihood of the response, less a reference model's if there is one.
+    """A language model's log-likelihood of the response.
 
-    beta: a factor; mean: the mean over tokens, which does not favour short responses,
-    else the sum.
+    mean: the mean over tokens, which does not favour short responses, else the sum.
     """
 
     loader = "likelihood:load_likelihood"
     kind: Literal["likelihood"] = "likelihood"
     unfinished: Unfinished = "open"
-    reference: Path | None = None
-    beta: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     mean: bool = True
 
 

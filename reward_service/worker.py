@@ -79,17 +79,13 @@ class Worker:
     computed; one under way gets no part of the next pass, and its request to a server ends.
     """
 
-    def __init__(
-        self, load: Callable[[], Reward | RemoteReward], queue_limit: int, merge_s: float
-    ) -> None:
+    def __init__(self, load: Callable[[], Reward | RemoteReward], queue_limit: int) -> None:
         self._queue_limit = queue_limit
-        self._merge_s = merge_s
         self._room = threading.Semaphore(queue_limit)
         self._arrivals: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
         self._dead = False  # the thread has ended without `close`
-        self._num_sessions = 0  # that are open
         self._clock = WorkClock()
         self._reward: Reward
         self._remote: RemoteReward | None = None
@@ -102,15 +98,13 @@ class Worker:
         cls,
         load: Callable[[], Reward | RemoteReward],
         queue_limit: int = 64,
-        merge_s: float = 0.002,
     ) -> Worker:
         """A worker that has loaded the reward with `load` in its thread, and scored once.
 
-        A reward whose server is busy or not reached yet is served without that score. With several
-        sessions open, a batch waits `merge_s` seconds for others to share its pass.
+        A reward whose server is busy or not reached yet is served without that score.
         Raises what `load` raises, and ValueError or a SpecrejError if it cannot score once.
         """
-        worker = cls(load, queue_limit, merge_s)
+        worker = cls(load, queue_limit)
         is_loaded = False
         try:
             await asyncio.wrap_future(worker._loaded)
@@ -184,7 +178,6 @@ class Worker:
         if self._reward.takes_data:
             opening = partial(self._reward.open_with, prompt, data)
         session = await self._submit(_Request(opening))
-        self._num_sessions += 1
 
         def compute(candidates: Sequence[Candidate]) -> Awaitable[Scores]:
             begin = partial(self._reward.begin, session, candidates)
@@ -193,7 +186,6 @@ class Worker:
         try:
             yield WorkerSession(self._reward.name, compute)
         finally:
-            self._num_sessions -= 1
             with self._closing:
                 if not self._closed:  # queued, as its batch may still be under way
                     self._arrivals.put(_Request(partial(self._reward.free, session)))
@@ -296,17 +288,9 @@ class Worker:
         What arrives during this is left for the next pass, so that arrivals cannot delay passes
         without end.
         """
-        merge_until = 0.0
         num_arrivals = self._arrivals.qsize()
-        while True:
-            all_here = len(under_way) >= self._num_sessions
-            wait_s = 0.0 if all_here else max(0.0, merge_until - time.monotonic())
-            if under_way and num_arrivals <= 0 and not wait_s:
-                return True
-            try:
-                arrived = self._arrivals.get(not under_way or wait_s > 0, wait_s or None)
-            except queue.Empty:
-                return True
+        while num_arrivals > 0 or not under_way:
+            arrived = self._arrivals.get()
             num_arrivals -= 1
             if arrived is None:
                 return False
@@ -316,9 +300,8 @@ class Worker:
                 is_running = arrived.future.set_running_or_notify_cancel()
                 if not (is_running and self._begin(arrived, given)):
                     continue
-            if not under_way and self._num_sessions > 1:
-                merge_until = time.monotonic() + self._merge_s
             under_way.append(arrived)
+        return True
 
     def _begin(self, request: _Request, given: int) -> bool:
         """Run `do`; whether the request now has a task to compute, which counts as `given`."""

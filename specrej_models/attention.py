@@ -56,37 +56,15 @@ class DecodeSegment:
         """Where the rows' tokens stand."""
         return sum(piece.num_tokens for piece in self.pieces) + self.suffix.length
 
-    def seen(self, window: int | None) -> tuple[list[tuple[PromptKV, int]], int]:
-        """The pieces that the rows see, each from a token on, and their first own token seen.
-
-        All rows stand at one position, so a sliding window only hides the first tokens.
-        """
-        first = 0 if window is None else max(0, self.position + 1 - window)
-        pieces = []
-        for piece in self.pieces:
-            if first < piece.num_tokens:
-                pieces.append((piece, first))
-            first = max(0, first - piece.num_tokens)
-        return pieces, first
-
 
 Segment = PrefillSegment | DecodeSegment
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What a model's attention does to its scores; `window` counts the query's own position."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
 
 
 class Decoder(Protocol):
     """Compiled attention of all rows of one forward pass at once."""
 
     def attend(
-        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scale: float
     ) -> None: ...
 
 
@@ -100,34 +78,35 @@ def attend(
     scaling: float,
     segments: Sequence[Segment],
     decoder: Decoder | None = None,
-    seen: dict[int, Scaling] | None = None,
+    seen: dict[int, float] | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     s_aux: None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of R rows, R = sum of the segments' rows, batch 1.
 
-    query [1, heads, R, d]; key, value [1, kv_heads, R, d]; returns [1, R, heads, d]. What the model
-    applies to the scores is added to `seen`, by layer.
+    query [1, heads, R, d]; key, value [1, kv_heads, R, d]; returns [1, R, heads, d]. The scale of
+    the scores is added to `seen`, by layer. Sliding windows hide nothing: the context is bounded by
+    them (`model.bound_positions`).
 
     Raises:
-        NotImplementedError: the model uses attention sinks, masks of its own, compressed keys and
-            values, or a layer's attention twice.
+        NotImplementedError: the model uses attention sinks, soft caps, masks of its own, compressed
+            keys and values, or a layer's attention twice.
     """
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not supported")
+    if softcap is not None:
+        raise NotImplementedError("soft caps are not supported")
     if attention_mask is not None:
         raise NotImplementedError("masks of the model's own are not supported")
-    scaled = Scaling(scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     if seen is not None:
         if layer in seen:
             raise NotImplementedError("layers do not have one attention each")
-        seen[layer] = scaled
+        seen[layer] = scaling
     if key.shape[-1] != value.shape[-1]:
         raise NotImplementedError("keys and values of different sizes are not supported")
-    output = attend_rows(layer, (query[0], key[0], value[0]), segments, scaled, decoder)
+    output = attend_rows(layer, (query[0], key[0], value[0]), segments, scaling, decoder)
     return output.unsqueeze(0), None
 
 
@@ -135,7 +114,7 @@ def attend_rows(
     layer: int,
     qkv: tuple[Tensor, Tensor, Tensor],
     segments: Sequence[Segment],
-    scaled: Scaling,
+    scale: float,
     decoder: Decoder | None,
 ) -> Tensor:
     """Attention of R rows; qkv [heads, R, d], [kv_heads, R, d], [kv_heads, R, d] to [R, heads, d].
@@ -146,7 +125,7 @@ def attend_rows(
     query, key, value = qkv
     output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
     if decoder:
-        decoder.attend(layer, qkv, output, scaled)
+        decoder.attend(layer, qkv, output, scale)
         return output
     start = 0
     for segment in segments:
@@ -159,11 +138,11 @@ def attend_rows(
         else:
             new = (key[:, rows].transpose(0, 1), value[:, rows].transpose(0, 1))
             segment.suffix.write(layer, *new)
-        _attend(segment, layer, query[:, rows], output[rows], scaled)
+        _attend(segment, layer, query[:, rows], output[rows], scale)
     return output
 
 
-def _attend(segment: Segment, layer: int, query: Tensor, output: Tensor, scaled: Scaling) -> None:
+def _attend(segment: Segment, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
     """Attention of a segment's rows, query [heads, rows, d], to output [rows, heads, d].
 
     In blocks of rows, so that the scores of a long text fit the memory.
@@ -173,13 +152,13 @@ def _attend(segment: Segment, layer: int, query: Tensor, output: Tensor, scaled:
         rows = slice(first, first + at_once)
         block = query[:, rows].transpose(0, 1)
         if isinstance(segment, PrefillSegment):
-            output[rows] = _prefill(segment, layer, first, block, scaled)
+            output[rows] = _prefill(segment, layer, first, block, scale)
         else:
-            output[rows] = _decode(segment, layer, first, block, scaled)
+            output[rows] = _decode(segment, layer, first, block, scale)
 
 
 def _prefill(
-    segment: PrefillSegment, layer: int, first: int, query: Tensor, scaled: Scaling
+    segment: PrefillSegment, layer: int, first: int, query: Tensor, scale: float
 ) -> Tensor:
     """Causal attention of a chunk's rows from `first` on, query [rows, heads, d], to the prompt so
     far."""
@@ -190,23 +169,18 @@ def _prefill(
     queries = torch.arange(start, start + len(query), device=query.device)[:, None]
     keys = torch.arange(start + len(query), device=query.device)
     hidden = keys > queries
-    if scaled.window is not None:
-        hidden |= keys <= queries - scaled.window
-    return _mixed(query, parts, None, hidden, scaled)
+    return _mixed(query, parts, None, hidden, scale)
 
 
-def _decode(
-    segment: DecodeSegment, layer: int, first: int, query: Tensor, scaled: Scaling
-) -> Tensor:
+def _decode(segment: DecodeSegment, layer: int, first: int, query: Tensor, scale: float) -> Tensor:
     """Attention of the new tokens of rows from `first` on, query [rows, heads, d], to the prompt
-    and their suffixes. All rows are at one position, so a sliding window only shortens both."""
+    and their suffixes."""
     suffix, rows = segment.suffix, slice(first, first + len(query))
     length = suffix.length + 1
-    pieces, seen = segment.seen(scaled.window)
-    parts = [(piece.keys[layer][:, at:], piece.values[layer][:, at:]) for piece, at in pieces]
+    parts = [(piece.keys[layer], piece.values[layer]) for piece in segment.pieces]
     # Only the tokens that are set: beyond them lies uninitialised memory.
-    keys, values = (kv[rows, :, seen:length] for kv in (suffix.keys(layer), suffix.values(layer)))
-    return _mixed(query, parts, (keys, values), None, scaled)
+    keys, values = (kv[rows, :, :length] for kv in (suffix.keys(layer), suffix.values(layer)))
+    return _mixed(query, parts, (keys, values), None, scale)
 
 
 def _mixed(
@@ -214,7 +188,7 @@ def _mixed(
     parts: Sequence[tuple[Tensor, Tensor]],
     own: tuple[Tensor, Tensor] | None,
     hidden: Tensor | None,
-    scaled: Scaling,
+    scale: float,
 ) -> Tensor:
     """Attention of rows, [rows, heads, d] to the same, to tokens that all of them share and to
     their own.
@@ -232,9 +206,7 @@ def _mixed(
     sizes = [part.shape[-1] for part in scores]
     joined = torch.cat(scores, dim=-1)
     scores.clear()  # frees their memory
-    joined *= scaled.scale
-    if scaled.softcap is not None:
-        joined.div_(scaled.softcap).tanh_().mul_(scaled.softcap)
+    joined *= scale
     if hidden is not None:
         joined.masked_fill_(hidden[:, None, None], -torch.inf)
     weights = torch.softmax(joined, dim=-1, dtype=torch.float32).to(joined.dtype)

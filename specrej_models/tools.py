@@ -22,6 +22,17 @@ def function_of(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def chat_message(turn: Message) -> dict[str, Any]:
+    """A turn as in OpenAI's API."""
+    message: dict[str, Any] = {"role": turn.role, "content": turn.chat_content}
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in turn.tool_calls
+        ]
+    return message | ({"tool_call_id": turn.tool_call_id} if turn.role == "tool" else {})
+
+
 def call_fields(turns: Sequence[Message]) -> list[dict[str, Any]]:
     """What templates take of each turn beside its role and content: calls with their arguments as
     objects, and names of results. Ids are of nine letters and digits, as Mistral's templates

@@ -45,12 +45,10 @@ class CausalLM(SegmentedModel):
         if examined.gguf_file:
             options = {"gguf_file": examined.gguf_file}
         config = examined.config
-        if config.model_type == "gemma3":  # with images: its text model alone
-            config = config.get_text_config()
-            spare = ("vision_tower.", "multi_modal_projector.")
-            options |= {"config": config, "key_mapping": {r"^language_model\.": ""}, "spare": spare}
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type {config.model_type}: not a causal language model")
+        if config.get_text_config() is not config:
+            raise ValueError(f"model_type {config.model_type}: not of text alone; use vLLM")
         model = load_weights(AutoModelForCausalLM, examined.directory, dtype=dtype, **options)
         try:
             return cls(model.to(device), examined.end_ids)

@@ -26,11 +26,11 @@ from specrej.contracts import (
     StructuredOutput,
 )
 from specrej.contracts.requests import MAX_INT32
-from specrej_models.tools import JSON_CALLS, as_text, function_of, with_tools
+from specrej_models.tools import JSON_CALLS, as_text, chat_message, function_of, with_tools
 
 # Servers whose own defaults, or those of the model's files, differ from ours, and their names of
 # fields beyond OpenAI's.
-KNOWN = ("vllm", "sglang", "llamacpp", "specrej")
+KNOWN = ("vllm", "sglang", "llamacpp")
 _CANCEL_ALL = ("vllm", "sglang")  # when the connection closes, streams or not
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
 _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
@@ -97,8 +97,6 @@ def request_of(ask: Ask, model: str, able: Abilities) -> tuple[str, dict[str, An
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if sampling.structured_output:
         body |= structured_field(sampling.structured_output, able.structured)
-    if able.kind == "specrej":
-        body["best_of"] = 1  # of its own candidates
     if able.kind == "vllm" and ask.command.cache_salt:
         body["cache_salt"] = ask.command.cache_salt
     path, fields = _prompt_fields(ask, able)
@@ -127,7 +125,7 @@ def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
     if able.tools and prompt.tools:
         fields |= tools_of(prompt)
     turns = prompt.messages if able.tools else _without_tools(prompt)
-    return "/chat/completions", {**fields, "messages": [_message(turn) for turn in turns]}
+    return "/chat/completions", {**fields, "messages": [chat_message(turn) for turn in turns]}
 
 
 def answer_form(prompt: Prompt, able: Abilities) -> AnswerForm:
@@ -152,22 +150,6 @@ def _without_tools(prompt: Prompt) -> list[Message]:
     if not prompt.tools:
         return turns
     return with_tools(turns, prompt.tools, JSON_CALLS, takes_system=False)  # that is unknown
-
-
-def _message(turn: Message) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn.role, "content": turn.chat_content}
-    if turn.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in turn.tool_calls
-        ]
-    if turn.role == "tool":
-        message["tool_call_id"] = turn.tool_call_id
-    return message
 
 
 def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:

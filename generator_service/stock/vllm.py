@@ -79,18 +79,6 @@ class Shape:
     slot_bytes: int
     dtype: str
 
-    @classmethod
-    def read(cls, directory: Path, dtype: str, stored: str) -> Shape:
-        """Keys and values are of the type `stored`, a name of vLLM's."""
-        config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-        sizes = ModelSizes.of(config)
-        return cls(
-            context_tokens=sizes.context_tokens,
-            vocabulary=sizes.vocabulary,
-            slot_bytes=sizes.slot_bytes(_BYTES.get(stored, 1)),
-            dtype=dtype,
-        )
-
 
 class VLLMRequests:
     """`Requests` on a running vLLM; its calls belong to the event loop of the first of them."""
@@ -316,8 +304,14 @@ def _shape(settings: GeneratorSettings) -> Shape:
     dtype = "float32" if current_platform.is_cpu() else "bfloat16"
     dtype = settings.vllm_options.get("dtype", dtype)
     stored = settings.vllm_options.get("kv_cache_dtype", "auto")
-    shape = Shape.read(settings.model_directory, dtype, dtype if stored == "auto" else stored)
-    return replace(shape, context_tokens=settings.context_of(shape.context_tokens))
+    config = AutoConfig.from_pretrained(settings.model_directory, local_files_only=True)
+    sizes = ModelSizes.of(config.get_text_config())
+    return Shape(
+        context_tokens=settings.context_of(sizes.context_tokens),
+        vocabulary=sizes.vocabulary,
+        slot_bytes=sizes.slot_bytes(_BYTES.get(dtype if stored == "auto" else stored, 1)),
+        dtype=dtype,
+    )
 
 
 def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:

@@ -21,28 +21,15 @@ import httpx2
 
 from reward_service.specs import HTTPSpec, Resources, ServerSpec
 from specrej import fingerprint
-from specrej.contracts import NO_PROBE, Candidate, FinishReason, Message, Prompt, Scores
+from specrej.contracts import NO_PROBE, Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
 from specrej.server.serving import time_left_s
+from specrej_models.tools import chat_message
 
 _MAX_ANSWER_BYTES = 1 << 20
 _TIMEOUT_HEADER = "Specrej-Timeout-Ms"
-
-
-def _fields_of(turn: Message) -> dict[str, Any]:
-    """A turn as in OpenAI's API."""
-    calls = [
-        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-        for c in turn.tool_calls
-    ]
-    return {
-        "role": turn.role,
-        "content": turn.chat_content,
-        **({"tool_calls": calls} if calls else {}),
-        **({"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {}),
-    }
 
 
 class Server:
@@ -134,7 +121,7 @@ class HTTPReward:
             RewardInvalid: an answer without scores.
         """
         request = {
-            "messages": [_fields_of(turn) for turn in prompt.turns],
+            "messages": [chat_message(turn) for turn in prompt.turns],
             "responses": [candidate.text for candidate in candidates],
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
             **({"data": json.loads(data)} if data else {}),

@@ -24,9 +24,8 @@ class LMHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
-        self._softcap = getattr(model.config, "final_logit_softcapping", None)
         if not self._are_the_models():
-            raise ValueError("models with layers or scales before their logits are not supported")
+            raise ValueError("layers, scales or bounds before the logits are not supported")
 
     def logits_of(self, token_ids: list[int]) -> Head:
         """The logits of these tokens, [rows, tokens]."""
@@ -66,4 +65,4 @@ class LMHead:
 
     def _logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self._model.get_output_embeddings()(states).float()
-        return logits if not self._softcap else self._softcap * torch.tanh(logits / self._softcap)
+        return logits

@@ -14,8 +14,8 @@ Before all shares, the new keys and values of all rows are stored: a segment may
 another one of the pass, as a text sees its prompt, whose share another thread may not have begun.
 
 Rows that decode stand at one position and see the same tokens of the prompt. Rows of a prompt see
-each other too, in the last part; for each row the scores of later tokens, and of those before its
-window, are hidden before the softmax. A column's sums run over tokens in their order, whatever the
+each other too, in the last part; for each row the scores of later tokens are hidden before the
+softmax. A column's sums run over tokens in their order, whatever the
 other columns are. All tensors are float32.
 
 `CPUAttention` fills in the tables of a pass: one compiled call per layer computes all rows of all
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrej_models.attention import DecodeSegment, PrefillSegment, Scaling, Segment
+from specrej_models.attention import DecodeSegment, PrefillSegment, Segment
 from specrej_models.cpu.jobs import (
     BARRIER,
     INLINED,
@@ -52,7 +52,6 @@ from specrej_models.cpu.tiles import (
     TILE_ROWS,
     TILE_VECTORS,
     call,
-    exp,
     next_share,
     pointer,
     softmax_columns,
@@ -67,17 +66,17 @@ ATTENTION = layout(
     "shares stores barrier query query_row query_head key key_row key_head value value_row"
     " value_head output heads kv_heads dim segments num_segments parts num_parts longest"
     " num_shares",
-    "scale softcap",
+    "scale",
 )
 
 # Rows of one session, or consecutive tokens of a prompt. Their shares are numbered from
 # `first_share` on: `blocks` of `block_rows` rows for each head of keys. They see the first `before`
-# tokens of their parts, and either each other (`is_prompt`, within `window` tokens, 0: all) or
-# `own` tokens of their own, the new one included. `store_row`, `store_head`: bytes from a row, a
-# head to the next one in their store. `new_key` is 0 where the keys are stored already.
+# tokens of their parts, and either each other (`is_prompt`) or `own` tokens of their own, the new
+# one included. `store_row`, `store_head`: bytes from a row, a head to the next one in their store.
+# `new_key` is 0 where the keys are stored already.
 SEGMENT = layout(
-    "first_share blocks block_rows row rows first_part num_parts before is_prompt window"
-    " own own_keys own_values new_key new_value store_row store_head"
+    "first_share blocks block_rows row rows first_part num_parts before is_prompt own"
+    " own_keys own_values new_key new_value store_row store_head"
 )
 
 # Neighbouring tokens that all rows of a segment see.
@@ -201,24 +200,11 @@ def _write(job: Any, first: int, head: int, sums: Any, mixed: Any) -> None:
 
 @numba.njit(**OPTIONS)
 def _hide(segment: Any, first: int, rows: int, group: int, scores: Any) -> None:
-    """Hide from each row of a prompt the tokens after it and before its window."""
+    """Hide from each row of a prompt the tokens after it."""
     for row in range(first, first + rows):
         column, newest = (row - first) * group, segment.before + row
         for t in range(newest + 1, segment.before + first + rows):
             scores[t, column : column + group] = _HIDDEN
-        if segment.window:
-            for t in range(newest + 1 - segment.window):
-                scores[t, column : column + group] = _HIDDEN
-
-
-@numba.njit(**OPTIONS)
-def _cap(scores: Any, softcap: Any) -> None:
-    """softcap * tanh(score / softcap) in place, of scores that are not hidden."""
-    for i in range(scores.size):
-        x, one = scores[i] / softcap, np.float32(1)
-        e = exp(np.float32(-2) * abs(x))
-        capped = softcap * (one - e) / (one + e)
-        scores[i] = scores[i] if scores[i] <= _HIDDEN else capped if x >= 0 else -capped
 
 
 @numba.njit(**INLINED)
@@ -243,11 +229,8 @@ def _attend(job: Any, segment: Any, parts: Any, share: int, scratch: int) -> Non
         place, target = row * segment.store_row, scores + t * _LINE + 4 * row * group
         keys, values, mine = own_keys + place, own_values + place, queries + 4 * row * group
         _score(keys, 4 * dim, own, mine, group, dim, target, values)
-    lines = matrix(scores, t + own, COLUMNS)
     if segment.is_prompt:
-        _hide(segment, first, rows, group, lines)
-    if job.softcap > 0:
-        _cap(vector(scores, (t + own) * COLUMNS), np.float32(job.softcap))
+        _hide(segment, first, rows, group, matrix(scores, t, COLUMNS))
     for column in range(0, columns, LANES):
         softmax_columns(scores + 4 * column, _LINE, t + own, totals + 4 * column)
     vector(mixed, columns * dim)[:] = 0
@@ -316,24 +299,23 @@ class CPUAttention:
             start += segment.num_rows
         # Prompts first: their shares are the largest.
         self._segments.sort(key=lambda pair: isinstance(pair[1], DecodeSegment))
-        self._tables: dict[Scaling, _Tables] = {}
+        self._tables: _Tables | None = None
 
-    def attend(self, layer: int, qkv: QKV, output: Tensor, scaled: Scaling) -> None:
+    def attend(self, layer: int, qkv: QKV, output: Tensor, scale: float) -> None:
         """Store the rows' keys and values, write their attention to `output` [R, heads, d].
 
         qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
         """
-        job = self.jobs([layer], qkv, output, scaled)
+        job = self.jobs([layer], qkv, output, scale)
         longest = int(job["longest"][0])
         attention.run(job.view(np.int64), work=2 * longest * output.numel())
 
-    def jobs(self, layers: Sequence[int], qkv: QKV, output: Tensor, scaled: Scaling) -> Table:
-        """The jobs of layers with the same scaling [layers], of kind ATTENTION; see `attend`."""
+    def jobs(self, layers: Sequence[int], qkv: QKV, output: Tensor, scale: float) -> Table:
+        """The jobs of layers [layers], of kind ATTENTION; see `attend`."""
         shape = self._shape
-        tables = self._tables.get(scaled)
-        if tables is None:
-            tables = _Tables(self._segments, shape, self._heads // shape.kv_heads, scaled)
-            self._tables[scaled] = tables
+        if self._tables is None:
+            self._tables = _Tables(self._segments, shape, self._heads // shape.kv_heads)
+        tables = self._tables
         jobs = np.zeros(len(layers), ATTENTION)
         for name, tensor in zip(("query", "key", "value"), qkv, strict=True):
             head, row, last = tensor.stride()
@@ -346,20 +328,14 @@ class CPUAttention:
         jobs["barrier"], jobs["output"] = BARRIER, output.data_ptr()
         jobs["heads"], jobs["kv_heads"], jobs["dim"] = self._heads, shape.kv_heads, shape.head_dim
         jobs["longest"], jobs["num_shares"] = tables.longest, tables.shares
-        jobs["scale"], jobs["softcap"] = scaled.scale, scaled.softcap or 0.0
+        jobs["scale"] = scale
         return jobs
 
 
 class _Tables:
     """Segments and parts of all layers, [layers, number]."""
 
-    def __init__(
-        self,
-        segments: Sequence[tuple[int, Segment]],
-        shape: KVShape,
-        group: int,
-        scaled: Scaling,
-    ) -> None:
+    def __init__(self, segments: Sequence[tuple[int, Segment]], shape: KVShape, group: int) -> None:
         self._shape = shape
         self._parts: list[Table] = []
         self.longest = self.shares = 0
@@ -373,57 +349,46 @@ class _Tables:
             self.shares += blocks * shape.kv_heads
             record["first_part"] = len(self._parts)
             if isinstance(segment, PrefillSegment):
-                seen = self._fill_prompt(record, segment, scaled.window or 0)
+                self._fill_prompt(record, segment)
             else:
-                seen = self._fill_rows(record, segment, scaled.window)
+                self._fill_rows(record, segment)
             record["num_parts"] = len(self._parts) - record["first_part"]
-            self.longest = max(self.longest, seen)
+            self.longest = max(self.longest, segment.position + 1)
         self.parts = np.zeros((shape.layers, len(self._parts)), PART)
         for number, part in enumerate(self._parts):
             self.parts[:, number] = part
 
-    def _fill_prompt(self, record: Table, segment: PrefillSegment, window: int) -> int:
-        """Tokens that the last row may see."""
-        first = max(0, segment.start + 1 - window) if window else 0
+    def _fill_prompt(self, record: Table, segment: PrefillSegment) -> None:
         *earlier, own = segment.pieces
         counts = [*(piece.num_tokens for piece in earlier), segment.offset + segment.num_rows]
-        self._add_parts(segment.pieces, counts, first)
-        record["before"], record["is_prompt"], record["window"] = segment.start - first, 1, window
+        self._add_parts(segment.pieces, counts)
+        record["before"], record["is_prompt"] = segment.start, 1
         if not segment.stored:
             offset = 4 * segment.offset * self._shape.head_dim
             record["new_key"] = [key.data_ptr() + offset for key in own.keys]
             record["new_value"] = [value.data_ptr() + offset for value in own.values]
             record["store_row"] = 4 * self._shape.head_dim
             record["store_head"] = [4 * key.stride(0) for key in own.keys]
-        return segment.start - first + segment.num_rows
 
-    def _fill_rows(self, record: Table, segment: DecodeSegment, window: int | None) -> int:
-        """Tokens that a row sees, its own included."""
-        pieces, first_own = segment.seen(window)
+    def _fill_rows(self, record: Table, segment: DecodeSegment) -> None:
         suffix, token = segment.suffix, 4 * self._shape.head_dim
-        ends = [piece.num_tokens for piece, _ in pieces]
-        self._add_parts([piece for piece, _ in pieces], ends, pieces[0][1] if pieces else 0)
-        before = sum(ends) - (pieces[0][1] if pieces else 0)
-        own = suffix.length + 1 - first_own
-        record["before"], record["own"] = before, own
+        counts = [piece.num_tokens for piece in segment.pieces]
+        self._add_parts(segment.pieces, counts)
+        record["before"], record["own"] = sum(counts), suffix.length + 1
         for name, kv in (("key", suffix.keys), ("value", suffix.values)):
             store = np.array([kv(layer).data_ptr() for layer in range(self._shape.layers)])
-            record[f"own_{name}s"] = store + first_own * token
+            record[f"own_{name}s"] = store
             record[f"new_{name}"] = store + suffix.length * token
         record["store_head"] = suffix.tokens_room * token
         record["store_row"] = suffix.tokens_room * token * self._shape.kv_heads
-        return int(before + own)
 
-    def _add_parts(self, pieces: Sequence[PromptKV], counts: Sequence[int], first: int) -> None:
-        """The first `counts` tokens of the pieces, without the `first` of all of them."""
-        token = 4 * self._shape.head_dim
+    def _add_parts(self, pieces: Sequence[PromptKV], counts: Sequence[int]) -> None:
+        """The first `counts` tokens of the pieces."""
         for piece, count in zip(pieces, counts, strict=True):
-            if first < count:
-                part = np.zeros(self._shape.layers, PART)
-                part["tokens"] = count - first
-                part["keys"] = [key.data_ptr() + first * token for key in piece.keys]
-                part["values"] = [value.data_ptr() + first * token for value in piece.values]
-                part["key_row"] = part["value_row"] = token
-                part["key_head"] = part["value_head"] = [4 * key.stride(0) for key in piece.keys]
-                self._parts.append(part)
-            first = max(0, first - count)
+            part = np.zeros(self._shape.layers, PART)
+            part["tokens"] = count
+            part["keys"] = [key.data_ptr() for key in piece.keys]
+            part["values"] = [value.data_ptr() for value in piece.values]
+            part["key_row"] = part["value_row"] = 4 * self._shape.head_dim
+            part["key_head"] = part["value_head"] = [4 * key.stride(0) for key in piece.keys]
+            self._parts.append(part)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specrej_models.attention import PrefillSegment, Scaling
+from specrej_models.attention import PrefillSegment
 from specrej_models.cpu.attention import ATTENTION, CPUAttention, attention
 from specrej_models.cpu.jobs import JobRecord, Kernel, Program, job_record, layout, matrix, vector
 from specrej_models.cpu.product import PRODUCT, product
@@ -112,11 +112,11 @@ class _Sizes:
 class _Layer(nn.Module):
     """The weights of one layer."""
 
-    def __init__(self, layer: Any, shape: KVShape, scaled: Scaling) -> None:
+    def __init__(self, layer: Any, shape: KVShape, scale: float) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.number: int = attention.layer_idx
-        self.scaled = scaled
+        self.scale = scale
         self.sizes = _Sizes(
             hidden=attention.q_proj.in_features,
             heads=attention.q_proj.out_features // shape.head_dim,
@@ -166,19 +166,15 @@ class CPULayers(nn.Module):
     """Takes the place of all layers in their model's forward pass."""
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
-        """`layers`: at least one, of equal sizes."""
+        """`layers`: at least one, of equal sizes and scale."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._sizes = layers[0].sizes
+        self._sizes, self._scale = layers[0].sizes, layers[0].scale
         self._numbers = [layer.number for layer in layers]
         self._multiplications_per_row = sum(layer.multiplications_per_row for layer in layers)
         self._program = Program(_KERNELS * len(layers), _JOB_FIELDS)
         self._records = self._program.records.reshape(len(layers), _END, _JOB_FIELDS)
         self._constants = np.stack([layer.constants() for layer in layers])
-        # Places of the layers that scale and mask in the same way.
-        self._places: dict[Scaling, list[int]] = {}
-        for place, layer in enumerate(layers):
-            self._places.setdefault(layer.scaled, []).append(place)
 
     def forward(
         self,
@@ -221,11 +217,9 @@ class CPULayers(nn.Module):
             dim=sizes.dim,
         )
         np.add(self._constants, jobs, out=self._records)
-        for scaled, layers in self._places.items():
-            numbers = [self._numbers[place] for place in layers]
-            table = decoder.jobs(numbers, (q, k, v), mixed, scaled).view(np.int64)
-            fields = table.reshape(len(layers), -1)
-            self._records[layers, _ATTENTION, : fields.shape[1]] = fields
+        table = decoder.jobs(self._numbers, (q, k, v), mixed, self._scale).view(np.int64)
+        fields = table.reshape(len(self._numbers), -1)
+        self._records[:, _ATTENTION, : fields.shape[1]] = fields
         self._program.run(self._multiplications_per_row * count)
         return hidden_states
 
@@ -245,7 +239,7 @@ def replace(model: nn.Module, shape: KVShape, context_tokens: int) -> None:
         if replacement is None:
             return
         replacements.append(replacement)
-    if len({layer.sizes for layer in replacements}) == 1:
+    if len({(layer.sizes, layer.scale) for layer in replacements}) == 1:
         decoder.layers = nn.ModuleList([CPULayers(replacements)])
 
 
@@ -261,7 +255,7 @@ def _replacement_of(
         return None
     hidden = layer.input_layernorm.weight.numel()
     rows = torch.randn(1, _TRIAL_ROWS, hidden, generator=torch.Generator().manual_seed(0))
-    seen: dict[int, Scaling] = {}
+    seen: dict[int, float] = {}
     with torch.inference_mode():
         cos_sin = rotary(rows, positions)
         if cos_sin[0].shape[-1] != shape.head_dim:  # only a part of each head is rotated

@@ -105,7 +105,7 @@ class FailsFor:
         return MODEL.forward(token_ids, positions, segments, last)
 
 
-@pytest.mark.parametrize("culprits", [{0}, {3}, {1, 4}, {0, 1, 2, 3, 4}])
+@pytest.mark.parametrize("culprits", [{3}, {1, 4}, {0, 1, 2, 3, 4}])
 def test_a_step_that_fails_ends_only_the_sessions_that_cause_it(culprits: set[int]) -> None:
     """Guards bystanders of a failure: their tokens are those of a run without it, to the bit."""
     model = FailsFor()

@@ -34,13 +34,9 @@ _SIZES: dict[str, Any] = {
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral-window": ("mistral", {"sliding_window": 12}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma": ("gemma", {"num_key_value_heads": 1}),
-    "gemma2": ("gemma2", {"sliding_window": 12}),
-    "gemma3": ("gemma3_text", {"sliding_window": 12, "sliding_window_pattern": 2}),
 }
 
 

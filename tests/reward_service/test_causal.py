@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reward_service.kinds import causal
@@ -49,6 +49,7 @@ def grow(text: str, rng: random.Random) -> str:
     return text[: len(text) - cut] + more
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
 @given(
     family=st.sampled_from(tiny.FAMILIES),
     seed=st.integers(0, 2**32),

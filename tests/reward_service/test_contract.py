@@ -44,7 +44,6 @@ CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "logit": ("classifier", tiny.save_language_model, {"logit_of": "a", "unfinished": "open"}),
     "gated": ("gated", save_gated, {"gate_at": GATE_AT}),
     "likelihood": ("likelihood", tiny.save_language_model, {}),
-    "contrast": ("likelihood", tiny.save_language_model, {"reference": True, "beta": 0.1}),
     "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
     "process by words": ("process", tiny.save_language_model, {"step_token": "@", **WORDS}),
 }
@@ -81,9 +80,6 @@ def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
             spec["directory"] = save_model(tmp_path_factory.mktemp(kind))
         elif "directory" in spec:
             spec["directory"] = minilm
-        if "reference" in spec:
-            directory = tmp_path_factory.mktemp("reference")
-            spec["reference"] = tiny.save_language_model(directory, seed=7)
         return load(**spec)
 
     return make
@@ -198,12 +194,11 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
             await worker.join(10)
 
 
-@pytest.mark.parametrize("option", ["directory", "head_file", "reference"])
+@pytest.mark.parametrize("option", ["directory", "head_file"])
 def test_missing_file_is_an_error_with_the_rewards_name(tmp_path: Path, option: str) -> None:
-    kind = "likelihood" if option == "reference" else "classifier"
     spec = {"directory": tmp_path, option: tmp_path / "gone"}
     with pytest.raises(FileNotFoundError, match=r"reward r: no .* .*gone"):
-        load(kind, **spec)
+        load("classifier", **spec)
 
 
 def test_options_are_in_the_fingerprint(tmp_path: Path) -> None:

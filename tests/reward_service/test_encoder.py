@@ -35,7 +35,7 @@ TEXTS = [
     "You need flour. " * 20,
     "Weiße Brötchen, 面包, خبز 🍞",
     "[PAD] [PAD] bread [SEP] b[MASK]c [CLS][PAD] [UNK] [PAD]",
-    "You need flour. " * 400,
+    "You need flour. " * 120,
     "the [MASK] " * 40 + "Mix flour, water, salt and yeast, then bake the bread.",
 ]
 BERT: dict[str, Any] = tiny.SIZES | {"max_position_embeddings": 260, "pad_token_id": 0}

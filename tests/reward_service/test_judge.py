@@ -116,6 +116,11 @@ async def test_pairs_are_compared_in_both_orders() -> None:
         assert scores.values == (0.5, 1, 0) and scores.compare
         assert len(endpoint.requests) == 6
         assert (await score(judge, "aa")).values == (0.5,)
+    for opponents, num_pairs in ((1, 5), (2, 10), (9, 10)):
+        async with judged(mode="pairs", opponents=opponents) as (judge, endpoint):
+            values = (await score(judge, "a", "aaa", "aa", "aaaaa", "aaaa")).values
+            assert (values[0], values[3], sum(values)) == (0, 1, 2.5)
+            assert len(endpoint.requests) == 2 * num_pairs
 
     async with judged(lambda *_: Reply(chat('{"quality": 1}')), mode="pairs") as (judge, _):
         assert (await score(judge, "a", "b")).values == (0.5, 0.5)  # it prefers the first place

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, ElectraConfig, ModernBertDecoderConfig
 
-from reward_service.reward import score, score_batch
+from reward_service.reward import score_batch
 from tests.reward_service import tiny
 from tests.reward_service.tiny import PROMPT, batch, load
 
@@ -36,9 +36,9 @@ def test_scores_are_mean_and_sum_of_the_tokens(tmp_path: Path, family: str, clos
     candidates = batch(dict(enumerate(TEXTS)))
     scores = score_batch(mean.open(PROMPT), mean, candidates)
     assert scores.values == pytest.approx([float(e.mean()) for e in expected], abs=1e-4)
-    total = load("likelihood", tmp_path, unfinished=unfinished, beta=0.5, mean=False)
+    total = load("likelihood", tmp_path, unfinished=unfinished, mean=False)
     scores = score_batch(total.open(PROMPT), total, candidates)
-    assert scores.values == pytest.approx([0.5 * float(e.sum()) for e in expected], abs=1e-3)
+    assert scores.values == pytest.approx([float(e.sum()) for e in expected], abs=1e-3)
 
 
 @pytest.mark.parametrize("config", [ModernBertDecoderConfig, BertConfig, ElectraConfig])
@@ -53,18 +53,3 @@ def test_layers_before_the_output_embeddings_are_refused(tmp_path: Path, config:
     tiny.save_language_model(tmp_path, made, None)
     with pytest.raises(ValueError, match=r"before their logits|not a|supported"):
         load("likelihood", tmp_path)
-
-
-def test_difference_from_a_reference_is_the_implicit_reward_of_dpo(tmp_path: Path) -> None:
-    """Guards the sign, and a reference that is the model itself."""
-    model = tiny.save_language_model(tmp_path / "model")
-    reference = tiny.save_language_model(tmp_path / "reference", seed=7)
-    reward = load("likelihood", model, reference=reference, beta=0.1, mean=False)
-    expected = [
-        0.1 * float(logprobs(model, text).sum() - logprobs(reference, text).sum()) for text in TEXTS
-    ]
-    scores = score(reward, PROMPT, TEXTS)
-    assert scores.values == pytest.approx(expected, abs=1e-3)
-    own = load("likelihood", model, beta=0.1, mean=False)
-    assert scores.computed_tokens == 2 * score(own, PROMPT, TEXTS).computed_tokens
-    assert reward.fingerprint != own.fingerprint

@@ -338,18 +338,6 @@ async def test_batches_of_a_failed_pass_begin_again_alone_and_in_turn() -> None:
         assert not any({*letters} > {"!"} for letters in reward.passes[2:])
 
 
-async def test_a_batch_waits_for_other_sessions_to_share_its_pass() -> None:
-    reward = PiecewiseReward(token_budget=8)
-    async with two_sessions(reward) as (worker, one, two):
-        worker._merge_s = 10
-        reward.gate.release(50)
-        await asyncio.wait_for(
-            asyncio.gather(one.score(as_candidates(["aa"])), two.score(as_candidates(["bb"]))),
-            timeout=9,
-        )
-        assert reward.passes == ["abab"]
-
-
 @pytest.mark.parametrize("place", ["open", "begin", "compute", "finish", "free"])
 async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     place: str, monkeypatch: pytest.MonkeyPatch

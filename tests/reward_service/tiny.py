@@ -20,7 +20,7 @@ from transformers import (
 from reward_service.specs import Resources, RewardSpec
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 
-FAMILIES = ("gemma", "llama", "mistral", "qwen2")
+FAMILIES = ("gemma", "llama", "qwen2")
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

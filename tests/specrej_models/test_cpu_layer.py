@@ -14,7 +14,7 @@ from specrej_models.cpu.layer import CPULayers
 from specrej_models.kv import KVShape
 from tests.generator_service import tiny
 
-REPLACED = {"llama", "llama-mha", "mistral", "mistral-window", "qwen2"}
+REPLACED = {"llama", "llama-mha", "qwen2"}
 
 
 def are_replaced(model: Any) -> bool:
