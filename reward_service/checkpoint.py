@@ -6,7 +6,7 @@ the class exists only in code that comes with the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,21 +79,20 @@ def load_head(source: Path, name: str, device: str = "cpu") -> dict[str, Tensor]
 class Network:
     """Linear layers with a ReLU between them, from [rows, num_inputs] to [rows, num_outputs]."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], layers: Sequence[str] = ()) -> None:
-        """tensors: of a head, see `load_head`; layers: the layers' names, in order. By default it
-        is one layer, or they are numbered, and nothing else may be in the head.
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """tensors: of a head, see `load_head`: of one layer, or of numbered ones, alone.
 
         Raises:
             ValueError: they are not such layers.
         """
         if "" in tensors:  # one layer without a bias, [outputs, inputs] or [inputs]
             tensors = {"weight": tensors[""].reshape(-1, tensors[""].shape[-1])}
-        names = [f"{name}." for name in layers] or _layers_of(tensors)
+        numbers = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdecimal()}
+        names = [f"{number}." for number in sorted(numbers)] or [""]
         needed = {f"{name}weight" for name in names}
-        others = tensors.keys() - needed - {f"{name}bias" for name in names}
-        if needed - tensors.keys() or (others and not layers):
+        if needed - tensors.keys() or tensors.keys() - needed - {f"{name}bias" for name in names}:
             listed = ", ".join(sorted(tensors)[:6])
-            raise ValueError(f"head_layers must name linear layers of {listed}")
+            raise ValueError(f"must be a linear layer or numbered ones, has {listed}")
         self._layers = [(tensors[f"{n}weight"], tensors.get(f"{n}bias")) for n in names]
         weights = [weight for weight, _ in self._layers]
         if any(weight.dim() != 2 for weight in weights) or any(
@@ -110,7 +109,7 @@ class Network:
         return states
 
 
-def _layers_of(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The beginnings of the names of a head's layers."""
-    numbers = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdecimal()}
-    return [f"{number}." for number in sorted(numbers)] or [""]
+def check_labels(directory: Path, label: int | None, num_labels: int) -> None:
+    """Raises ValueError unless the label is there, or there is one and `label` is None."""
+    if (label or 0) >= num_labels or (label is None and num_labels > 1):
+        raise ValueError(f"{directory}: has {num_labels} labels, label must be the index of one")

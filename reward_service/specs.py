@@ -10,7 +10,6 @@ entry in `KINDS` of tests/reward_service/test_contract.py.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,9 +58,7 @@ Name = Annotated[
     str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$"), AfterValidator(_is_not_reserved)
 ]
 FunctionPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
-LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)]
 
 # How an unfinished text is scored: as if its turn ended here, or as a turn that goes on.
 Unfinished = Literal["closed", "open"]
@@ -76,7 +73,7 @@ OneToken = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 # What a reward does with the images of prompts: reads them, reads the texts alone, or refuses them.
 Images = Literal["read", "text", "refuse"]
 
-# The index of the label whose logit is the score.
+# The index of the label whose logit is the score; None: there is one label.
 Label = Annotated[int, Field(ge=0)] | None
 
 
@@ -174,27 +171,12 @@ class RelevanceSpec(LocalSpec):
     kind: Literal["relevance"] = "relevance"
 
 
-class Transform(_Options):
-    """scale * f(logit) + offset, f being the identity or the logistic function."""
-
-    kind: Literal["identity", "sigmoid"] = "identity"
-    scale: Finite = 1.0
-    offset: Finite = 0.0
-
-    def __call__(self, logit: float) -> float:
-        if self.kind == "sigmoid":
-            # Without an overflow on either side.
-            logit = 0.5 * (1 + math.tanh(0.5 * logit))
-        return self.scale * logit + self.offset
-
-
 class CrossEncoderSpec(LocalSpec):
     """An encoder that reads prompt and response as a pair."""
 
     loader = "encoder:CrossEncoderReward"
     kind: Literal["cross-encoder"] = "cross-encoder"
     label: Label = None
-    transform: Transform = Transform()
 
 
 class CausalSpec(LocalSpec):
@@ -213,53 +195,33 @@ class CausalSpec(LocalSpec):
 class ClassifierSpec(CausalSpec):
     """A decoder-only sequence classifier, or a backbone with a head of another kind.
 
-    head: the name of the head's module, or tensor, in the checkpoint; head_layers: the names of its
-    linear layers below that, in order, with a ReLU between them, by default its numbered ones or
-    itself; head_file: a file with the head's weights, the tensor `head`; logit_of: the token whose
-    logit, by the model's language model head, is the score; append_token: a token after the
-    conversation, to read the head at; label_weights: the weight of each label's logit in the score;
-    label: the one that counts, in place of weights; engine: what computes it, "auto" is vLLM on
+    head: the name of the head's module, or tensor, in the checkpoint: a linear layer, or numbered
+    ones with a ReLU between them; head_file: a file with the head's weights, the tensor `head`;
+    logit_of: the token whose logit, by the model's language model head, is the score; append_token:
+    a token after the conversation, to read the head at; engine: what computes it, "auto" is vLLM on
     CUDA where it can and the own network elsewhere; vllm_options: further engine arguments of vLLM.
     """
 
     loader = "classifier:load_classifier"
     kind: Literal["classifier"] = "classifier"
     head: str = Field("score", min_length=1)
-    head_layers: tuple[str, ...] = ()
     head_file: Path | None = None
     logit_of: OneToken | None = None
     append_token: OneToken | None = None
     label: Label = None
-    label_weights: LabelWeights = (1.0,)
-    transform: Transform = Transform()
     engine: Literal["auto", "own", "vllm"] = "auto"
     vllm_options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
         heads = self.model_fields_set & {"head", "head_file", "logit_of"}
-        if len(heads) > 1 or (self.head_layers and heads - {"head"}):
-            raise ValueError("head with head_layers, head_file and logit_of exclude each other")
-        if self.label is not None and "label_weights" in self.model_fields_set:
-            raise ValueError("label and label_weights exclude each other")
-        has_one_label = self.head_file or self.logit_of is not None
-        if has_one_label and (self.label or len(self.label_weights) > 1):
-            raise ValueError("has one label: label must be 0, label_weights one number")
+        if len(heads) > 1:
+            raise ValueError("head, head_file and logit_of exclude each other")
+        if self.label and heads - {"head"}:
+            raise ValueError("has one label: label must be 0")
         if self.vllm_options and self.engine != "vllm":
             raise ValueError('vllm_options require engine "vllm"')
         return self
-
-
-class GatedSpec(CausalSpec):
-    """Several objectives and a gate.
-
-    gate_at: the text between prompt and response; its first token closes the prompt, such as
-    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n" for Llama 3.
-    """
-
-    loader = "gated:load_gated"
-    kind: Literal["gated"] = "gated"
-    gate_at: str = Field(min_length=1)
 
 
 class LikelihoodSpec(CausalSpec):
@@ -442,7 +404,6 @@ RewardSpec = Annotated[
     | RelevanceSpec
     | CrossEncoderSpec
     | ClassifierSpec
-    | GatedSpec
     | LikelihoodSpec
     | ProcessSpec
     | FunctionSpec

@@ -1,8 +1,7 @@
 """Sequence classifiers: Bradley-Terry models, and regression heads with several labels.
 
-The score is the head's output at the end of the conversation: one label's logit, or a weighted sum
-of several, then transformed as declared. The head is linear or has several layers, or it is one
-token's row of a language model's head.
+The score is the head's output at the end of the conversation, one label's logit. The head is linear
+or has several layers, or it is one token's row of a language model's head.
 
 transformers' own classifiers, whose head is `score`, read the last token that is not padding; the
 code that comes with other heads reads the last token (Eurus-RM, UltraRM, GRM, InternLM2-Reward).
@@ -26,7 +25,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from reward_service.checkpoint import HEAD_TENSOR, Network, load_head, load_model
+from reward_service.checkpoint import HEAD_TENSOR, Network, check_labels, load_head, load_model
 from reward_service.conversation import Conversation, Turns, load_conversation, single_token
 from reward_service.kinds.causal import CausalReward, Head
 from reward_service.kinds.lm_head import LMHead
@@ -61,14 +60,6 @@ def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
     return length
 
 
-def weighted(spec: ClassifierSpec, logits: Sequence[float]) -> float:
-    """The score of one text, from a logit per label."""
-    if spec.label is not None:
-        return spec.transform(logits[spec.label])
-    pairs = zip(logits, spec.label_weights, strict=True)
-    return spec.transform(sum(logit * weight for logit, weight in pairs))
-
-
 def load_classifier(spec: ClassifierSpec, resources: Resources) -> Reward:
     """A decoder-only model with a head: one of the checkpoint, by its name; one in a file of its
     own; or a row of the language model's.
@@ -91,8 +82,8 @@ def _refusal(spec: ClassifierSpec) -> str:
     """Why vLLM does not compute a classifier; empty if it does."""
     if find_spec("vllm") is None:
         return "vLLM is not installed: pip install 'specrej-server[models,vllm]'"
-    if spec.head != "score" or spec.head_layers or spec.head_file:
-        return "vLLM does not read head, head_layers or head_file"
+    if spec.head != "score" or spec.head_file:
+        return "vLLM does not read head or head_file"
     config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
     if spec.logit_of is None:
         others = load_head(spec.directory, "score").keys() - {"weight"}
@@ -127,7 +118,7 @@ def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
         "A reward model's logit for the response as the assistant's turn.",
         model,
         head,
-        lambda outputs: weighted(spec, outputs[-1].tolist()),
+        lambda outputs: float(outputs[-1][spec.label or 0]),
         marks=lambda tokens: [num_read(tokens.token_ids, pad_id) - 1],
         conversation=conversation,
         digests={"padding": str(pad_id), "head_file": file},
@@ -135,7 +126,7 @@ def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
 
 
 class VLLMClassifier(Reward):
-    """Weighted logits of a decoder-only sequence classifier, transformed.
+    """A label's logit of a decoder-only sequence classifier.
 
     llm: an `AsyncLLMEngine`; raw: the `PoolingParams` of untouched logits.
     """
@@ -156,7 +147,7 @@ class VLLMClassifier(Reward):
         self.token_budget = resources.token_budget * _PASSES_PER_CALL[device]
         self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
         self.probe = conversation.probe
-        self._spec = spec
+        self._label = spec.label or 0
         self._conversation = conversation
         self._pad_id = pad_id
         self._llm = llm
@@ -176,7 +167,7 @@ class VLLMClassifier(Reward):
         unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
 
         def to_scores(logits: list[list[float]]) -> list[float]:
-            return [weighted(self._spec, of_text) for of_text in logits]
+            return [of_text[self._label] for of_text in logits]
 
         return text_task([Text(token_ids) for token_ids in unique], where, to_scores)
 
@@ -214,7 +205,7 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     conversation = load_conversation(spec, config)
     text_config = config.get_text_config()
     if spec.logit_of is None:
-        check_labels(spec, config.num_labels)
+        check_labels(spec.directory, spec.label, config.num_labels)
     if longest := spec.vllm_options.get("max_model_len"):
         conversation.max_tokens = min(conversation.max_tokens, int(longest))
     arguments: dict[str, Any] = {
@@ -268,19 +259,8 @@ def _network(spec: ClassifierSpec, device: str) -> Network:
         source, name = spec.head_file, HEAD_TENSOR
     tensors = load_head(source, name, device)
     try:
-        network = Network(tensors, spec.head_layers)
+        network = Network(tensors)
     except ValueError as error:
         raise ValueError(f"{source}: {name}: {error}") from None
-    check_labels(spec, network.num_outputs)
+    check_labels(spec.directory, spec.label, network.num_outputs)
     return network
-
-
-def check_labels(spec: ClassifierSpec, num_labels: int) -> None:
-    """Raises ValueError unless the label, or a weight for each label, is there."""
-    if spec.label is not None:
-        reason = f"none is {spec.label}" if spec.label >= num_labels else ""
-    else:
-        num_weights = len(spec.label_weights)
-        reason = f"label_weights has {num_weights} of them" if num_weights != num_labels else ""
-    if reason:
-        raise ValueError(f"{spec.directory}: has {num_labels} labels, {reason}")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from reward_service.checkpoint import load_model
+from reward_service.checkpoint import check_labels, load_model
 from reward_service.reward import Reward, Task, Text, text_task
 from reward_service.specs import CrossEncoderSpec, LocalSpec, RelevanceSpec, Resources
 from specrej.contracts import Candidate, Prompt
@@ -149,11 +149,7 @@ class CrossEncoderReward(_EncoderReward):
     def __init__(self, spec: CrossEncoderSpec, resources: Resources) -> None:
         super().__init__(spec, resources, AutoModelForSequenceClassification)
         model, self._label = self._model, spec.label or 0
-        num_labels = model.config.num_labels
-        if self._label >= num_labels or (spec.label is None and num_labels > 1):
-            reason = f"has {num_labels} labels, label must be the index of one"
-            raise ValueError(f"{spec.directory}: {reason}")
-        self._transform = spec.transform
+        check_labels(spec.directory, spec.label, model.config.num_labels)
         limit = self._tokenizer.model_max_length
         positions = getattr(model.config, "max_position_embeddings", limit)
         if isinstance(getattr(model.base_model, "embeddings", None), torch.nn.Module):
@@ -173,7 +169,7 @@ class CrossEncoderReward(_EncoderReward):
         )
 
         def to_scores(logits: list[Tensor]) -> list[float]:
-            return [self._transform(float(logit[self._label])) for logit in logits]
+            return [float(logit[self._label]) for logit in logits]
 
         return text_task(items, where, to_scores)
 

@@ -13,7 +13,6 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 import reward_service
 from reward_service.checkpoint import HEAD_TENSOR
 from reward_service.reward import score
-from reward_service.specs import Transform
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
 from tests.reward_service import tiny
@@ -69,7 +68,7 @@ BERT = BertConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1, num_atten
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"config": TWO_LABELS}, "has 2 labels, label_weights has 1"),
+        ({"config": TWO_LABELS}, "has 2 labels, label must be the index"),
         # Transformers would make up the missing head, with a warning.
         ({"auto_class": AutoModelForCausalLM}, "lacks the weights score, has lm_head, model"),
         # An encoder was trained on its first token.
@@ -82,32 +81,6 @@ def test_other_models_are_refused(tmp_path: Path, options: dict[str, Any], match
     save(tmp_path, **options)
     with pytest.raises(ValueError, match=match):
         load("classifier", tmp_path)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [Transform(kind="sigmoid", scale=4.0, offset=-2.0), Transform(scale=0.5, offset=3)],
-    ids=str,
-)
-def test_declared_transform_is_applied_to_the_logit(classifier: Path, transform: Transform) -> None:
-    """Guards regression heads: their model cards define what the logits mean."""
-    logits = torch.tensor(tiny.references(classifier, TEXTS))
-    function = torch.sigmoid if transform.kind == "sigmoid" else torch.clone
-    expected = (transform.scale * function(logits) + transform.offset).tolist()
-    reward = load("classifier", classifier, transform=transform)
-    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
-    assert [Transform(kind="sigmoid")(logit) for logit in (1e30, -1e30)] == [1, 0]
-
-
-def test_several_labels_are_summed_by_weight(tmp_path: Path) -> None:
-    """Guards multi-attribute regression models (HelpSteer's): one number out of several."""
-    save(tmp_path, tiny.make_config("llama", None, num_labels=3))
-    weights = (0.5, -1.0, 2.0)
-    expected = [
-        float(tiny.computed(tmp_path, text)[1].logits[0] @ torch.tensor(weights)) for text in TEXTS
-    ]
-    reward = load("classifier", tmp_path, label_weights=weights)
-    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_head_in_a_file_of_its_own_reads_the_backbone(tmp_path: Path) -> None:

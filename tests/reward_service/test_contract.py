@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForTokenClassification
 
 from reward_service.reward import Reward, score, score_batch, take_fairly
-from reward_service.specs import ClassifierSpec, Resources, Transform
+from reward_service.specs import ClassifierSpec, Resources
 from reward_service.worker import Worker
 from specrej.contracts import FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
@@ -20,7 +20,6 @@ from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service import tiny
 from tests.reward_service.endpoint import served
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
-from tests.reward_service.test_gated import GATE_AT, save_gated
 from tests.reward_service.test_recipes import CARDS
 from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save
 
@@ -42,7 +41,6 @@ CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
     "value head": ("classifier", CARDS["GRM-llama3-8B-sftreg"].save, VALUE_HEAD),
     "logit": ("classifier", tiny.save_language_model, {"logit_of": "a", "unfinished": "open"}),
-    "gated": ("gated", save_gated, {"gate_at": GATE_AT}),
     "likelihood": ("likelihood", tiny.save_language_model, {}),
     "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
     "process by words": ("process", tiny.save_language_model, {"step_token": "@", **WORDS}),
@@ -206,8 +204,7 @@ def test_options_are_in_the_fingerprint(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"unfinished": "open"},
-        {"label_weights": (2.0,)},
-        {"transform": Transform(offset=1.0)},
+        {"label": 0},
         {"trust_remote_code": True},
         {"head": "v_head"},
         {"logit_of": 0},

@@ -142,13 +142,6 @@ def test_cross_encoder_scores_are_plain_transformers_scores(tmp_path: Path, fami
     assert max(len(call.args[0]) for call in as_text.call_args_list) < 1000 < len(long)
 
 
-def test_cross_encoder_has_one_label_and_a_transform(tmp_path: Path) -> None:
-    plain = load("cross-encoder", save_cross_encoder(tmp_path, CONFIGS["bert"]))
-    squashed = load("cross-encoder", tmp_path, transform={"kind": "sigmoid"})
-    sigmoids = torch.tensor(score(plain, PROMPT, tiny.TEXTS).values).sigmoid().tolist()
-    assert score(squashed, PROMPT, tiny.TEXTS).values == pytest.approx(sigmoids, abs=1e-4)
-
-
 def test_cross_encoder_with_several_labels_needs_the_one_that_counts(tmp_path: Path) -> None:
     """Guards classifiers whose last label is the good one against scores of their first."""
     save_cross_encoder(tmp_path, BertConfig(**(BERT | {"num_labels": 2})))

@@ -40,14 +40,9 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", '[{"name": "t", "kind": "magic"}]', "'toy', 'relevance', 'cross-encoder'"),
         ("rewards", '[{"name": "../x", "kind": "toy"}]', "should match pattern"),
         ("rewards", '[{"name": "x", "kind": "toy", "directory": "y"}]', "0.toy.directory"),
-        ("rewards", CLASSIFIER % '"label_weights": [1, 2], "head_file": "h"', "one number"),
         ("rewards", CLASSIFIER % '"head": "v_head", "logit_of": 0', "exclude each other"),
-        ("rewards", CLASSIFIER % '"head_layers": ["0"], "head_file": "h"', "exclude each other"),
         ("rewards", CLASSIFIER % '"label": 1, "logit_of": 0', "label must be 0"),
-        ("rewards", CLASSIFIER % '"label": 1, "label_weights": [1, 2]', "exclude each other"),
         ("rewards", CLASSIFIER % '"vllm_options": {"seed": 1}', 'require engine "vllm"'),
-        ("rewards", CLASSIFIER % '"transform": {"kind": "cube"}', "'identity' or 'sigmoid'"),
-        ("rewards", CLASSIFIER % '"transform": {"scale": NaN}', "finite"),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),
         ("rewards", CLASSIFIER % '"format": "{response} {prompt}"', "in this order"),
         ("rewards", PROCESS % '"good": "+"', "must both be words"),
@@ -107,4 +102,4 @@ def test_the_examples_of_the_documentation_are_accepted() -> None:
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     counts = [len(load(RewardSettings, ["--rewards", block]).rewards) for block in blocks]
-    assert counts == [5, 1, 16]
+    assert counts == [4, 1, 16]

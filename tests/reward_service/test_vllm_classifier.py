@@ -45,7 +45,7 @@ def saved(directory: Path, pad_id: int) -> Path:
 
 
 def loaded(directory: Path, **options: Any) -> Any:
-    options = {"label_weights": [1.0, -0.5], "kept_tokens": 2048} | options
+    options = {"label": 1, "kept_tokens": 2048} | options
     return tiny.load("classifier", directory, **options)
 
 
@@ -99,7 +99,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return FakeEngine.requests
 
 
-def test_scores_are_weighted_logits_of_each_different_text(
+def test_scores_are_a_labels_logits_of_each_different_text(
     directory: Path, fake: list[list[int]]
 ) -> None:
     """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
@@ -111,11 +111,11 @@ def test_scores_are_weighted_logits_of_each_different_text(
     assert (made["enforce_eager"], made["max_model_len"]) == (True, CONTEXT)
     unclosed, closed = fake
     assert closed == [*unclosed, closed[-1]]
-    expected = [len(ids) - 0.5 * ids[-1] for ids in (unclosed, closed, unclosed)]
+    expected = [ids[-1] for ids in (unclosed, closed, unclosed)]
     assert list(scores.values) == expected
     assert scores.computed_tokens == len(unclosed) + len(closed) - 10
-    with pytest.raises(ValueError, match="has 2 labels, label_weights has 3"):
-        on_vllm(directory, label_weights=[1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="has 2 labels, label must be the index"):
+        on_vllm(directory, label=None)
     reward.close()
 
 
@@ -193,7 +193,7 @@ def test_on_cuda_it_is_vllm_with_the_services_settings(
     [
         ({"device": "cpu"}, ""),
         ({"engine": "own"}, ""),
-        ({"head_layers": ["0"]}, "vLLM does not read head"),
+        ({"head": "v_head"}, "vLLM does not read head"),
         ({"is_installed": False}, "vLLM is not installed"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_token_of_the_language_model_scores_as_on_our_own_network(tmp_path: Pa
     """Guards the row of the head, and the last token, which is the padding here."""
     config = make_config("llama", 2, head_dim=32)
     tiny.save_language_model(tmp_path, config, make_tokenizer(tiny.EOS))
-    options: dict[str, Any] = {"logit_of": "a", "label_weights": [1.0]}
+    options: dict[str, Any] = {"logit_of": "a", "label": 0}
     expected = score(loaded(tmp_path, **options), PROMPT, TEXTS).values
     reward = on_vllm(tmp_path, **options)
     values = score(reward, PROMPT, TEXTS).values
