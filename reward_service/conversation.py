@@ -19,7 +19,7 @@ from specrej_models.probe import ChatTemplate, examine
 from specrej_models.token_prefix import common_length
 from specrej_models.tools import JSON_CALLS, as_text, marked
 
-# A placeholder in a response, replaced by `Conversation.splice`. Its characters are of Unicode's
+# A placeholder in a response for the token `Conversation.splice`. Its characters are of Unicode's
 # private area: templates do not change them, and they are removed from prompts and responses.
 SPLICE = "\ue000\ue001\ue000"
 
@@ -74,8 +74,7 @@ class Conversation:
             self.appended = [single_token(tokenizer, spec.append_token, "append_token")]
         self._control_tokens = ControlTokens(tokenizer, probe.vocabulary or sys.maxsize)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
-        # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
-        self.splice: int | str = SPLICE
+        self.splice: int | None = None  # the token that is put between the parts around SPLICE
 
     def turn(self, candidate: Candidate) -> tuple[str, bool]:
         """A candidate's text, and whether its turn is closed: it ended by itself, or by option."""
@@ -110,11 +109,9 @@ class Conversation:
         """Token ids, not cut."""
         if self._removes_bos and (bos := self.tokenizer.bos_token):
             rendered = [text.removeprefix(bos) for text in rendered]
-        splice, encode = self.splice, self._control_tokens.encode
-        if isinstance(splice, int):
+        if self.splice is not None:
             return [self._spliced(text.split(SPLICE)) for text in rendered]
-        rendered = [text.replace(SPLICE, splice) for text in rendered]
-        return encode(rendered, add_special_tokens=self._by_tokenizer)
+        return self._control_tokens.encode(rendered, add_special_tokens=self._by_tokenizer)
 
     def _spliced(self, parts: list[str]) -> list[int]:
         """The parts' tokens, with `_SPLICED` between them."""
@@ -140,19 +137,18 @@ class Conversation:
 
 @dataclass(slots=True)
 class Tokens:
-    """A conversation with one response, which begins at token `start`.
+    """A conversation with one response.
 
     A longer response begins with the same `keep` tokens, except perhaps for the last few of them.
     Of a conversation that is too long, the first tokens are left out. `spliced`: the places of
-    the token `Conversation.splice`, if it is one. `marks`: see `causal.Mark`, in ascending order;
-    the reward sets them.
+    the token `Conversation.splice`. `marks`: where a head is read, in ascending order; the reward
+    sets them.
     """
 
     token_ids: list[int]
     keep: int = 0
-    start: int = 0
     spliced: list[int] = field(default_factory=list)
-    marks: list[tuple[int, int]] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
 
 
 class Turns:
@@ -207,17 +203,16 @@ class Turns:
         """`head_ids`, then `whole` if closed, else `open_turn`, then what is appended."""
         tail = whole if closed else open_turn
         token_ids = head_ids + tail + self._conversation.appended
-        start = len(head_ids) + common_length(tail, self.prompt_ids[len(head_ids) :])
         cut = max(0, len(token_ids) - self._conversation.max_tokens)
         # Without its first tokens, all positions shift: a longer text shares none of them.
         keep = 0 if cut else len(head_ids) + common_length(whole, open_turn)
         token_ids, splice = token_ids[cut:], self._conversation.splice
         spliced: list[int] = []
-        if isinstance(splice, int):
+        if splice is not None:
             spliced = [place for place, token in enumerate(token_ids) if token == _SPLICED]
             for place in spliced:
                 token_ids[place] = splice
-        return Tokens(token_ids, keep, max(0, start - cut), spliced)
+        return Tokens(token_ids, keep, spliced)
 
 
 def load_conversation(spec: CausalSpec, config: Any) -> Conversation:

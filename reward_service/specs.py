@@ -224,25 +224,11 @@ class ClassifierSpec(CausalSpec):
         return self
 
 
-class LikelihoodSpec(CausalSpec):
-    """A language model's log-likelihood of the response.
-
-    mean: the mean over tokens, which does not favour short responses, else the sum.
-    """
-
-    loader = "likelihood:load_likelihood"
-    kind: Literal["likelihood"] = "likelihood"
-    unfinished: Unfinished = "open"
-    mean: bool = True
-
-
 class ProcessSpec(CausalSpec):
-    """The steps of a response.
+    """The steps of a response, by a token classifier.
 
     separator: what ends a step in a response; step_token: the one token that stands there for the
-    model; step_text: a text that holds it, for models trained on texts tokenized whole; good, bad:
-    the words to compare by their probabilities; without them the model is a token classifier, and
-    good_label is the index of its label that means good.
+    model; good_label: the index of the label that means good.
     """
 
     loader = "process:load_process"
@@ -250,17 +236,8 @@ class ProcessSpec(CausalSpec):
     unfinished: Unfinished = "open"
     separator: str = Field("\n\n", min_length=1)
     step_token: str = Field("\n\n", min_length=1)
-    step_text: str = ""
-    good: str = ""
-    bad: str = ""
     good_label: int = Field(1, ge=0)
     aggregate: Literal["last", "min", "mean"] = "min"
-
-    @model_validator(mode="after")
-    def _has_both_words_or_none(self) -> ProcessSpec:
-        if bool(self.good) != bool(self.bad):
-            raise ValueError("good and bad must both be words, or both be empty")
-        return self
 
 
 class FunctionSpec(Spec):
@@ -404,7 +381,6 @@ RewardSpec = Annotated[
     | RelevanceSpec
     | CrossEncoderSpec
     | ClassifierSpec
-    | LikelihoodSpec
     | ProcessSpec
     | FunctionSpec
     | HTTPSpec

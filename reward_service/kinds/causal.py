@@ -36,15 +36,11 @@ _CHUNK_TOKENS = 512
 # The size of a store is a multiple of this, so that not every round moves it.
 _ROOM_TOKENS = 64
 
-# From hidden states [marks, hidden] to outputs [marks, width]; the second argument is the token
-# after each mark [marks], 0 after the last token and for heads that do not look ahead.
-Head = Callable[[Tensor, Tensor], Tensor]
+# From hidden states [marks, hidden] to outputs [marks, width].
+Head = Callable[[Tensor], Tensor]
 
-# Where a head is read: the position, and the token after it, or 0 if the head does not look ahead.
-Mark = tuple[int, int]
-
-# The head's outputs [width] at marks; None until computed.
-Outputs = dict[Mark, Tensor | None]
+# The head's outputs [width] at marks, which are positions; None until computed.
+Outputs = dict[int, Tensor | None]
 
 
 @dataclass(slots=True)
@@ -120,9 +116,9 @@ class _Span:
     outputs: Outputs
 
     @property
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[int]:
         end = self.start + len(self.token_ids)
-        return [mark for mark in self.outputs if self.start <= mark[0] < end]
+        return [mark for mark in self.outputs if self.start <= mark < end]
 
     def chunks(self) -> Iterator[_Span]:
         """Parts that are attended to at once."""
@@ -154,15 +150,14 @@ class CausalReward(SegmentedModel, Reward):
         marks: Callable[[Tokens], list[int]] | None = None,
         prepare: Callable[[str, bool], str] | None = None,
         conversation: Conversation | None = None,
-        looks_ahead: bool = False,
         digests: dict[str, str] | None = None,
     ) -> None:
         """Takes over `model`.
 
         score: from the head's outputs at a text's marks, [marks, width]; marks: the positions to
         read, ascending, at least one, the last token's by default; prepare: the response as the
-        model is to see it, given whether its turn is closed; looks_ahead: the head's output depends
-        on the token that follows; digests: of files outside the spec's directory.
+        model is to see it, given whether its turn is closed; digests: of files outside the spec's
+        directory.
 
         Raises:
             ValueError: the model's layers do not all keep plain keys and values.
@@ -182,7 +177,6 @@ class CausalReward(SegmentedModel, Reward):
         self.kept_tokens = 0
         self._head = head
         self._score = score
-        self._looks_ahead = looks_ahead
         self._capacity = resources.kept_tokens
         self._sessions: OrderedDict[KeptSession, None] = OrderedDict()  # last used last
 
@@ -211,10 +205,10 @@ class CausalReward(SegmentedModel, Reward):
         positions: list[int] = []
         segments: list[Segment] = []
         rows: list[int] = []
-        wanted: list[tuple[Outputs, Mark]] = []
+        wanted: list[tuple[Outputs, int]] = []
         for span in spans:
             marks, count = span.marks, len(span.token_ids)
-            rows += [len(token_ids) + place - span.start for place, _ in marks]
+            rows += [len(token_ids) + mark - span.start for mark in marks]
             wanted += [(span.outputs, mark) for mark in marks]
             token_ids += span.token_ids
             positions += range(span.start, span.start + count)
@@ -222,8 +216,7 @@ class CausalReward(SegmentedModel, Reward):
         network: Any = self._model.base_model
         states = self._run(network, token_ids, positions, segments).last_hidden_state[0]
         if wanted:
-            following = torch.tensor([token for _, (_, token) in wanted], device=states.device)
-            computed = self._head(states[rows], following)
+            computed = self._head(states[rows])
             for (outputs, mark), output in zip(wanted, computed, strict=True):
                 outputs[mark] = output
 
@@ -257,9 +250,7 @@ class CausalReward(SegmentedModel, Reward):
         self._sessions.move_to_end(session)
         session.is_busy = True
         for tokens in sequences.values():
-            following = [*tokens.token_ids[1:], 0]
-            ahead = self._looks_ahead
-            tokens.marks = [(place, following[place] * ahead) for place in self.marks(tokens)]
+            tokens.marks = self.marks(tokens)
         parents = session.parents(sequences)
         # First drop texts that are neither in the batch nor copied: copies may need their room.
         self._drop(session, session.texts.keys() - sequences.keys() - {*parents.values()})
@@ -267,7 +258,7 @@ class CausalReward(SegmentedModel, Reward):
             self._fork(session, key, sequences[key], session.texts[parent])
         self._drop(session, session.texts.keys() - sequences.keys())
         # Each text's own outputs, then the prompt's.
-        known: list[ChainMap[Mark, Tensor | None]] = []
+        known: list[ChainMap[int, Tensor | None]] = []
 
         def finish(num_tokens: int) -> Scores:
             session.is_busy = False
@@ -285,7 +276,7 @@ class CausalReward(SegmentedModel, Reward):
         self,
         session: KeptSession,
         sequences: Mapping[int, Tokens],
-        known: list[ChainMap[Mark, Tensor | None]],
+        known: list[ChainMap[int, Tensor | None]],
     ) -> Iterator[_Span]:
         """What is left to compute; adds each text's outputs, and the prompt's, to `known`."""
         if session.prompt is None:
@@ -304,7 +295,7 @@ class CausalReward(SegmentedModel, Reward):
             return
         session.prompt = PromptKV(self.shape, len(prompt_ids))
         pairs = zip(sequences, shared, strict=True)
-        marks = {mark for text, count in pairs for mark in text.marks if mark[0] < count}
+        marks = {mark for text, count in pairs for mark in text.marks if mark < count}
         outputs = session.prompt_outputs = dict.fromkeys(sorted(marks))
         yield from _Span((session.prompt,), prompt_ids, 0, 0, outputs).chunks()
 
@@ -318,7 +309,7 @@ class CausalReward(SegmentedModel, Reward):
         """
         kept = session.texts.get(key) or _KeptText(PromptKV(self.shape, 0))
         shared, start = self._match(session, sequence, kept, outputs)
-        end, token_ids = sequence.marks[-1][0] + 1, sequence.token_ids
+        end, token_ids = sequence.marks[-1] + 1, sequence.token_ids
         if start == end:
             return None
         keeps = session.keeps_texts and min(sequence.keep, end) > shared
@@ -329,7 +320,7 @@ class CausalReward(SegmentedModel, Reward):
         else:
             self._drop(session, session.texts.keys() & {key})
             store = kept.store.grown(end - shared, start - shared)
-        outputs |= dict.fromkeys(mark for mark in sequence.marks if mark[0] >= start)
+        outputs |= dict.fromkeys(mark for mark in sequence.marks if mark >= start)
         pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
         return _Span(pieces, token_ids[start:end], start, start - shared, outputs)
 
@@ -354,16 +345,15 @@ class CausalReward(SegmentedModel, Reward):
         """How many tokens of a text are the prompt's, and how many need no computation: those
         before the first mark without an output. Computed outputs are added to `outputs`."""
         prompt_ids = session.prompt_ids if session.prompt else ()
-        token_ids = sequence.token_ids[: sequence.marks[-1][0] + 1]
+        token_ids = sequence.token_ids[: sequence.marks[-1] + 1]
         shared, total = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
         for mark in sequence.marks:
-            place = mark[0]
-            if place >= total:
+            if mark >= total:
                 break
-            source = session.prompt_outputs if place < shared else kept.outputs
+            source = session.prompt_outputs if mark < shared else kept.outputs
             if mark not in source:
-                return min(shared, place), place
-            if place >= shared:
+                return min(shared, mark), mark
+            if mark >= shared:
                 outputs[mark] = source[mark]
         return shared, total
 

@@ -20,15 +20,17 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from reward_service.checkpoint import HEAD_TENSOR, Network, check_labels, load_head, load_model
 from reward_service.conversation import Conversation, Turns, load_conversation, single_token
 from reward_service.kinds.causal import CausalReward, Head
-from reward_service.kinds.lm_head import LMHead
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import ClassifierSpec, Resources
 from specrej import fingerprint
@@ -103,14 +105,14 @@ def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
             reason = f"has {network.num_inputs} inputs, the backbone {config.hidden_size}"
             raise ValueError(f"{spec.head_file or spec.directory}: the head {reason}")
         conversation = load_conversation(spec, model.config)
-        head: Head = lambda states, _: network(states)  # noqa: E731
+        head: Head = network
         if not (spec.head_file or spec.head != "score" or conversation.appended):
             pad_id = config.pad_token_id
     else:
         model = load_model(spec, resources, AutoModelForCausalLM)
         conversation = load_conversation(spec, model.config)
         token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")
-        head = LMHead(model).logits_of([token])
+        head = _logit_head(model, token)
     file = fingerprint.of_file(spec.head_file) if spec.head_file else ""
     return CausalReward(
         spec,
@@ -123,6 +125,28 @@ def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
         conversation=conversation,
         digests={"padding": str(pad_id), "head_file": file},
     )
+
+
+@torch.inference_mode()
+def _logit_head(model: Any, token: int) -> Head:
+    """The logits of a token, [rows, 1], by the output embeddings of a language model.
+
+    Raises:
+        ValueError: the model does more than that between its last hidden states and its logits.
+    """
+
+    def head(states: Tensor) -> Tensor:
+        logits: Tensor = model.get_output_embeddings()(states).float()
+        return logits[:, [token]]
+
+    ids = torch.tensor([[0, 1, 2]], device=model.device)
+    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    tolerance = 0.05 * float(expected.abs().max())
+    with suppress(RuntimeError):  # states of another width
+        if torch.allclose(head(states), expected[:, [token]], atol=tolerance):
+            return head
+    raise ValueError("layers, scales or bounds before the logits are not supported")
 
 
 class VLLMClassifier(Reward):

@@ -2,9 +2,7 @@
 
 A step ends with a separator in the response; the model gets its own step token there instead, and
 is read at it. The token is put between the tokens of the steps, since as text it could merge with
-its neighbours; models that were trained on whole texts get it as text. What is read is the
-probability of the good label of a token classifier, or of the good word against the bad one of a
-language model (Math-Shepherd, arXiv 2312.08935).
+its neighbours. What is read is the probability of the good label of a token classifier.
 
 An unfinished text is left open by default: a step is scored where it ends, so the last, unfinished
 one is not scored. A text in which no step has ended counts as one step.
@@ -14,21 +12,17 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM
 
 from reward_service.checkpoint import Network, load_head, load_model
 from reward_service.conversation import (
     SPLICE,
     Tokens,
-    Turns,
     load_conversation,
     single_token,
     without_splices,
 )
 from reward_service.kinds.causal import CausalReward, Head
-from reward_service.kinds.lm_head import LMHead
 from reward_service.specs import ProcessSpec, Resources
-from specrej.contracts import Prompt
 
 
 def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
@@ -37,12 +31,10 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
     Raises:
         ValueError: the directory does not hold such a model.
     """
-    auto_class = AutoModelForCausalLM if spec.good else AutoModel
-    model = load_model(spec, resources, auto_class, heads=() if spec.good else ("score.",))
+    model = load_model(spec, resources, heads=("score.",))
     conversation = load_conversation(spec, model.config)
-    tokenizer = conversation.tokenizer
-    step_token = single_token(tokenizer, spec.step_token, "the step token")
-    conversation.splice = spec.step_text or step_token
+    step_token = single_token(conversation.tokenizer, spec.step_token, "the step token")
+    conversation.splice = step_token
 
     def prepare(text: str, closed: bool) -> str:
         """Each ended step, followed by SPLICE, then the rest. The rest counts as ended if the text
@@ -55,33 +47,19 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
 
     def marks(tokens: Tokens) -> list[int]:
         """The step tokens."""
-        places = tokens.spliced
-        if spec.step_text:
-            response = range(tokens.start, len(tokens.token_ids))
-            places = [i for i in response if tokens.token_ids[i] == step_token]
-        return places or [len(tokens.token_ids) - 1]  # an empty response has no step
+        return tokens.spliced or [len(tokens.token_ids) - 1]  # an empty response has no step
 
     def score(outputs: Tensor) -> float:
         good = outputs[:, 0]
         return float({"last": good[-1], "min": good.min(), "mean": good.mean()}[spec.aggregate])
 
-    text = prepare(f"One is one.{spec.separator}Two is two.", True)
-    (tokens,) = Turns(conversation, Prompt.from_user("Count.")).tokenize([(text, True)])
-    if len(marks(tokens)) != 2:
-        reason = "the step token is not found in whole texts: leave out step_text, or write it so"
-        raise ValueError(f"{spec.directory}: {reason} that it stays one token")
-    if spec.good:
-        pair = [single_token(tokenizer, word, "the word") for word in (spec.good, spec.bad)]
-        head = LMHead(model).preferring(pair)
-    else:
-        head = _label_head(spec, resources)
     description = f"The {spec.aggregate} of the probabilities that the response's steps are good."
     return CausalReward(
         spec,
         resources,
         description,
         model,
-        head,
+        _label_head(spec, resources),
         score,
         marks=marks,
         prepare=prepare,
@@ -96,7 +74,7 @@ def _label_head(spec: ProcessSpec, resources: Resources) -> Head:
         reason = f"has {logits.num_outputs} labels, none is {spec.good_label}"
         raise ValueError(f"{spec.directory}: {reason}")
 
-    def head(states: Tensor, _: Tensor) -> Tensor:
+    def head(states: Tensor) -> Tensor:
         return F.softmax(logits(states), dim=-1)[:, spec.good_label, None]
 
     return head

@@ -24,7 +24,6 @@ from tests.reward_service.tiny import (
     make_config,
     make_tokenizer,
     save,
-    save_language_model,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA")
@@ -32,12 +31,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 _WORDS = ["Mix", "flour", "and", "yeast,", "then", "wait:", "né", "面包", "🍞", "twice."]
 
 
-@pytest.mark.parametrize("kind", ["classifier", "likelihood"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_causal_rewards_score_as_on_the_processor(tmp_path: Path, kind: str, family: str) -> None:
-    store = save if kind == "classifier" else save_language_model
-    store(tmp_path, make_config(family, None))
-    assert _largest_difference(kind, tmp_path) < 1e-3
+def test_causal_rewards_score_as_on_the_processor(tmp_path: Path, family: str) -> None:
+    save(tmp_path, make_config(family, None))
+    assert _largest_difference("classifier", tmp_path) < 1e-3
 
 
 def test_encoders_score_as_on_the_processor(tmp_path: Path) -> None:

@@ -294,7 +294,8 @@ def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_generator_and_a_reward_by_name(directory: Path, fetched: str) -> None:
     """Guards against other weights than the directory's, and a name that only one service takes."""
     assert await tokens_of(fetched, "tiny/llama") == await tokens_of(str(directory), directory.name)
-    rewards = [load("likelihood", source) for source in (Path(fetched), directory)]
+    sources = (Path(fetched), directory)
+    rewards = [load("classifier", source, logit_of=5) for source in sources]
     named, local = (score(reward, SPEC.prompt, ["some text"]).values for reward in rewards)
     assert named == local
     assert rewards[0].fingerprint == rewards[1].fingerprint

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    ElectraConfig,
+    ModernBertDecoderConfig,
+)
 
 import reward_service
 from reward_service.checkpoint import HEAD_TENSOR
@@ -112,6 +118,20 @@ def test_shipped_head_prefers_the_harmless_answer() -> None:
     unkind = "Spread a nasty rumour about them, and break something they like."
     better, worse = score(reward, prompt, [kind, unkind]).values
     assert better > worse
+
+
+@pytest.mark.parametrize("config", [ModernBertDecoderConfig, BertConfig, ElectraConfig])
+def test_layers_before_the_output_embeddings_are_refused(tmp_path: Path, config: Any) -> None:
+    """Guards against logits of another model: those without these layers."""
+    sizes = {
+        name: tiny.SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")
+    }
+    shape = {"num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 256}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1}
+    made = config(**sizes, **shape, **special, sep_token_id=2, is_decoder=True)
+    tiny.save_language_model(tmp_path, made, None)
+    with pytest.raises(ValueError, match=r"before the logits|not a|supported"):
+        load("classifier", tmp_path, logit_of=5)
 
 
 @pytest.mark.parametrize("writes_bos", [True, False])

@@ -31,7 +31,6 @@ def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
 TWO_LABELS = tiny.make_config("llama", None, num_labels=2)
 save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
 save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
-WORDS = {"good": "+", "bad": "-"}
 # Read at a token after the conversation, of which unfinished texts are open.
 VALUE_HEAD = {"head": "v_head.summary", "append_token": tiny.BOS, "unfinished": "open"}
 
@@ -41,9 +40,7 @@ CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "classifier": ("classifier", save, {}),
     "value head": ("classifier", CARDS["GRM-llama3-8B-sftreg"].save, VALUE_HEAD),
     "logit": ("classifier", tiny.save_language_model, {"logit_of": "a", "unfinished": "open"}),
-    "likelihood": ("likelihood", tiny.save_language_model, {}),
-    "process by labels": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
-    "process by words": ("process", tiny.save_language_model, {"step_token": "@", **WORDS}),
+    "process": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
 }
 KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     **CAUSAL,

@@ -60,10 +60,10 @@ def test_calls_and_their_results_are_text_where_a_template_has_none_for_them() -
 
 
 @pytest.mark.parametrize("special_tokens", ["template", "tokenizer"])
-@pytest.mark.parametrize("splice", [SPLICE, 7])
+@pytest.mark.parametrize("splice", [None, 7])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_responses_have_the_tokens_of_the_whole_conversation(
-    special_tokens: str, splice: int | str, prompt: Prompt
+    special_tokens: str, splice: int | None, prompt: Prompt
 ) -> None:
     """The prompt's tokens are not computed again, also where callers write control tokens."""
     made = conversation(tiny.make_tokenizer(None), special_tokens=special_tokens)
@@ -134,7 +134,6 @@ def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:
     text = reward.prepare("\nOne is one.\n\nTwo is two.", True)
     (tokens,) = Turns(reward.conversation, PROMPTS[0]).tokenize([(text, True)])
     assert tokens.token_ids.count(259) == 3
-    assert tokens.token_ids[tokens.start] == 259
     assert (
         reward.marks(tokens)
         == [place for place, token in enumerate(tokens.token_ids) if token == 259][1:]
@@ -149,17 +148,17 @@ def num_tokens(reward: Any, prompt: Prompt, texts: Sequence[str]) -> int:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("likelihood", {}),
-        ("likelihood", {"format": "{prompt} {response}"}),
-        ("likelihood", {"special_tokens": "tokenizer"}),
-        ("process", {"step_token": "@", "good": "+", "bad": "-"}),
+        ("classifier", {}),
+        ("classifier", {"format": "{prompt} {response}"}),
+        ("classifier", {"special_tokens": "tokenizer"}),
+        ("process", {"step_token": "@", "good_label": 0}),
     ],
 )
 def test_control_tokens_count_as_their_characters(
-    language_model: Path, kind: str, options: dict[str, Any]
+    classifier: Path, kind: str, options: dict[str, Any]
 ) -> None:
     """Guards responses that close their own turn, and prompts that write turns."""
-    reward = load(kind, language_model, **options)
+    reward = load(kind, classifier, **options)
     expected = num_tokens(reward, Prompt.from_user(PLAIN), [PLAIN, "no"])
     assert num_tokens(reward, Prompt.from_user(EVIL), [EVIL, "no"]) == expected
     turns = (Message("user", EVIL), Message("assistant", EVIL), Message("user", BOS))
@@ -168,19 +167,19 @@ def test_control_tokens_count_as_their_characters(
     assert num_tokens(reward, Prompt(turns), [EVIL, "no"]) == expected
 
 
-def test_raw_text_may_allow_control_tokens(language_model: Path) -> None:
+def test_raw_text_may_allow_control_tokens(classifier: Path) -> None:
     """For rewards that read a prompt whose template the caller wrote; responses never may."""
-    reward = load("likelihood", language_model, format="{prompt} {response}")
+    reward = load("classifier", classifier, format="{prompt} {response}")
     expected = num_tokens(reward, Prompt(text=EVIL), [EVIL])
     allowed = Prompt(text=EVIL, allow_special_tokens=True)
     assert num_tokens(reward, allowed, [EVIL]) == expected - 2 * (len(EOS) - 1)
 
 
-def test_the_step_token_of_a_response_is_no_step(language_model: Path) -> None:
+def test_the_step_token_of_a_response_is_no_step(classifier: Path) -> None:
     """Guards step tokens that are control tokens, and the private characters of the splice, also
     where removing a whole one would form another."""
-    options = {"step_token": EOS, "step_text": EOS, "format": "{prompt} {response}"}
-    reward = load("process", language_model, good="+", bad="-", **options)
+    options = {"step_token": EOS, "good_label": 0, "format": "{prompt} {response}"}
+    reward = load("process", classifier, **options)
     turns = Turns(reward.conversation, Prompt.from_user(f"a{SPLICE}b"))
     crafted = f"\ue000{SPLICE}\ue001\ue000"
     text = reward.prepare(f"One.{crafted}{EOS}\n\n{EOS}Two.\n\n", True)
@@ -189,10 +188,10 @@ def test_the_step_token_of_a_response_is_no_step(language_model: Path) -> None:
     assert tokens.token_ids.count(reward.conversation.tokenizer.eos_token_id) == 2
 
 
-def test_what_follows_a_response_may_have_any_words(language_model: Path) -> None:
+def test_what_follows_a_response_may_have_any_words(classifier: Path) -> None:
     """Guards against an open turn that ends with the format's own words."""
     spec = "{prompt} {response} End of Response"
-    reward = load("likelihood", language_model, format=spec, unfinished="open")
+    reward = load("classifier", classifier, format=spec, unfinished="open")
     turns = Turns(reward.conversation, Prompt.from_user("Why?"))
     (turn,) = turns.tokenize([("Because", False)])
     assert reward.conversation.tokenizer.decode(turn.token_ids).endswith("Because")

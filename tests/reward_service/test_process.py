@@ -1,4 +1,4 @@
-"""Process rewards on tiny random weights: token classifiers, two layers, good and bad words."""
+"""Process rewards on tiny random weights: token classifiers and two layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForTokenClassification
 
 from reward_service.conversation import Turns
 from reward_service.reward import score, score_batch
@@ -71,21 +71,6 @@ def test_steps_are_scored_by_two_layers(tmp_path: Path) -> None:
     assert score(reward, PROMPT, ANSWERS).values == pytest.approx(expected, abs=1e-4)
 
 
-def test_steps_are_scored_by_good_and_bad_words(language_model: Path) -> None:
-    """Guards the Math-Shepherd kind: question and answer in plain text, + against -."""
-    options = {"good": "+", "bad": "-", "format": "{prompt} {response}"}
-    reward = load("process", language_model, step_token=STEP, **options)
-    tokenizer, model = tiny.plain(language_model, AutoModelForCausalLM)
-    words = [tokenizer.encode(word, add_special_tokens=False)[0] for word in "+-"]
-    expected = []
-    for text in STEPPED:
-        ids = tokenizer(f"{PROMPT.messages[0].content} {text}", return_tensors="pt")["input_ids"]
-        with torch.inference_mode():
-            good = model(input_ids=ids).logits[0][:, words].softmax(dim=-1)[:, 0]
-        expected.append(min(at_steps(language_model, ids[0].tolist(), good)))
-    assert score(reward, PROMPT, ANSWERS).values == pytest.approx(expected, abs=1e-4)
-
-
 def test_open_text_is_scored_by_the_steps_that_have_ended(labels: Path) -> None:
     """A part of a step does not count unless nothing else is there, and is not computed."""
     reward = load("process", labels, step_token=STEP)
@@ -109,10 +94,7 @@ def test_open_text_is_scored_by_the_steps_that_have_ended(labels: Path) -> None:
 
 
 def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_path: Path) -> None:
-    """Guards steps that end where tokenizers merge: ".@" is one token here, as ".\\n\\n" often is.
-
-    In whole texts the step token then cannot be found, which is an error at load.
-    """
+    """Guards steps that end where tokenizers merge: ".@" is one token here."""
     for path in labels.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -124,17 +106,10 @@ def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_pat
     text = reward.prepare("One.\n\nTwo.\n\n", True)
     (tokens,) = Turns(reward.conversation, PROMPT).tokenize([(text, True)])
     assert len(reward.marks(tokens)) == 2
-    with pytest.raises(ValueError, match="not found in whole texts"):
-        load("process", tmp_path, step_token=STEP, step_text=STEP)
-    whole = load("process", labels, step_token=STEP, step_text=STEP)
-    spliced = load("process", labels, step_token=STEP)
-    assert score(whole, PROMPT, ANSWERS).values == pytest.approx(
-        score(spliced, PROMPT, ANSWERS).values, abs=1e-4
-    )
 
 
 def test_options_that_the_model_cannot_have_are_refused(labels: Path, language_model: Path) -> None:
-    """Guards against steps that are never found, labels that do not exist, and missing words."""
+    """Guards against steps that are never found, and labels that do not exist."""
     with pytest.raises(ValueError, match="the step token '@@' must be one token, is 2"):
         load("process", labels, step_token="@@")
     with pytest.raises(ValueError, match="has 2 labels, none is 2"):

@@ -17,7 +17,6 @@ from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
-PROCESS = CLASSIFIER.replace("classifier", "process")
 
 
 def test_defaults_are_the_embedded_models() -> None:
@@ -45,7 +44,6 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", CLASSIFIER % '"vllm_options": {"seed": 1}', 'require engine "vllm"'),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),
         ("rewards", CLASSIFIER % '"format": "{response} {prompt}"', "in this order"),
-        ("rewards", PROCESS % '"good": "+"', "must both be words"),
         ("rewards", '[{"name": "x", "kind": "function", "function": "f"}]', "match pattern"),
         ("rewards", '[{"name": "likelihood", "kind": "toy"}]', "generator's own"),
         ("rewards", '[{"name": "x", "kind": "toy"}, {"name": "x", "kind": "toy"}]', "once"),
