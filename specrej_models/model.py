@@ -16,7 +16,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from specrej_models import attention
 from specrej_models.attention import Decoder, PrefillSegment, Segment
 from specrej_models.kv import KVShape, PromptKV
-from specrej_models.probe import check_finite
 from specrej_models.sizes import ModelSizes
 
 # Of the trial that compares a model's outputs with ours: tokens, and differences in parts of the
@@ -130,7 +129,7 @@ class SegmentedModel:
         has_weights = model.device.type != "meta"
         expected = model(input_ids=plain, use_cache=False)[0] if has_weights else None
         if expected is not None and not _are_finite(expected, model.get_input_embeddings().weight):
-            check_finite(model)
+            raise ValueError("weights that are not finite")
         model.set_attn_implementation(attention.NAME)
         if model.config.get_text_config()._attn_implementation != attention.NAME:
             raise ValueError("its attention is its own, not transformers' common one")

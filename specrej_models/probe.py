@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,6 @@ from typing import Any
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from specrej.answer_form import parts_of
@@ -46,8 +45,6 @@ _BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attention.bias", "masked_b
 # Heads that a backbone, loaded without them, has no use for.
 _PRETRAINING_HEADS = ("lm_head.", "cls.", "lm_predictions.", "mask_predictions.")
 _MOST_NAMES = 3
-# Types of rotary positions that models of transformers translate, beside those it computes.
-_MORE_ROPES = ("default", "mrope", "su")
 # Keys of GGUF files: the scaling of positions, and tokens that end a turn.
 _ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
 # Texts around reasoning, as templates write or remove them.
@@ -152,7 +149,6 @@ def load_weights(
     """
     if not options.get("gguf_file"):
         check_tensors(directory)
-        _check_rope(directory, _config_file(directory))
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it reports is checked here
     try:
@@ -241,30 +237,9 @@ def _quantization(directory: Path) -> str:
     """The name of the method that the files are quantized by; empty: none is named."""
     if (directory / "hf_quant_config.json").is_file():
         return "modelopt"
-    method = _config_file(directory).get("quantization_config")
-    return str(method.get("quant_method", "an unknown method")) if method else ""
-
-
-def _check_rope(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raises ValueError if positions are scaled in a way that transformers does not know."""
-    known = {*ROPE_INIT_FUNCTIONS, *_MORE_ROPES}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in known:
-        names = ", ".join(sorted(known))
-        raise ValueError(f'{directory}: unknown rope type "{kind}"; known: {names}')
-
-
-def _config_file(directory: Path) -> dict[str, Any]:
     with one_sentence(str(directory / "config.json")):
-        return dict(json.loads((directory / "config.json").read_text()))
-
-
-def check_finite(model: Any) -> None:
-    """Raises ValueError if a weight is not a number, or infinite; reads all weights."""
-    names = [name for name, weight in model.named_parameters() if not weight.sum().isfinite()]
-    if names:
-        raise ValueError(f"weights that are not finite: {_named(names)}")
+        method = json.loads((directory / "config.json").read_text()).get("quantization_config")
+    return str(method.get("quant_method", "an unknown method")) if method else ""
 
 
 def _check_vocabulary(tokenizer: Any, vocabulary: int) -> list[str]:
@@ -305,18 +280,13 @@ class ChatTemplate:
         self._owner = owner
         self._takes_parts = False
         self.form = "text"
-        if isinstance(tokenizer.chat_template, dict):
-            names = [*tokenizer.chat_template]
-            name = "default" if "default" in names else names[0]
-            tokenizer.chat_template = tokenizer.chat_template[name]
-            self.form = f"text, {name} of {', '.join(names)}"
         self._violation = lru_cache(256)(self._find_violation)
         if violation := self._violation(("user",)):
             self._takes_parts = True
             self._violation.cache_clear()
             if self._violation(("user",)):
                 raise ValueError(f"one user turn: {violation.description}")
-            self.form = self.form.replace("text", "content parts", 1)
+            self.form = "content parts"
         self.takes_system = not self._violation(("system", "user"))
         self.must_alternate = bool(self._violation(("user", "user")))
         self.warnings: list[str] = []

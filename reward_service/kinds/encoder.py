@@ -22,7 +22,7 @@ from reward_service.specs import CrossEncoderSpec, LocalSpec, RelevanceSpec, Res
 from specrej.contracts import Candidate, Prompt
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
-from specrej_models.probe import check_finite, examine
+from specrej_models.probe import examine
 
 # The relevance model's published limit (sentence_bert_config.json), so that scores are those of its
 # card. Tokens after it do not count: a longer prefix has the same score.
@@ -36,7 +36,6 @@ class _EncoderReward(Reward):
 
     def __init__(self, spec: LocalSpec, resources: Resources, auto_class: Any) -> None:
         model: Any = load_model(spec, resources, auto_class)
-        check_finite(model)
         pad_id = model.config.get_text_config().pad_token_id
         self.name = spec.name
         self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))

@@ -66,11 +66,11 @@ _OTHERS = all_but("remote-own", "llama-text", "gateway", "endpoint", "streams")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of servers that are processes of their own, but for those of CI."""
+    """Mark the tests of servers, but for those of CI: each is started for them."""
     for item in items:
         assert isinstance(item, pytest.Function)
         name = getattr(item, "callspec", None) and item.callspec.params.get("subject")
-        if name in SERVERS and item.name not in _CI_TESTS:
+        if name in (*SERVERS, "gateway") and item.name not in _CI_TESTS:
             item.add_marker("long")
 
 
