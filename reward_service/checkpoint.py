@@ -42,12 +42,11 @@ def load_model(
     """
     if resources.threads:
         torch.set_num_threads(resources.threads)
-    load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
+    load_config(spec.directory)
     model = load_weights(
         auto_class,
         spec.directory,
         spare=heads,
-        trust_remote_code=spec.trust_remote_code,
         dtype=torch.float32 if resources.device == "cpu" else "auto",
     )
     bound_positions(model.config.get_text_config())

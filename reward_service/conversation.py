@@ -218,11 +218,7 @@ class Turns:
 def load_conversation(spec: CausalSpec, config: Any) -> Conversation:
     """Raises OSError, ValueError: as `examine`."""
     examined = examine(
-        spec.directory,
-        owner=f"reward {spec.name}",
-        ends=False,
-        uses_template=not spec.format,
-        trust_remote_code=spec.trust_remote_code,
+        spec.directory, owner=f"reward {spec.name}", ends=False, uses_template=not spec.format
     )
     tokenizer = examined.tokenizer
     limit = tokenizer.model_max_length

@@ -133,7 +133,7 @@ class Spec(_Options):
                 continue
             if not hub.is_name(str(path)):
                 raise FileNotFoundError(f"reward {self.name}: no {option} {path}")
-            files = hub.find(str(path), with_code=getattr(self, "trust_remote_code", False))
+            files = hub.find(str(path))
             if files.gguf_file:
                 raise ValueError(f"reward {self.name}: {path} is a GGUF file, not a directory")
             paths[option] = files.directory
@@ -152,10 +152,9 @@ class ToySpec(Spec):
 
 
 class LocalSpec(Spec):
-    """A model in a local directory; code that comes with it runs only if trusted."""
+    """A model in a local directory; code that comes with it is not run."""
 
     directory: Path
-    trust_remote_code: bool = False
 
     def fingerprint(self, resources: Resources, **digests: str) -> str:
         """Fingerprint of the weights and all options; `digests`: of files outside the directory."""

@@ -53,10 +53,10 @@ def embedded_models() -> Path:
     return checkout if checkout.exists() else Path(cache).expanduser() / "specrej" / "models"
 
 
-def find(model: str, *, with_code: bool = False, weights: bool = True) -> ModelFiles:
+def find(model: str, *, weights: bool = True) -> ModelFiles:
     """The files of a model; those of a hub come from its cache, and are fetched if they are absent.
 
-    `with_code`: Python files, too. `weights`: whether they are needed.
+    `weights`: whether they are needed.
 
     Raises:
         FileNotFoundError: there is no such directory or file, and it is not a name of a hub.
@@ -73,11 +73,10 @@ def find(model: str, *, with_code: bool = False, weights: bool = True) -> ModelF
         raise FileNotFoundError(
             f"{model}: no model directory, GGUF file or name such as org/name@revision"
         )
-    how = {"with_code": with_code, "weights": weights}
     try:
-        return _snapshot(model, _parts(model)[2], is_local=True, **how)
+        return _snapshot(model, _parts(model)[2], weights=weights, is_local=True)
     except (LocalEntryNotFoundError, HubError):
-        return pull(model, **how)
+        return pull(model, weights=weights)
 
 
 def is_name(model: str) -> bool:
@@ -85,7 +84,7 @@ def is_name(model: str) -> bool:
     return bool(_NAME.fullmatch(model))
 
 
-def pull(model: str, *, with_code: bool = False, weights: bool = True) -> ModelFiles:
+def pull(model: str, *, weights: bool = True) -> ModelFiles:
     """Fetch a model of a hub into its cache, as far as it is not there, and check all files.
 
     Raises:
@@ -95,11 +94,10 @@ def pull(model: str, *, with_code: bool = False, weights: bool = True) -> ModelF
 
     name, _, revision = _parts(model)
     log.info("fetching %s", model)
-    how = {"with_code": with_code, "weights": weights, "is_local": False}
     with _hub_errors(model):
         # By its commit first: until all files are there, the cache's revision stays the old one.
         commit = HfApi().model_info(name, revision=revision or "main").sha
-        _snapshot(model, commit, **how)
+        _snapshot(model, commit, weights=weights)
         checked = HfApi().verify_repo_checksums(name, revision=commit)
         if damaged := [mismatch["path"] for mismatch in checked.mismatches]:
             for path in damaged:
@@ -107,7 +105,7 @@ def pull(model: str, *, with_code: bool = False, weights: bool = True) -> ModelF
                 (checked.verified_path / path).unlink()
             names = ", ".join(sorted(damaged))
             raise HubError(f"{names}: damaged on the way, and removed; fetch the model again")
-        files = _snapshot(model, revision, **how)
+        files = _snapshot(model, revision, weights=weights)
     log.info("%s is at revision %s", name, commit)
     return files
 
@@ -134,7 +132,7 @@ def _parts(model: str) -> tuple[str, str, str | None]:
 
 
 def _snapshot(
-    model: str, revision: str | None, *, with_code: bool, weights: bool, is_local: bool
+    model: str, revision: str | None, *, weights: bool, is_local: bool = False
 ) -> ModelFiles:
     """The files at a revision; `is_local`: only if all of them are in the cache.
 
@@ -151,7 +149,7 @@ def _snapshot(
         snapshot_download(
             name,
             revision=revision,
-            allow_patterns=[file] if file else [*_FILES, *(["*.py"] if with_code else [])],
+            allow_patterns=[file] if file else [*_FILES],
             ignore_patterns=None if file else [*_OTHERS, *([] if weights else ["*.safetensors"])],
             local_files_only=is_local,
         )
@@ -202,13 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="specrej pull", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("models", nargs="+", metavar="org/name[@revision]")
-    parser.add_argument(
-        "--with-code", action="store_true", help="fetch Python files, too: for trust_remote_code"
-    )
     given = parser.parse_args(arguments)
     try:
         for model in given.models:
-            print(pull(model, with_code=given.with_code).directory)
+            print(pull(model).directory)
     except ImportError as error:
         way = "pip install 'specrej-server[cpu]'"
         parser.exit(1, f"specrej: {error.name} is not installed: {way}\n")

@@ -45,6 +45,8 @@ _BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attention.bias", "masked_b
 # Heads that a backbone, loaded without them, has no use for.
 _PRETRAINING_HEADS = ("lm_head.", "cls.", "lm_predictions.", "mask_predictions.")
 _MOST_NAMES = 3
+# Without the second, transformers asks on a terminal whether to run code that comes with a model.
+_LOCALLY = {"local_files_only": True, "trust_remote_code": False}
 # Keys of GGUF files: the scaling of positions, and tokens that end a turn.
 _ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
 # Texts around reasoning, as templates write or remove them.
@@ -80,21 +82,20 @@ def examine(
     uses_template: bool = True,
     tool_format: str = "auto",
     thinking_marks: str = "auto",
-    **options: Any,
 ) -> Examined:
     """Examine a model's files, but for its weights, and log what is found out.
 
     owner: the name in violations; ends: it needs end tokens; tool_format, thinking_marks: as
-    `ChatTemplate` takes them; options: of `from_pretrained`.
+    `ChatTemplate` takes them.
 
     Raises:
         OSError, ValueError: a file cannot be read, or is not of a model that can work.
     """
     listed: list[int | None] = _check_gguf(directory / gguf_file) if gguf_file else []
-    config = load_config(directory, gguf_file, **options)
-    options |= {"gguf_file": gguf_file} if gguf_file else {}
+    config = load_config(directory, gguf_file)
+    options = {"gguf_file": gguf_file} if gguf_file else {}
     with one_sentence(f"{directory}: its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCALLY, **options)
     sizes = config.get_text_config()
     warnings = _check_vocabulary(tokenizer, sizes.vocab_size)
     template = None
@@ -119,19 +120,18 @@ def examine(
     return Examined(directory, gguf_file, config, tokenizer, template, end_ids, probe)
 
 
-def load_config(directory: Path, gguf_file: str = "", **options: Any) -> Any:
+def load_config(directory: Path, gguf_file: str = "") -> Any:
     """The config of a model, whose files are checked before any of them is interpreted.
 
     Raises:
         OSError, ValueError: a file cannot be read.
     """
-    if gguf_file:
-        options["gguf_file"] = gguf_file
-    else:
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    if not gguf_file:
         for path in sorted(path for pattern in _READ for path in directory.glob(pattern)):
             _check_file(path)
     with one_sentence(f"{directory}: its config"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(directory, **_LOCALLY, **options)
         config.get_text_config()
     return config
 
@@ -155,7 +155,7 @@ def load_weights(
         with one_sentence(f"{directory}: its weights"):
             model, loading = auto_class.from_pretrained(
                 directory,
-                local_files_only=True,
+                **_LOCALLY,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 **options,

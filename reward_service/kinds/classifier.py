@@ -86,7 +86,7 @@ def _refusal(spec: ClassifierSpec) -> str:
         return "vLLM is not installed: pip install 'specrej-server[models,vllm]'"
     if spec.head != "score" or spec.head_file:
         return "vLLM does not read head or head_file"
-    config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
+    config = load_config(spec.directory)
     if spec.logit_of is None:
         others = load_head(spec.directory, "score").keys() - {"weight"}
         return f"vLLM reads score.weight alone, not score.{min(others)}" if others else ""
@@ -224,7 +224,7 @@ class VLLMClassifier(Reward):
 def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     """A vLLM of a sequence classifier's directory; the spec's vllm_options override all else."""
     spec = spec.model_copy(update={"engine": "vllm"})  # for the fingerprint
-    config = load_config(spec.directory, trust_remote_code=spec.trust_remote_code)
+    config = load_config(spec.directory)
     check_tensors(spec.directory, reads_quantized=True)
     conversation = load_conversation(spec, config)
     text_config = config.get_text_config()
@@ -240,7 +240,6 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "trust_remote_code": spec.trust_remote_code,
     }
     if spec.logit_of is not None:
         token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")

@@ -42,12 +42,7 @@ class _EncoderReward(Reward):
         self.token_budget = resources.token_budget
         self._device = resources.device
         self._model = model.eval()
-        examined = examine(
-            spec.directory,
-            ends=False,
-            uses_template=False,
-            trust_remote_code=spec.trust_remote_code,
-        )
+        examined = examine(spec.directory, ends=False, uses_template=False)
         self.probe = examined.probe
         self._tokenizer = examined.tokenizer
         self._control_tokens = ControlTokens(self._tokenizer, self.probe.vocabulary)
