@@ -276,7 +276,7 @@ class Gateway:
         return self._page.response(http.path_params.get("name", "index.html"), http.headers)
 
     async def models(self, http: HTTPRequest) -> Response:
-        """The model and its adapters, each alone and with every preset."""
+        """The models, each alone and with every preset."""
         return JSONResponse({"object": "list", "data": await self._models(http)})
 
     async def model(self, http: HTTPRequest) -> Response:

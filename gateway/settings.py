@@ -59,8 +59,8 @@ class GatewaySettings(ProcessSettings):
     )
     model_names: Annotated[dict[str, str], BeforeValidator(_named)] = Field(
         {},
-        description="JSON list of other names of the model, or object of names and models or"
-        " adapters; /v1/models lists them first",
+        description="JSON list of other names of the model, or object of names and models;"
+        " /v1/models lists them first",
     )
     strict_fields: CliImplicitFlag[bool] = Field(
         False,

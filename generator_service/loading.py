@@ -61,8 +61,6 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
 
     `on_step` is called after every step, in the engine's thread.
     """
-    if settings.adapters:
-        raise ValueError("adapters need vLLM: set engine to vllm")
     transformers_logging.disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -120,8 +118,6 @@ def _fingerprint(files: ModelFiles, dtype: str) -> str:
 def vllm_fingerprint(settings: GeneratorSettings, dtype: str, version: str) -> str:
     """Fingerprint of the weights and all that changes tokens, such as quantisation."""
     settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
-    for name, adapter in settings.adapters.items():
-        settings_of_engine[f"adapter {name}"] = fingerprint.of_directory(adapter)
     if settings.vllm_options:
         settings_of_engine["options"] = settings.vllm_options
     return fingerprint.of_directory(settings.model_directory, settings_of_engine)

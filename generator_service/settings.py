@@ -77,11 +77,6 @@ class GeneratorSettings(ServiceSettings):
         description="texts around the model's reasoning, such as '<think> </think>'; auto: those of"
         " its chat template; none: it does not reason",
     )
-    adapters: dict[str, Path] = Field(
-        default_factory=dict,
-        description="directories of LoRA adapters by name, as JSON, for vLLM: a request names one"
-        " as its model",
-    )
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
@@ -131,8 +126,6 @@ class GeneratorSettings(ServiceSettings):
         needed = {"remote_url", "model"}
         if self.engine == "remote" and (missing := needed - self.model_fields_set):
             raise ValueError(f"{' and '.join(sorted(missing))} must be set if engine is remote")
-        if self.engine == "remote" and self.adapters:
-            raise ValueError("adapters must be empty if engine is remote")
         return self
 
     @field_validator("vllm_options")

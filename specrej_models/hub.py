@@ -29,7 +29,6 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Subfolders hold copies of the weights for other programs, and so do Mistral's own files.
 _OTHERS = ("*/*", "consolidated*")
-_CONFIGS = ("config.json", "adapter_config.json")
 
 
 class HubError(OSError):
@@ -158,7 +157,7 @@ def _snapshot(
         if not (directory / file).exists():
             raise HubError(f"{name} has no file {file}")
         return ModelFiles(name, (directory / file).parent, Path(file).name)
-    if not any((directory / config).exists() for config in _CONFIGS):
+    if not (directory / "config.json").exists():
         raise HubError(f"{name} has no config.json: it is not a model of transformers")
     if weights and not any(directory.glob("*.safetensors")):
         raise HubError(f"{name} has no safetensors files; other weights are not loaded")

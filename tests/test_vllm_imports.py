@@ -18,7 +18,6 @@ PUBLIC = {
     ("vllm", "SamplingParams"),
     ("vllm.inputs", "TokensPrompt"),
     ("vllm.inputs", "tokens_input"),
-    ("vllm.lora.request", "LoRARequest"),
     ("vllm.platforms", "current_platform"),
     ("vllm.sampling_params", "RequestOutputKind"),
     ("vllm.sampling_params", "StructuredOutputsParams"),

@@ -157,7 +157,6 @@ class Frontend:
             spec.first_round_tokens,
             text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
-            spec.adapter,
             bad_words,
             await self._grammars.compiled(output, spec.cache_salt, path) if output else None,
             text.answers(spec.sampling),

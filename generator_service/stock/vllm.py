@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import vllm
 from transformers import AutoConfig
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from vllm.inputs import TokensPrompt, tokens_input
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -83,17 +80,13 @@ class Shape:
 class VLLMRequests:
     """`Requests` on a running vLLM; its calls belong to the event loop of the first of them."""
 
-    def __init__(self, llm: Any, end_ids: frozenset[int], adapters: Mapping[str, Path]) -> None:
+    def __init__(self, llm: Any, end_ids: frozenset[int]) -> None:
         """llm: an `AsyncLLMEngine`."""
         self.llm = llm
         # What vLLM runs at once, so that none waits in its line, which knows no tenants.
         self._places = Places(llm.vllm_config.scheduler_config.max_num_seqs)
         self._is_closed = False
         self._end_ids = sorted(end_ids)
-        self._adapters = {
-            name: LoRARequest(name, number, str(directory))
-            for number, (name, directory) in enumerate(adapters.items(), 1)
-        }
         self._names = map(str, itertools.count(1))
         self._num_running = 0
         self._last_part = 0.0  # time of the last part, or of the first request that runs
@@ -102,7 +95,6 @@ class VLLMRequests:
         """As `Requests.generate`."""
         command, params = ask.command, self._params(ask)
         num_prompt = len(command.prompt_ids) + len(ask.token_ids)
-        adapter = self._adapters[command.adapter] if command.adapter else None
         async with self._places.take(ask.session, command.cache_salt):
             prompt: Any
             if command.images:
@@ -110,7 +102,7 @@ class VLLMRequests:
             else:
                 ids = [*command.prompt_ids, *ask.token_ids]
                 prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
-            outputs = self.llm.generate(prompt, params, next(self._names), lora_request=adapter)
+            outputs = self.llm.generate(prompt, params, next(self._names))
             if not self._num_running:
                 self._last_part = time.monotonic()
             self._num_running += 1
@@ -283,14 +275,13 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         device=f"vllm {device} {shape.dtype}",
         slots=SlotGauge(capacity, 0, 0),
         auto_candidates=settings.auto_candidates_of(device),
-        adapters=tuple(settings.adapters),
         can_fork=True,
         probe=examined.probe,
         form=CandidateForm.ROUNDS,
         takes_images=_takes_images(llm) and bool(template and template.takes_images),
     )
     return StockGenerator(
-        VLLMRequests(llm, examined.end_ids, settings.adapters),
+        VLLMRequests(llm, examined.end_ids),
         Frontend(Text.of(examined), card, Processor(llm) if card.takes_images else None),
         examined.end_ids,
         card,
@@ -331,7 +322,6 @@ def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
         "gpu_memory_utilization": settings.memory_fraction,
         "logprobs_mode": "raw_logprobs",
         "structured_outputs_config": {"backend": "guidance"},
-        **_adapter_arguments(settings.adapters),
         **(_cpu_arguments(shape, batched) if on_cpu else {}),
         **settings.vllm_options,
     }
@@ -347,20 +337,6 @@ def _cpu_arguments(shape: Shape, batched: int) -> dict[str, Any]:
         "block_size": BLOCK_TOKENS["cpu"],
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(batched, shape.context_tokens),
-    }
-
-
-def _adapter_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
-    """All adapters stay loaded, at the highest rank among them, and one place stays empty: on CPUs
-    vLLM adds the product of the last place to rows without an adapter."""
-    if not adapters:
-        return {}
-    configs = [json.loads((path / "adapter_config.json").read_text()) for path in adapters.values()]
-    return {
-        "enable_lora": True,
-        "max_loras": len(configs) + 1,
-        # vLLM accepts some ranks only, the powers of two among them.
-        "max_lora_rank": max(8, 1 << (max(config["r"] for config in configs) - 1).bit_length()),
     }
 
 

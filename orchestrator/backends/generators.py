@@ -75,13 +75,12 @@ class FleetGenerator:
 
 def together(descriptions: Sequence[c.GeneratorDescription]) -> c.GeneratorDescription:
     """Generators as one: the first, with limits that suit all. A request has room for as many
-    candidates as the largest holds; one that names a model or an adapter goes to its generators."""
+    candidates as the largest holds; one that names a model goes to its generators."""
     gauges = [_GAUGES(one.slots) for one in descriptions]
     models = dict.fromkeys(one.model for one in descriptions)
-    adapters = dict.fromkeys(name for one in descriptions for name in one.adapters)
     return replace(
         descriptions[0],
-        adapters=tuple(adapters | models if len(models) > 1 else adapters),
+        adapters=tuple(models) if len(models) > 1 else (),
         context_tokens=min(one.context_tokens for one in descriptions),
         vocabulary=min(one.vocabulary for one in descriptions),
         max_candidates=max(one.max_candidates for one in descriptions),

@@ -46,7 +46,7 @@ def answer_key(
     made_by = f"{quote(generator_fingerprint, safe='')}:{quote(reward_fingerprint, safe='')}"
     canonical: dict[str, Any] = _canonical(request)
     # Degraded answers are never stored. The generator's fingerprint identifies its model, and
-    # `model` is the name of one of its adapters.
+    # `model` is set only where there are several.
     del canonical["cache"], canonical["allow_degraded"]
     canonical["absent"] = request.fits_context  # all else is filled in
     if not request.model:

@@ -449,7 +449,7 @@ def _must_check(request: c.GenerationRequest, generator: c.GeneratorDescription)
 
 
 def _adapter(request: c.GenerationRequest, generator: c.GeneratorDescription) -> str:
-    """The adapter that the request names, or an empty text.
+    """The model that the request names, of several; else an empty text.
 
     Raises:
         NotFound: there is no such model.

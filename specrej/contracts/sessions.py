@@ -177,7 +177,7 @@ class GeneratorDescription:
     waiting: int = 0
     auto_candidates: int = 0  # most of a session whose n is 0
     session_slots: int = 0  # most that one session may own; 0: all
-    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
+    adapters: tuple[str, ...] = ()  # of several generators as one: the names of their models
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     step_growth: float = 0.0  # seconds of a step of 32 candidates over those of one; 0: unknown
     probe: ModelProbe = NO_PROBE
@@ -295,8 +295,8 @@ class SessionSpec:
     A candidate's tokens depend on the seed and its id, not on its session. Sessions with equal
     salts may share the KV of equal leading prompt tokens, others never do. The generator divides
     its work among salts in proportion to `weight`. Candidates' ids begin at `first_id`. `adapter`:
-    one of the generator's, or empty for the model alone. `like`, not sent: prefer a generator with
-    this fingerprint.
+    the name of the model, or empty for any. `like`, not sent: prefer a generator with this
+    fingerprint.
     """
 
     prompt: Prompt

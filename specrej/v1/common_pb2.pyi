@@ -946,7 +946,7 @@ class GeneratorDescription(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of its adapters, which a request may name as its model."""
+        """Of several generators as one: the names of their models, which a request may name."""
 
     @_builtins.property
     def probe(self) -> Global___ModelProbe:

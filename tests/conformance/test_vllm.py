@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,8 +16,6 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
@@ -34,7 +31,6 @@ from tests.conformance.conftest import Started
 from tests.conformance.subjects import (
     CAPACITY,
     PROMPT,
-    Subject,
     metric,
     own,
     vllm,
@@ -131,50 +127,6 @@ async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
     ]
     for ours, theirs in zip(*made, strict=True):
         assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
-
-
-async def test_an_adapter_draws_the_tokens_of_the_weights_that_it_makes(
-    model_directory: Path, tmp_path: Path
-) -> None:
-    """The model beside it draws its own: guards against adapters that leak into other sessions."""
-    save_adapter(model_directory, tmp_path / "adapter", merged=tmp_path / "merged")
-
-    async def tokens(subject: Subject, adapter: str = "") -> list[tuple[int, ...]]:
-        return await _tokens(subject.generator, replace(_GREEDY, adapter=adapter))
-
-    async with own(model_directory) as model, own(tmp_path / "merged") as merged:
-        expected = await tokens(model), await tokens(merged)
-    assert expected[0] != expected[1]
-    async with vllm(model_directory, adapters={"support": tmp_path / "adapter"}) as subject:
-        assert (await subject.generator.describe()).adapters == ("support",)
-        made = await asyncio.gather(tokens(subject), tokens(subject, "support"))
-    assert tuple(made) == expected
-
-
-def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
-    """An adapter of random weights for the queries, and a model with its product added."""
-    shutil.copytree(model, merged)
-    weights = load_file(model / "model.safetensors")
-    random, rank = torch.Generator().manual_seed(5), 4
-    parts: dict[str, torch.Tensor] = {}
-    for name in [name for name in weights if name.endswith("q_proj.weight")]:
-        rows, columns = weights[name].shape
-        down = torch.randn(rank, columns, generator=random)
-        up = torch.randn(rows, rank, generator=random)
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        parts |= {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
-        weights[name] = weights[name] + up @ down  # alpha / rank is 1
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
-    adapter.mkdir()
-    save_file(parts, adapter / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": ["q_proj"],
-        "bias": "none",
-    }
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
 async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path) -> None:

@@ -156,9 +156,7 @@ class OpenSession(_message.Message):
     cache_salt: _builtins.str
     """Prompt prefixes are shared only between sessions with equal salts; up to 128 characters."""
     adapter: _builtins.str
-    """The LoRA adapter to generate with: a name of `adapters` in Describe; empty, or `model` in
-    Describe: the model alone.
-    """
+    """The model to generate with: `model` in Describe, or empty."""
     fits_context: _builtins.bool
     """Whether fewer tokens than the sampling's max_tokens are enough where the prompt leaves less room in
     the context; else that is an error.
