@@ -133,7 +133,6 @@ class CompletionFields(Request):
     min_tokens: Annotated[int | None, Maps("sampling.min_tokens")] = None
     ignore_eos: Annotated[bool | None, Maps("sampling.ignore_eos")] = None
     stop_token_ids: Annotated[list[int] | None, Maps("sampling.stop_token_ids")] = None
-    bad_words: Annotated[list[str] | None, Maps("sampling.bad_words")] = None
     structured_outputs: Annotated[dict[str, Any] | None, OUTPUT, AfterValidator(_by_kind)] = None
     guided_json: _guided("json") = None  # type: ignore[valid-type]
     guided_regex: _guided("regex") = None  # type: ignore[valid-type]

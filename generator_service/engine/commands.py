@@ -63,7 +63,6 @@ class OpenCommand:
     first_round_tokens: int
     stop_texts: Callable[[], CompletesStop] | None = None
     cache_salt: str = ""
-    bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
     grammar: CompiledGrammar | None = None  # of the sampling's structured output
     texts: Callable[[], GrowingText] | None = None
     weight: float = 1.0  # of the tenant, whose sessions have equal salts

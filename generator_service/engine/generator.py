@@ -125,8 +125,7 @@ class Frontend:
             InvalidRequest: the prompt has no tokens, has images that cannot be read, or exceeds the
                 context with max_tokens; the structured output is not supported.
         """
-        text, words = self._text, spec.sampling.bad_words
-        images = spec.prompt.images
+        text, images = self._text, spec.prompt.images
         if not self._read_images:
             refuse_images(spec.prompt)
         check_prompt_bytes(spec.prompt, self._card.max_prompt_bytes, self._card.context_tokens)
@@ -138,9 +137,7 @@ class Frontend:
         is_long = sum(map(len, texts)) > _LONG_CHARACTERS
         turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
         async with turn if is_long else nullcontext():
-            (encoded, form), bad_words = await self._in_thread(
-                lambda: (text.read(spec.prompt), text.sequences(words))
-            )
+            encoded, form = await self._in_thread(lambda: text.read(spec.prompt))
         prompt_ids: Sequence[int] = encoded
         read: Any = None
         if images and self._read_images:
@@ -157,7 +154,6 @@ class Frontend:
             spec.first_round_tokens,
             text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
-            bad_words,
             await self._grammars.compiled(output, spec.cache_salt, path) if output else None,
             text.answers(spec.sampling),
             spec.weight,

@@ -3,10 +3,9 @@
 A candidate's draw depends neither on its row nor on other rows, so a prune changes no survivor.
 
 From logits to a draw, in the order of vLLM's sampler: `Adjustment` adds biases and subtracts
-penalties; tokens that complete a bad word, would end a candidate too early or do not conform to a
-structured output (grammar.py) are excluded; the logits are divided by the temperature; min_p, top_k
-and top_p leave a set of tokens to draw from. Reported log-probabilities are those of the untouched
-logits.
+penalties; tokens that would end a candidate too early or do not conform to a structured output
+(grammar.py) are excluded; the logits are divided by the temperature; min_p, top_k and top_p leave a
+set of tokens to draw from. Reported log-probabilities are those of the untouched logits.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ def sample(
         rows = slice(at * block, (at + 1) * block)
         adjusted = adjustment.apply(part, texts[rows]) if adjustment else part
         if allowed is not None:
-            adjusted = _only(allowed[rows], adjusted, part)
+            others = torch.from_numpy(~unpacked(allowed[rows], part.shape[1])).to(part.device)
+            adjusted = adjusted.masked_fill(others, -torch.inf)
         parts.append(_sample_block(part, adjusted, sampling, candidate_ids[rows], step, forbidden))
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
@@ -82,7 +82,7 @@ def most_probable(
 
 def is_adjusted(sampling: Sampling) -> bool:
     """Whether draws need an `Adjustment`."""
-    return is_penalized(sampling) or bool(sampling.logit_bias or sampling.bad_words)
+    return is_penalized(sampling) or bool(sampling.logit_bias)
 
 
 def is_penalized(sampling: Sampling) -> bool:
@@ -92,28 +92,18 @@ def is_penalized(sampling: Sampling) -> bool:
 
 
 class Adjustment:
-    """What biases, penalties and bad words change in logits.
+    """What biases and penalties change in logits.
 
     The work of a step grows with the tokens of the candidates, not with the vocabulary. Nothing is
     kept from step to step, so cuts, forks and failover change no result.
     """
 
-    def __init__(
-        self, sampling: Sampling, prompt_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
-    ) -> None:
-        """bad_words: the token sequences, not empty, of those in the sampling."""
+    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
         self._sampling = sampling
         repeated = prompt_ids if sampling.repetition_penalty != 1 else ()
         self._prompt = torch.from_numpy(np.unique(np.array(repeated, np.int64)))
         self._biased = torch.tensor([item.token_id for item in sampling.logit_bias])
         self._biases = torch.tensor([item.bias for item in sampling.logit_bias])
-        self._excluded = torch.tensor([word[0] for word in bad_words if len(word) == 1])
-        # The last tokens of longer bad words, by those before them.
-        self._completions: dict[tuple[int, ...], set[int]] = {}
-        for *before, last in bad_words:
-            if before:
-                self._completions.setdefault(tuple(before), set()).add(last)
-        self._lengths = {len(before) for before in self._completions}
 
     def apply(self, logits: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
         """New logits [rows, vocabulary]; texts: equally many tokens of each row."""
@@ -126,10 +116,6 @@ class Adjustment:
             tokens = itertools.chain.from_iterable(texts)
             made = torch.from_numpy(np.fromiter(tokens, np.int64, rows * length))
             self._penalize(adjusted, made.view(rows, length).to(device))
-        if len(self._excluded):
-            adjusted.index_fill_(1, self._excluded.to(device), -torch.inf)
-        if completing := self._completing(texts):
-            adjusted[torch.tensor(completing, device=device).unbind(dim=1)] = -torch.inf
         return adjusted
 
     def _penalize(self, logits: Tensor, made: Tensor) -> None:
@@ -145,26 +131,6 @@ class Adjustment:
             logits.scatter_add_(1, made, once)
         if sampling.presence_penalty:
             logits.scatter_(1, made, logits.gather(1, made) - sampling.presence_penalty)
-
-    def _completing(self, texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Rows and the tokens that would complete a bad word in them."""
-        return [
-            (row, last)
-            for length in self._lengths
-            for row, text in enumerate(texts)
-            if len(text) >= length
-            for last in self._completions.get(tuple(text[len(text) - length :]), ())
-        ]
-
-
-def _only(allowed: NDArray[np.uint32], adjusted: Tensor, logits: Tensor) -> Tensor:
-    """`adjusted` for the allowed tokens; where bad words exclude all of these, the logits."""
-    others = torch.from_numpy(~unpacked(allowed, logits.shape[1])).to(logits.device)
-    adjusted = adjusted.masked_fill(others, -torch.inf)
-    if adjusted.amax(dim=-1).isneginf().any():
-        excluded = adjusted.amax(dim=-1, keepdim=True).isneginf()
-        adjusted = torch.where(excluded, logits.masked_fill(others, -torch.inf), adjusted)
-    return adjusted
 
 
 def _divided(logits: Tensor, penalty: float) -> Tensor:

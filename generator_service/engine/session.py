@@ -48,7 +48,7 @@ class Session:
         if command.grammar:
             self.matchers = command.grammar.matchers()
         if is_adjusted(command.sampling):
-            self.adjustment = Adjustment(command.sampling, command.prompt_ids, command.bad_words)
+            self.adjustment = Adjustment(command.sampling, command.prompt_ids)
 
     @property
     def prompt_tokens(self) -> int:

@@ -100,13 +100,6 @@ class Text:
         (ids,) = self._control_tokens.encode([text], add_special_tokens=add_special_tokens)
         return ids
 
-    def sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each word as text, at the beginning of a text and after a space; as in vLLM."""
-        bare = [self._control_tokens.mark(word.lstrip()) for word in words]
-        spelled = [prefix + word for word in bare for prefix in ("", " ")]
-        ids = self._control_tokens.encode(spelled, add_special_tokens=False) if words else []
-        return tuple(dict.fromkeys(tuple(word) for word in ids if word))
-
     def _token(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, which may be a part of a character. A control token is its
         name; an id without a token is empty."""

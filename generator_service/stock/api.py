@@ -170,8 +170,6 @@ def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
         body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
     if sampling.stop_token_ids and not is_llama:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.bad_words:
-        body["bad_words"] = list(sampling.bad_words)
     return body
 
 

@@ -173,7 +173,7 @@ def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
         why = "the endpoint has no log-probabilities"
         lacks |= dict.fromkeys(("logprobs", "top_logprobs"), why)
     if able.kind == "llamacpp":
-        lacks |= dict.fromkeys(("min_tokens", "bad_words"), "llama.cpp's server has none")
+        lacks["min_tokens"] = "llama.cpp's server has none"
     if not able.structured:
         lacks["structured_output"] = "the endpoint has no structured outputs"
     elif able.structured != "structured_outputs" and not isinstance(

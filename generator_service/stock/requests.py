@@ -122,10 +122,7 @@ def continues_exactly(sampling: Sampling) -> bool:
     """Whether a request whose prompt ends with a candidate's tokens draws as one request would: not
     where draws depend on which tokens are those of the answer."""
     return not (
-        sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.bad_words
-        or sampling.structured_output
+        sampling.presence_penalty or sampling.frequency_penalty or sampling.structured_output
     )
 
 

@@ -151,7 +151,6 @@ class VLLMRequests:
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=list(ends) if sampling.ignore_eos else [*ends, *self._end_ids],
             logit_bias={item.token_id: item.bias for item in sampling.logit_bias} or None,
-            bad_words=list(sampling.bad_words) or None,
             structured_outputs=output and StructuredOutputsParams(**structured_fields(output)),
             detokenize=False,
             logprobs=sampling.top_logprobs,  # and of the drawn token

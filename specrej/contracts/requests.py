@@ -283,9 +283,6 @@ class Sampling:
     logit_bias: tuple[TokenBias, ...] = option(
         (), "Added to the logit of a token, -100 .. 100; repeatable."
     )
-    bad_words: tuple[str, ...] = option(
-        (), "Text whose tokens no candidate has in this order; repeatable."
-    )
     stop_token_ids: tuple[int, ...] = option((), "Token that ends a candidate; repeatable.")
     top_logprobs: int = option(
         0,

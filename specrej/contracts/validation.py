@@ -40,7 +40,6 @@ MAX_ITEMS: Mapping[str, int] = {
     "Sampling.stop": 16,
     "Sampling.stop_token_ids": 64,
     "Sampling.logit_bias": 1024,
-    "Sampling.bad_words": 64,
     "Schedule.tokens": MAX_DECISION_TOKENS,
     "Selection.rewards": MAX_REWARDS,
     "PruneSession.keep": MAX_BATCH,
@@ -65,7 +64,6 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "Prompt.text": MAX_PROMPT_CHARACTERS,
     "Prompt.tool_name": 64,
     "Sampling.stop": 256,
-    "Sampling.bad_words": 256,
     "JsonSchema.schema": 65_536,
     "WeightedReward.data": MAX_DATA_BYTES,
     "Vote.argument": 1024,
@@ -264,9 +262,6 @@ def check_sampling(
     for index, text in enumerate(sampling.stop):
         if not text:
             yield Violation(f"{path}.stop[{index}]", "must not be empty")
-    for index, text in enumerate(sampling.bad_words):
-        if not text.strip():
-            yield Violation(f"{path}.bad_words[{index}]", "must not be blank")
     yield from _check_token_ids(sampling, vocabulary, path)
     yield from _check_structured_output(sampling, path)
 

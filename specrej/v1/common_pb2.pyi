@@ -571,7 +571,7 @@ Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
 @_typing.final
 class Sampling(_message.Message):
     """How a candidate's next token is drawn. From the model's logits to the draw: logit_bias, then
-    repetition, frequency and presence penalty; bad_words, end tokens before min_tokens, and what
+    repetition, frequency and presence penalty; end tokens before min_tokens, and what
     structured_output does not allow are excluded; then temperature, min_p, top_k, top_p.
     """
 
@@ -591,7 +591,6 @@ class Sampling(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
-    BAD_WORDS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -649,12 +648,6 @@ class Sampling(_message.Message):
         """Added to logits; each token once; at most 1024."""
 
     @_builtins.property
-    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts whose tokens no candidate has in this order, as the tokenizer divides them with and without
-        a space before them; other tokens may spell the same text. At most 64, each 1 .. 256 characters.
-        """
-
-    @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a candidate as end-of-sequence tokens do, also with ignore_eos; not part of the
         text; at most 64, each 0 .. vocabulary - 1.
@@ -663,8 +656,8 @@ class Sampling(_message.Message):
     @_builtins.property
     def structured_output(self) -> Global___StructuredOutput:
         """The format of every complete answer; absent: any text. It decides where a candidate ends, so it
-        is refused with stop, stop_token_ids and ignore_eos. At a step where bad_words or min_tokens
-        would exclude every token that the format allows, they have no effect.
+        is refused with stop, stop_token_ids and ignore_eos. At a step where min_tokens would exclude every
+        token that the format allows, it has no effect.
         """
 
     def __init__(
@@ -684,7 +677,6 @@ class Sampling(_message.Message):
         presence_penalty: _builtins.float | None = ...,
         frequency_penalty: _builtins.float | None = ...,
         logit_bias: _abc.Iterable[Global___TokenBias] | None = ...,
-        bad_words: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         structured_output: Global___StructuredOutput | None = ...,
         top_logprobs: _builtins.int | None = ...,
@@ -692,7 +684,7 @@ class Sampling(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_thinking_tokens", b"max_thinking_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_thinking_tokens", b"max_thinking_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -928,7 +920,7 @@ class GeneratorDescription(_message.Message):
     """
     form: Global___CandidateForm.ValueType
     """How it makes candidates. With ROUNDS, requests whose draws depend on which tokens are the answer's
-    (presence and frequency penalties, bad words, structured outputs) are STREAMS.
+    (presence and frequency penalties, structured outputs) are STREAMS.
     """
     ignores_seeds: _builtins.bool
     """Whether equal seeds draw different tokens: then answers are not cached."""

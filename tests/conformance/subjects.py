@@ -67,7 +67,7 @@ class Subject:
 
     def form_of(self, sampling: Sampling) -> CandidateForm:
         """The form of candidates: a continued prompt would change some draws."""
-        changed = sampling.presence_penalty, sampling.frequency_penalty, sampling.bad_words
+        changed = sampling.presence_penalty, sampling.frequency_penalty
         if self.form is CandidateForm.ROUNDS and any((*changed, sampling.structured_output)):
             return CandidateForm.STREAMS
         return self.form
@@ -191,7 +191,7 @@ async def at_llama(_: Path, name: str = "") -> AsyncIterator[Subject]:
     """On llama.cpp's server, with the embedded model; by a `name` without its tokenizer."""
     async with llama_server(name=name) as url:
         running = partial(sums, url, "llamacpp:requests_processing", "llamacpp:requests_deferred")
-        lacks = ("min_tokens", "bad_words", "regex", "grammar")
+        lacks = ("min_tokens", "regex", "grammar")
         about: dict[str, Any] = {
             "form": CandidateForm.STREAMS if name else CandidateForm.ROUNDS,
             "lacks": (*lacks, *_IDS) if name else lacks,

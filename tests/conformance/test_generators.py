@@ -57,7 +57,6 @@ ADJUSTED = replace(
     frequency_penalty=0.3,
     logit_bias=(TokenBias(5, 3.0),),
     min_p=0.001,
-    bad_words=("e", "ab"),
 )
 # Its texts could end at any word, but for min_tokens.
 STRUCTURED = Sampling(

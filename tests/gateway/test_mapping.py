@@ -264,7 +264,7 @@ def test_options_arrive_as_the_clients() -> None:
             logprobs=True, top_logprobs=3, presence_penalty=1, frequency_penalty=-0.5,
             logit_bias={"50256": -100, "7": 1.5},
             specrej={
-                "min_p": 0.1, "repetition_penalty": 1.2, "bad_words": ["x"], "stop_token_ids": [3],
+                "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [3],
                 "alpha": 0.25, "top_k": 5, "min_tokens": 2, "ignore_eos": True,
                 "schedule": {"kind": "tokens", "tokens": [4, 8]}, "cache": "refresh",
                 "rewards": [{"name": "a", "weight": 2, "normalization": {"kind": "batch"}}],
@@ -280,7 +280,7 @@ def test_options_arrive_as_the_clients() -> None:
         cache=c.CacheControl.REFRESH, allow_degraded=True,
         rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
         presence_penalty=1.0, frequency_penalty=-0.5, logit_bias={50256: -100.0, 7: 1.5},
-        min_p=0.1, repetition_penalty=1.2, bad_words=("x",), stop_token_ids=(3,),
+        min_p=0.1, repetition_penalty=1.2, stop_token_ids=(3,),
     )  # fmt: skip
     assert call.timeout_s == 5
     assert call.name_of("selection.n") == "model: sr-32.n"
@@ -466,9 +466,9 @@ def test_options_take_the_texts_of_flags() -> None:
     [
         ({"max_tokens": -1, "top_k": -1, "seed": None, "specrej": None, "stop": None}, {}),
         ({"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "ignore_eos": True,
-          "bad_words": ["x"], "stop_token_ids": [3]},
+          "stop_token_ids": [3]},
          {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "ignore_eos": True,
-          "bad_words": ["x"], "stop_token_ids": [3]}),
+          "stop_token_ids": [3]}),
         *(({"structured_outputs": {kind: value}}, {"structured_output": output})
           for kind, value, output in OUTPUTS),
         *(({f"guided_{kind}": value}, {"structured_output": output})

@@ -311,7 +311,6 @@ async def test_rounds_continue_with_the_candidates_own_tokens(servers: Servers, 
     [
         ("presence_penalty", 0.5, 24),
         ("frequency_penalty", -0.5, 24),
-        ("bad_words", ("x",), 24),
         ("structured_output", c.JsonObject(), 9),
     ],
 )
@@ -478,7 +477,7 @@ async def test_every_field_of_the_sampling_reaches_the_server(servers: Servers, 
     sampling = c.Sampling(
         max_tokens=9, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.1,
         presence_penalty=0.2, frequency_penalty=0.3, ignore_eos=True, stop=("END",),
-        min_tokens=0 if is_llama else 2, bad_words=() if is_llama else ("x",),
+        min_tokens=0 if is_llama else 2,
         logit_bias=(c.TokenBias(7, -1.0),), stop_token_ids=() if kind == "chat" else (4,),
     )  # fmt: skip
     for sent in (sampling, c.Sampling(max_tokens=9)):
@@ -508,7 +507,7 @@ async def test_every_field_of_the_sampling_reaches_the_server(servers: Servers, 
         ("chat", {"logprobs": True, "top_logprobs": 2, "stop_token_ids": (4,)},
          {"logprobs", "top_logprobs", "stop_token_ids"}),
         ("chat", {"structured_output": c.Regex("a")}, {"structured_output"}),
-        ("llamacpp", {"min_tokens": 2, "bad_words": ("x",)}, {"min_tokens", "bad_words"}),
+        ("llamacpp", {"min_tokens": 2}, {"min_tokens"}),
     ],
 )  # fmt: skip
 async def test_what_a_server_lacks_is_refused(

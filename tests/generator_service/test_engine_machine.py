@@ -44,7 +44,6 @@ ADJUSTED = replace(
     logit_bias=(TokenBias(30, 3.0),),
     min_p=0.1,
 )
-BAD_WORDS = ((31,), (30, 32), (30, 30))
 # Lines of words that end at any of them; tokens 3 .. 96 are the characters of ASCII.
 PATTERN = "([a-h]{1,3}[0-9])+"
 STRUCTURED = replace(PLAIN, structured_output=Regex(PATTERN))
@@ -67,9 +66,8 @@ PROMPTS = [
 def command_of(
     prompt: Sequence[int], n: int, sampling: Sampling, first: int = 1, **more: Any
 ) -> OpenCommand:
-    words = BAD_WORDS if sampling.logit_bias else ()
     grammar = GRAMMAR if sampling.structured_output else None
-    return OpenCommand(prompt, n, sampling, first, bad_words=words, grammar=grammar, **more)
+    return OpenCommand(prompt, n, sampling, first, grammar=grammar, **more)
 
 
 @cache

@@ -160,7 +160,6 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     released = threading.Event()
     text: Any = SimpleNamespace(
         read=lambda prompt: (released.wait() and PROMPT, PLAIN),
-        sequences=lambda words: (),
         stop_texts=lambda stop: None,
         answers=lambda sampling: None,
         grammars=lambda vocabulary: GRAMMARS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -142,18 +141,7 @@ def packed(mask: torch.Tensor, vocabulary: int) -> NDArray[np.uint32]:
     return np.packbits(bits.numpy(), axis=1, bitorder="little").view(np.uint32)
 
 
-def test_bad_words_give_way_where_nothing_else_is_allowed() -> None:
-    """Guards against rows without a token, whose draw is arbitrary."""
-    sampling = Sampling(bad_words=("x",))
-    adjustment = Adjustment(sampling, [], [[2]])
-    mask = torch.tensor([[False, False, True, False], [False, True, True, False]])
-    tokens, _ = sample(
-        torch.zeros(2, 4), sampling, [0, 1], 0, (), adjustment, [[], []], packed(mask, 4)
-    )
-    assert tokens.tolist() == [2, 1]
-
-
-# Biases, penalties, bad words and min_p
+# Biases, penalties and min_p
 
 VOCABULARY = 12
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -169,15 +157,12 @@ SAMPLINGS = st.builds(
         unique_by=lambda item: item.token_id,
     ).map(tuple),
 )
-# Sequences of tokens of which many texts have a part.
-WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4)
 
 
 def naive(
     logits: Sequence[float],
     sampling: Sampling,
     prompt: Sequence[int],
-    words: Sequence[Sequence[int]],
     text: Sequence[int],
 ) -> list[float]:
     """One row's adjusted logits, token by token, from the definitions of each field."""
@@ -191,9 +176,6 @@ def naive(
             adjusted[token_id] *= 1 / penalty if is_positive else penalty
         adjusted[token_id] -= sampling.frequency_penalty * list(text).count(token_id)
         adjusted[token_id] -= sampling.presence_penalty * (token_id in text)
-        for word in words:
-            if [*text, token_id][-len(word) :] == list(word):
-                adjusted[token_id] = -math.inf
     return adjusted
 
 
@@ -201,7 +183,6 @@ def naive(
     st.data(),
     SAMPLINGS,
     st.lists(TOKENS, min_size=1, max_size=5),
-    WORDS,
     st.integers(0, 6),
     st.integers(1, 4),
 )
@@ -209,19 +190,18 @@ def test_adjusted_logits_equal_a_naive_computation(
     data: st.DataObject,
     sampling: Sampling,
     prompt: list[int],
-    words: list[list[int]],
     length: int,
     num_rows: int,
 ) -> None:
-    """Guards against tokens that are counted twice where prompt and text share them, against a
-    penalty in place of a bias, and against bad words that are compared with the wrong tokens."""
+    """Guards against tokens that are counted twice where prompt and text share them, and against a
+    penalty in place of a bias."""
     tokens = st.lists(st.integers(0, 4), min_size=length, max_size=length)
     texts = [data.draw(tokens) for _ in range(num_rows)]
     logits = torch.randn(num_rows, VOCABULARY, generator=torch.Generator().manual_seed(length))
     before = logits.clone()
-    adjusted = Adjustment(sampling, prompt, words).apply(logits, texts)
+    adjusted = Adjustment(sampling, prompt).apply(logits, texts)
     rows = zip(logits.tolist(), texts, strict=True)
-    expected = [naive(row, sampling, prompt, words, text) for row, text in rows]
+    expected = [naive(row, sampling, prompt, text) for row, text in rows]
     torch.testing.assert_close(adjusted, torch.tensor(expected), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
 
@@ -268,9 +248,9 @@ def test_adjusted_draws_are_those_of_adjusted_logits(changes: dict[str, float]) 
     penalties = Sampling(seed=3, repetition_penalty=1.5, presence_penalty=2.0)
     biased = replace(penalties, logit_bias=(TokenBias(100, 12.0),))  # most draws
     sampling = replace(biased, **changes)  # type: ignore[arg-type]
-    adjustment = Adjustment(sampling, [1, 2, 3], [[5], [6, 7]])
+    adjustment = Adjustment(sampling, [1, 2, 3])
     tokens, logprobs = sample(logits, sampling, ids, 7, {9}, adjustment, texts)
-    nothing = Adjustment(Sampling(), [], [])  # by the same code: a kernel rounds otherwise
+    nothing = Adjustment(Sampling(), [])  # by the same code: a kernel rounds otherwise
     plain, _ = sample(adjustment.apply(logits, texts), sampling, ids, 7, {9}, nothing, texts)
     assert tokens.tolist() == plain.tolist()
     untouched = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]

@@ -88,15 +88,6 @@ def torn_tokens(text: str) -> list[int]:
     return ids
 
 
-def test_bad_words_are_spelled_with_and_without_a_space(text: Text) -> None:
-    """Guards against a word that is excluded only where a text begins, or only after a space, and
-    against control tokens that a caller excludes by their text."""
-    spelled = [whole_tokens("fact"), whole_tokens(" fact"), whole_tokens("in fact")]
-    assert text.sequences(["fact", " fact", "in fact"])[:3] == tuple(map(tuple, spelled))
-    assert text.sequences([]) == ()
-    assert not any(END in word for word in text.sequences(["<|im_end|>"]))
-
-
 def test_messages_go_through_the_chat_template_once(text: Text) -> None:
     """Guards against doubled special tokens, and against those that a caller writes."""
     ids = text.encode(Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi!"))))

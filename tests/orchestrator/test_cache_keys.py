@@ -59,7 +59,6 @@ _OTHER_SAMPLING: list[dict[str, Any]] = [
     {"frequency_penalty": 0.5},
     {"logit_bias": (c.TokenBias(1, 2.0),)},
     {"logit_bias": (c.TokenBias(1, 3.0),)},
-    {"bad_words": ("x",)},
     {"stop_token_ids": (1,)},
     *(
         {"structured_output": output}

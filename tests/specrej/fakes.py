@@ -141,7 +141,6 @@ OPTIONS = Options(
     logit_bias={7: -100.0, 8: 1.5},
     max_thinking_tokens=32,
     score_thinking=True,
-    bad_words=["in", "fact"],
     stop_token_ids=[3, 4],
     top_logprobs=2,
     structured_output={"a": 1},

@@ -53,7 +53,6 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"seed": c.MAX_SEED + 1}, "seed"),
     ({"top_logprobs": 1}, "top_logprobs"),  # without logprobs
     ({"stop": ("x", "")}, "stop[1]"),
-    ({"bad_words": ("x", " \n")}, "bad_words[1]"),
     ({"stop_token_ids": (0, VOCABULARY)}, "stop_token_ids[1]"),
     ({"logit_bias": (BIAS, c.TokenBias(4, 1.0), c.TokenBias(3, 2.0))}, "logit_bias"),
     ({"logit_bias": (BIAS, c.TokenBias(VOCABULARY, 1.0))}, "logit_bias[1].token_id"),
@@ -181,10 +180,10 @@ def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
         *[
-            with_sampling(structured_output=output, min_tokens=3, bad_words=("x",))
+            with_sampling(structured_output=output, min_tokens=3)
             for output in (c.JsonSchema("{}"), c.Regex("a"), c.Grammar("start:"), c.JsonObject())
         ],
-        with_sampling(stop_token_ids=(0, VOCABULARY - 1), bad_words=("x" * 256,) * 64),
+        with_sampling(stop_token_ids=(0, VOCABULARY - 1)),
         with_sampling(logit_bias=(c.TokenBias(0, -100.0), c.TokenBias(VOCABULARY - 1, 100.0))),
         with_selection(schedule=c.Schedule("tokens", tokens=(1, 2, INT32_MAX))),
         *[with_selection(schedule=c.Schedule("memory", first=first)) for first in (1, INT32_MAX)],
