@@ -149,6 +149,6 @@ def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
             f"no memory for KV slots: {budget.usable_bytes} bytes (memory_fraction "
             f"{settings.memory_fraction} of {total}) - {weights} for weights - "
             f"{budget.workspace_bytes} for a step of {settings.max_candidates} candidates; "
-            "specrej plan computes settings that fit"
+            "set memory_fraction higher, or max_candidates or context_tokens lower"
         )
     return budget.slots

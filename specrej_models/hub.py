@@ -109,19 +109,6 @@ def pull(model: str, *, weights: bool = True) -> ModelFiles:
     return files
 
 
-def config_of(model: str) -> Path:
-    """The config.json of a model of a hub, which alone is fetched.
-
-    Raises:
-        HubError: it cannot be fetched.
-    """
-    from huggingface_hub import hf_hub_download
-
-    name, _, revision = _parts(model)
-    with _hub_errors(model):
-        return Path(hf_hub_download(name, "config.json", revision=revision))
-
-
 def _parts(model: str) -> tuple[str, str, str | None]:
     """Repository, GGUF file in it or empty, revision."""
     match = _NAME.fullmatch(model)

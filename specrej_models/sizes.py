@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 # Attention in torch operations computes so many scores at once, or those of one row if they are
@@ -48,20 +48,6 @@ class ModelSizes:
             vocabulary=config.vocab_size,
             context_tokens=getattr(config, "max_position_embeddings", 0),
         )
-
-    def split(self, devices: int) -> Self:
-        """Sizes on one of the devices of a tensor-parallel model, where few key heads are copied.
-
-        Raises:
-            ValueError: the heads cannot be divided.
-        """
-        few, many = sorted((self.kv_heads, devices))
-        if self.heads % devices or many % few:
-            names = f"{self.heads} heads and {self.kv_heads} key heads"
-            raise ValueError(f"{names} cannot be divided among {devices} devices")
-        heads, kv_heads = self.heads // devices, max(1, self.kv_heads // devices)
-        intermediate = -(-self.intermediate // devices)
-        return replace(self, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
 
     def slot_bytes(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token across all layers."""

@@ -29,7 +29,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from generator_service.admission import SPARE_BLOCKS
-from generator_service.budget import batched_tokens
 from generator_service.engine.commands import OnStep, Top
 from generator_service.engine.generator import Frontend
 from generator_service.engine.sampling import LEAST_LOGPROB
@@ -306,7 +305,8 @@ def _shape(settings: GeneratorSettings) -> Shape:
 
 def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
     """vLLM's engine arguments; `vllm_options` override the others."""
-    on_cpu, batched = current_platform.is_cpu(), batched_tokens(settings.max_candidates)
+    # vLLM's default, but not fewer than there may be candidates.
+    on_cpu, batched = current_platform.is_cpu(), max(2048, settings.max_candidates)
     arguments: dict[str, Any] = {
         "model": str(settings.model_directory),
         "dtype": shape.dtype,

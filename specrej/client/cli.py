@@ -57,7 +57,6 @@ _FORWARDED: dict[str, tuple[tuple[str, ...], str]] = {
     "up": (("deploy.local", "up"), "run the whole service until Ctrl-C"),
     "demo": (("deploy.local", "demo"), "start everything and answer one prompt"),
     "pull": (("specrej_models.hub",), "fetch models of a hub by their names"),
-    "plan": (("generator_service.budget",), "compute slots, N and settings of a model"),
     "experiment": (("experiments",), "find N, alpha and the first cut for your models"),
 }
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from transformers import Gemma3TextConfig
+from transformers import AutoConfig, Gemma3TextConfig
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
-from generator_service.admission import Blocks
-from generator_service.budget import Budget, num_parameters, read_config, weight_bytes
+from generator_service.admission import SPARE_BLOCKS, Blocks
 from generator_service.stock.generator import StockGenerator
 from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.contracts.errors import InternalError, Unavailable
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_a_plan_has_the_slots_that_vllm_allocates(
+def test_slots_are_those_that_vllm_allocates(
     kind: str, model_directory: Path, tmp_path: Path
 ) -> None:
     """Also where some layers have a sliding window. Guards against slots that vLLM stores in
@@ -62,22 +61,10 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     allocated: dict[str, int] = json.loads(outcome.stdout.splitlines()[-1])
-    config = read_config(model_directory)
-    planned = Budget(
-        ModelSizes.of(config),
-        weight_bytes=weight_bytes(num_parameters(config), config, "cpu", 1, is_vllm=True),
-        usable_bytes=0,
-        context_tokens=256,
-        max_candidates=32,
-        prefill_chunk=256,
-        device="cpu",
-        is_vllm=True,
-    )
+    slot_bytes = ModelSizes.of(AutoConfig.from_pretrained(model_directory)).slot_bytes(4)
     assert allocated["block_tokens"] == BLOCK_TOKENS["cpu"]
-    assert allocated["kv_bytes"] == allocated["blocks"] * 32 * planned.slot_bytes
-    used = planned.weight_bytes + planned.workspace_bytes
-    planned = replace(planned, usable_bytes=used + allocated["kv_bytes"])
-    assert planned.slots == 1024
+    assert allocated["kv_bytes"] == allocated["blocks"] * 32 * slot_bytes
+    assert (allocated["blocks"] - SPARE_BLOCKS) * 32 == 1024
 
 
 async def test_memory_decides_n_and_nothing_is_preempted(started: Started) -> None:
