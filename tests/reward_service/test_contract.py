@@ -53,6 +53,8 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
     "schema": ("schema", None, {}),
     "call": ("call", None, {}),
 }
+# Relevance is an encoder like the other, of a size that takes seconds.
+TINY = [name for name in KINDS if name != "relevance"]
 # The data of requests, for the kinds that take any.
 DATA = {
     "answer": '{"answer": "Tw|flour", "kind": "regex"}',
@@ -92,7 +94,7 @@ def alone(reward: Reward, prompt: Prompt, texts: dict[int, str], name: str) -> l
     return list(values)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TINY)
 def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: str) -> None:
     """Guards what is kept between rounds, forks, and passes with nothing to compute."""
     reward = make(name)
@@ -120,7 +122,7 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
         assert reward.kept_tokens == 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TINY)
 def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     """Guards against padding that is read, and scores in another order than the candidates."""
     reward = make(name)
@@ -133,7 +135,7 @@ def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     assert backwards == pytest.approx(expected[::-1], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["cross-encoder", "relevance", *CAUSAL])
+@pytest.mark.parametrize("name", ["cross-encoder", *CAUSAL])
 def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) -> None:
     """Guards against candidates with equal scores: what is new is at the end. Encoders, which read
     short texts, read the beginning. More than the model takes is cut before it is tokenized."""

@@ -65,7 +65,7 @@ def test_rewards_and_prompts_have_several_forms() -> None:
     assert build_request("why?", structured_output=c.JsonSchema('{"a":1}')) == schema
     biased = build_request("why?", logit_bias={7: -100.0})
     assert build_request("why?", logit_bias=[c.TokenBias(7, -100.0)]) == biased
-    assert build_request("why?", stop="END").sampling.stop == ("END",)
+    assert [*build_request("why?", stop="END").sampling.stop] == ["END"]
 
 
 @pytest.mark.parametrize(
