@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reward_service.specs import CausalSpec, ClassifierSpec
+from reward_service.specs import CausalSpec
 from specrej.contracts import NO_PROBE, Candidate, FinishReason, Message, ModelProbe, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
@@ -68,10 +68,6 @@ class Conversation:
         self._by_tokenizer = special_tokens != "template"
         self._removes_bos = special_tokens == "tokenizer"
         self.tokenizer = tokenizer
-        # Token ids after each conversation.
-        self.appended: list[int] = []
-        if isinstance(spec, ClassifierSpec) and spec.append_token is not None:
-            self.appended = [single_token(tokenizer, spec.append_token, "append_token")]
         self._control_tokens = ControlTokens(tokenizer, probe.vocabulary or sys.maxsize)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
         self.splice: int | None = None  # the token that is put between the parts around SPLICE
@@ -166,7 +162,7 @@ class Turns:
             raise ValueError(f"reward {conversation.name}: its template leaves the response out")
         opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
-        length, limit = len(empty_ids) + len(conversation.appended), conversation.max_tokens
+        length, limit = len(empty_ids), conversation.max_tokens
         if length > limit:
             reason = f"has {length} tokens, reward {conversation.name} takes {limit}"
             raise InvalidRequest([Violation("prompt", reason)])
@@ -200,9 +196,9 @@ class Turns:
     def _tokenized(
         self, head_ids: list[int], whole: list[int], open_turn: list[int], closed: bool
     ) -> Tokens:
-        """`head_ids`, then `whole` if closed, else `open_turn`, then what is appended."""
+        """`head_ids`, then `whole` if closed, else `open_turn`."""
         tail = whole if closed else open_turn
-        token_ids = head_ids + tail + self._conversation.appended
+        token_ids = head_ids + tail
         cut = max(0, len(token_ids) - self._conversation.max_tokens)
         # Without its first tokens, all positions shift: a longer text shares none of them.
         keep = 0 if cut else len(head_ids) + common_length(whole, open_turn)

@@ -196,9 +196,9 @@ class ClassifierSpec(CausalSpec):
 
     head: the name of the head's module, or tensor, in the checkpoint: a linear layer, or numbered
     ones with a ReLU between them; head_file: a file with the head's weights, the tensor `head`;
-    logit_of: the token whose logit, by the model's language model head, is the score; append_token:
-    a token after the conversation, to read the head at; engine: what computes it, "auto" is vLLM on
-    CUDA where it can and the own network elsewhere; vllm_options: further engine arguments of vLLM.
+    logit_of: the token whose logit, by the model's language model head, is the score; engine: what
+    computes it, "auto" is vLLM on CUDA where it can and the own network elsewhere; vllm_options:
+    further engine arguments of vLLM.
     """
 
     loader = "classifier:load_classifier"
@@ -206,7 +206,6 @@ class ClassifierSpec(CausalSpec):
     head: str = Field("score", min_length=1)
     head_file: Path | None = None
     logit_of: OneToken | None = None
-    append_token: OneToken | None = None
     label: Label = None
     engine: Literal["auto", "own", "vllm"] = "auto"
     vllm_options: dict[str, Any] = Field(default_factory=dict)

@@ -4,7 +4,7 @@ The score is the head's output at the end of the conversation, one label's logit
 or has several layers, or it is one token's row of a language model's head.
 
 transformers' own classifiers, whose head is `score`, read the last token that is not padding; the
-code that comes with other heads reads the last token (Eurus-RM, UltraRM, GRM, InternLM2-Reward).
+code that comes with other heads reads the last token (Eurus-RM, UltraRM, GRM).
 
 An unfinished text is closed by default: these models were trained on whole conversations, and their
 reward is read at the tokens that close the last turn.
@@ -106,7 +106,7 @@ def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
             raise ValueError(f"{spec.head_file or spec.directory}: the head {reason}")
         conversation = load_conversation(spec, model.config)
         head: Head = network
-        if not (spec.head_file or spec.head != "score" or conversation.appended):
+        if not (spec.head_file or spec.head != "score"):
             pad_id = config.pad_token_id
     else:
         model = load_model(spec, resources, AutoModelForCausalLM)
@@ -270,8 +270,7 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
-    reads_last = conversation.appended or spec.logit_of is not None
-    pad_id = None if reads_last else text_config.pad_token_id
+    pad_id = None if spec.logit_of is not None else text_config.pad_token_id
     return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)
 
 

@@ -31,8 +31,7 @@ def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
 TWO_LABELS = tiny.make_config("llama", None, num_labels=2)
 save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
 save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
-# Read at a token after the conversation, of which unfinished texts are open.
-VALUE_HEAD = {"head": "v_head.summary", "append_token": tiny.BOS, "unfinished": "open"}
+VALUE_HEAD = {"head": "v_head.summary", "unfinished": "open"}
 
 # How a tiny model of the kind is saved, and options beside it. Not here: a classifier on
 # vLLM, which needs another environment, and those of REMOTE; judge has tests of its own.
@@ -206,7 +205,6 @@ def test_options_are_in_the_fingerprint(tmp_path: Path) -> None:
         {"label": 0},
         {"head": "v_head"},
         {"logit_of": 0},
-        {"append_token": 0},
         {"engine": "vllm"},
         {"engine": "vllm", "vllm_options": {"quantization": "fp8"}},
     ]

@@ -51,7 +51,7 @@ class Card:
     head: its module's name and itself, if transformers has no class for the model; auto_class: what
     the checkpoint is saved from; strips, adds: whether the card's code removes the template's BOS,
     and whether its tokenizer adds one; num_bos: how many there are then; written: the conversation,
-    if not by the chat template; appended: the token after it.
+    if not by the chat template.
     """
 
     family: str = "llama"
@@ -62,7 +62,6 @@ class Card:
     num_bos: int = 1
     template: str = tiny.TEMPLATE
     written: str = ""
-    appended: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
 
     def save(self, directory: Path) -> Path:
@@ -71,8 +70,6 @@ class Card:
             tokenizer.chat_template = self.template
         if self.written:
             tokenizer.chat_template = None
-        if self.appended:
-            tokenizer.add_special_tokens({"additional_special_tokens": [self.appended]})
         config = tiny.make_config(self.family, 0, vocab_size=264, **self.changes)
         tiny.save(directory, config, tokenizer, self.auto_class)
         if not self.head:
@@ -97,7 +94,7 @@ class Card:
         written = written or tokenizer.apply_chat_template(turns, tokenize=False)
         written = written.replace(BOS, "") if self.strips else written
         options = {"add_special_tokens": self.adds, "return_tensors": "pt"}
-        ids: Tensor = tokenizer(written + self.appended, **options).input_ids
+        ids: Tensor = tokenizer(written, **options).input_ids
         if tokenizer.bos_token:
             assert ids[0].tolist().count(tokenizer.bos_token_id) == self.num_bos
         if self.auto_class is AutoModelForCausalLM and not self.head:
@@ -131,7 +128,7 @@ TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{
 STRIPPED: dict[str, Any] = {"strips": True, "adds": True}
 TWO_BOS: dict[str, Any] = {"adds": True, "num_bos": 2}
 REGRESSION = (AutoModel, ("regression_head", one), True)
-# The code of Eurus, UltraRM, Athene, GRM, INF-ORM, Qwen2.5-Math-RM and InternLM2's `get_score` was
+# The code of Eurus, UltraRM, GRM, INF-ORM and Qwen2.5-Math-RM was
 # read for this, and the cards of FsfairX, GRM and AceMath; of the others, what is known of them.
 CARDS = {
     "Skywork-Reward-Llama-3.1-8B-v0.2": Card(**STRIPPED),
@@ -151,12 +148,7 @@ CARDS = {
     ),
     "Eurus-RM-7b": Card("mistral", *REGRESSION, written="[INST] {} [/INST] {}"),
     "UltraRM-13b": Card("llama", *REGRESSION, written="Human: {}\n\nAssistant: {}"),
-    "Athene-RM-8B": Card(
-        "llama", AutoModel, ("v_head", one), appended="<|reserved_special_token_1|>", **TWO_BOS
-    ),
     "Llama-3.1-Nemotron-70B-Reward-HF": Card(auto_class=AutoModelForCausalLM),
-    # In the layout of Llama, which the published checkpoint has not.
-    "internlm2-7b-reward-llama": Card("llama", AutoModel, ("v_head", one), appended="<|reward|>"),
     "reward-model-deberta-v3-large-v2": CrossEncoder(),
 }
 
@@ -189,7 +181,6 @@ def test_names_that_do_not_fit_are_refused_with_those_that_exist(tmp_path: Path)
             "v_head: must be a linear layer or numbered ones, has summary.0.bias",
         ),
         ({"head": "v_head.summary", "label": 1}, "has 1 labels, label must be the index"),
-        ({"head": "v_head.summary", "append_token": "<|reward|>"}, "append_token .* must be one"),
         ({"logit_of": 3}, "tensors that the model does not use: v_head.summary.0.bias"),
     ]
     for options, message in refused:
