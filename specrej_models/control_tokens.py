@@ -20,20 +20,19 @@ _MARKS = re.compile(f"([{_BEGIN}{_END}])")
 
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and the added tokens that its chat
-    template contains or its configuration lists as `chat_control_tokens`, or that the model does
-    not have."""
+    template contains, but for white space, or that the model does not have."""
 
     def __init__(self, tokenizer: Any, vocabulary: int = sys.maxsize) -> None:
         """Adds a token to the tokenizer, `cut_id`, which is in no result; `vocabulary`: the number
         of tokens that the model has."""
         self._tokenizer = tokenizer
-        listed = getattr(tokenizer, "chat_control_tokens", None)
+        template = str(tokenizer.chat_template)
         texts = [
             token.content
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
             or token_id >= vocabulary
-            or _is_control(token.content, listed, str(tokenizer.chat_template))
+            or (token.content in template and not token.content.isspace())
         ]
         pattern = _pattern_of(text for text in texts if len(text) > 1) or "(?!)"
         self._any = re.compile(pattern)
@@ -108,11 +107,6 @@ class ControlTokens:
         """Whether a text begins with the end of a control token, or ends with its beginning."""
         sizes = range(1, self._longest)
         return any(text[:k] in self._suffixes or text[-k:] in self._prefixes for k in sizes)
-
-
-def _is_control(text: str, listed: Sequence[str] | None, template: str) -> bool:
-    """Whether an added token that is not special is a control token; white space never is."""
-    return text in listed if listed is not None else text in template and not text.isspace()
 
 
 def _with(text: str, inserts: Mapping[int, str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -24,7 +23,7 @@ TEMPLATE = (
 PARTS = ["<", ">", "</", "s>", "|user|>", "!", "]~b", "]", "~!b[", "think>", "a", " ", "\ufdd0"]
 
 
-def make(template: str = TEMPLATE, special: Sequence[str] = SPECIAL, **options: Any) -> Any:
+def make(template: str = TEMPLATE, special: Sequence[str] = SPECIAL) -> Any:
     """A tokenizer of bytes that writes <s> first."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
@@ -34,7 +33,7 @@ def make(template: str = TEMPLATE, special: Sequence[str] = SPECIAL, **options: 
     tokenizer.add_tokens(ADDED)
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", bos)])
-    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     wrapped.chat_template = template
     return wrapped
 
@@ -77,14 +76,11 @@ def test_a_template_that_joins_texts_makes_no_control_token() -> None:
     assert tokenizer.decode(ids) == "<|user|>x"
 
 
-@pytest.mark.parametrize(
-    ("listed", "text"), [(None, "<other> x  y"), (["<other>"], "<think> x  y")]
-)
-def test_other_added_tokens_are_as_before(listed: list[str] | None, text: str) -> None:
-    """White space, and tokens that no template writes, are no control tokens; a list decides."""
-    tokenizer = make("{{ messages[0].content }}<think>", chat_control_tokens=listed)
-    ids = encode(tokenizer, [text])
-    assert ids == tokenizer.encode(text + "<think>", add_special_tokens=False)
+def test_other_added_tokens_are_as_before() -> None:
+    """White space, and tokens that no template writes, are no control tokens."""
+    tokenizer = make("{{ messages[0].content }}<think>")
+    ids = encode(tokenizer, ["<other> x  y"])
+    assert ids == tokenizer.encode("<other> x  y<think>", add_special_tokens=False)
 
 
 def test_a_tokenizer_that_makes_control_tokens_of_plain_text_does_not() -> None:
