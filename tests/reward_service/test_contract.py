@@ -13,7 +13,6 @@ from transformers import AutoModelForTokenClassification
 
 from reward_service.reward import Reward, score, score_batch, take_fairly
 from reward_service.specs import ClassifierSpec, Resources
-from reward_service.worker import Worker
 from specrej.contracts import FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
@@ -21,7 +20,7 @@ from tests.reward_service import tiny
 from tests.reward_service.endpoint import served
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_recipes import CARDS
-from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save
+from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save, working
 
 
 def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
@@ -170,8 +169,7 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
     async with served() as endpoint:
         options = {"url": endpoint.url} if name == "http" else {"allow_unsandboxed": True}
         reward = load(name, **options) if name in REMOTE else make(name)
-        worker = await Worker.start(lambda: reward)
-        try:
+        async with working(lambda: reward) as worker:
             assert worker.description.name == "r"
             assert worker.description.fingerprint and worker.description.description
             assert worker.description.takes_data == (name in DATA or name in REMOTE)
@@ -185,9 +183,6 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
             whole = await worker.score(PROMPT, [text, ""], data=data)
             assert whole.values != pytest.approx(first.values[::-1], abs=1e-6)
             assert worker.heartbeat_s() < 30
-        finally:
-            worker.close()
-            await worker.join(10)
 
 
 @pytest.mark.parametrize("option", ["directory", "head_file"])

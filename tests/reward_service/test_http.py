@@ -18,7 +18,7 @@ from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores, 
 from specrej.contracts.errors import Overloaded, RewardInvalid, Unavailable
 from tests.certificates import place
 from tests.reward_service.endpoint import Endpoint, Reply, served
-from tests.reward_service.tiny import load
+from tests.reward_service.tiny import load, working
 from tests.serving import until
 
 PROMPT = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi")))
@@ -29,13 +29,9 @@ async def worker_of(
     endpoint: Endpoint, queue_limit: int = 4, **options: Any
 ) -> AsyncIterator[Worker]:
     """A worker of the reward there; its first request is not among the endpoint's."""
-    worker = await Worker.start(lambda: load("http", url=endpoint.url, **options), queue_limit)
-    endpoint.requests.clear()
-    try:
+    async with working(lambda: load("http", url=endpoint.url, **options), queue_limit) as worker:
+        endpoint.requests.clear()
         yield worker
-    finally:
-        worker.close()
-        await worker.join(1)
 
 
 async def score_at(endpoint: Endpoint, *texts: str, **options: Any) -> Scores:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from specrej.contracts.errors import InvalidRequest
 from tests.images import image
 from tests.reward_service.endpoint import Reply, served
 from tests.reward_service.test_judge import chat
-from tests.reward_service.tiny import load
+from tests.reward_service.tiny import load, working
 
 _FIRST, _SECOND = image(), image(kind="jpeg")
 PROMPT = Prompt((Message("user", parts=(_FIRST, TextPart("or"), _SECOND)),))
@@ -27,14 +27,8 @@ def seen(prompt: Prompt, responses: Sequence[str]) -> list[float]:
     return [float(len(prompt.images))] * len(responses)
 
 
-@asynccontextmanager
-async def worker_of(kind: str, **options: Any) -> AsyncIterator[Worker]:
-    worker = await Worker.start(lambda: load(kind, **options))
-    try:
-        yield worker
-    finally:
-        worker.close()
-        await worker.join(1)
+def worker_of(kind: str, **options: Any) -> AbstractAsyncContextManager[Worker]:
+    return working(lambda: load(kind, **options))
 
 
 @pytest.mark.parametrize(("images", "value"), [("read", 2.0), ("text", 0.0)])

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from reward_service.kinds.judge import JudgeReward
-from reward_service.worker import Worker
 from specrej.contracts import FinishReason, Message, Prompt, Scores, ToolCall
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Unavailable
 from tests.reward_service.endpoint import Endpoint, Replies, Reply, served
-from tests.reward_service.tiny import PROMPT, batch, load
+from tests.reward_service.tiny import PROMPT, batch, load, working
 from tests.serving import until
 
 
@@ -212,18 +211,13 @@ async def test_a_request_has_a_bound_of_tokens() -> None:
 
 
 async def test_a_worker_serves_a_judge_while_others_wait() -> None:
-    async with served(by_length) as endpoint:
-        worker = await Worker.start(lambda: load("judge", url=endpoint.url, model="m"))
-        try:
-            slow = asyncio.create_task(worker.score(PROMPT, ["slow"]))
-            await until(lambda: endpoint.running == 1)
-            assert (await worker.score(PROMPT, ["a b"])).values == pytest.approx((1 / 9,))
-            assert worker.heartbeat_s() == 0
-            endpoint.release.set()
-            assert (await slow).values == (0,)
-        finally:
-            worker.close()
-            await worker.join(1)
+    async with judged() as (judge, endpoint), working(lambda: judge) as worker:
+        slow = asyncio.create_task(worker.score(PROMPT, ["slow"]))
+        await until(lambda: endpoint.running == 1)
+        assert (await worker.score(PROMPT, ["a b"])).values == pytest.approx((1 / 9,))
+        assert worker.heartbeat_s() == 0
+        endpoint.release.set()
+        assert (await slow).values == (0,)
 
 
 def test_what_changes_grades_is_in_the_fingerprint() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ import pytest_asyncio
 
 from reward_service.kinds.unit_tests import UnitTestsReward, code_of
 from reward_service.sandbox import Sandbox
-from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason
 from specrej.contracts.errors import InvalidRequest, Unavailable
 from tests.reward_service.test_sandbox import children, marked
-from tests.reward_service.tiny import PROMPT, batch, load
+from tests.reward_service.tiny import PROMPT, batch, load, working
 from tests.serving import until
 
 # Also where no namespaces are allowed; the attacks have tests of their own.
@@ -148,19 +146,9 @@ async def test_other_data_is_an_invalid_request(
     assert "s3cret" not in failure.value.violations[0].description
 
 
-@asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[Worker]:
-    worker = await Worker.start(lambda: load("tests", **OPTIONS, **options))
-    try:
-        yield worker
-    finally:
-        worker.close()
-        await worker.join(60)
-
-
 async def test_a_worker_answers_others_while_tests_run() -> None:
     """Guards the heartbeat, other callers, and the programs of a caller that is gone."""
-    async with serving(workers=2, cpu_s=600) as worker:
+    async with working(lambda: load("tests", **OPTIONS, workers=2, cpu_s=600)) as worker:
         assert isinstance(worker.reward, UnitTestsReward)
         marked(worker.reward._sandbox)
         texts = [fenced("while True: pass\n")]

@@ -14,13 +14,12 @@ from reward_service import verifier
 from reward_service.kinds.checks import CHECKS, Check, Instruction, _make
 from reward_service.kinds.schema import extract_json, is_json, may_become_json
 from reward_service.reward import as_candidates, score_batch
-from reward_service.worker import Worker
 from specrej import isolated
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
 from specrej.remote import RemoteRewards
 from tests.reward_service.endpoint import served
-from tests.reward_service.tiny import load
+from tests.reward_service.tiny import load, working
 from tests.world import channel_to, reward_backend
 
 PROMPT = Prompt.from_user("How many?")
@@ -405,15 +404,11 @@ def follows(prompt: Prompt, responses: Sequence[str], data: Any) -> list[float]:
 
 
 async def test_functions_and_servers_receive_the_data() -> None:
-    worker = await Worker.start(lambda: load("function", function=f"{__name__}:follows"))
-    try:
+    async with working(lambda: load("function", function=f"{__name__}:follows")) as worker:
         assert worker.description.takes_data
         data = '{"reference": "b"}'
         assert (await worker.score(PROMPT, ["a", "b"], data=data)).values == (0.0, 1.0)
         assert (await worker.score(PROMPT, ["", "b"])).values == (1.0, 0.0)
-    finally:
-        worker.close()
-        await worker.join(10)
     async with served() as endpoint:
         reward = load("http", url=endpoint.url)
         try:

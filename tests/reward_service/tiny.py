@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 from reward_service.specs import Resources, RewardSpec
+from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 
 FAMILIES = ("gemma", "llama", "qwen2")
@@ -47,6 +50,17 @@ def load(kind: str, directory: Path | None = None, **options: Any) -> Any:
         options["directory"] = directory
     spec = SPECS.validate_python({"name": "r", "kind": kind, **options})
     return spec.load(Resources(**{"threads": 1, **resources}))
+
+
+@asynccontextmanager
+async def working(loads: Callable[[], Any], queue_limit: int = 64) -> AsyncIterator[Worker]:
+    """A worker of the reward, which ends with the context."""
+    worker = await Worker.start(loads, queue_limit)
+    try:
+        yield worker
+    finally:
+        worker.close()
+        await worker.join(60)
 
 
 def batch(texts: dict[int, str], finish: FinishReason | None = None) -> list[Candidate]:

@@ -93,7 +93,7 @@ async def test_every_flag_reaches_the_server(
         " --max-tokens 64 --temperature 0.7 --top-k 50 --top-p 0.9 --stop END --stop FIN"
         " --seed 7 --ignore-eos --min-tokens 5 --logprobs --model tiny --cache refresh"
         " --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5"
-        " --logit-bias 7=-100 --logit-bias 8=1.5 --bad-words in --bad-words fact"
+        " --logit-bias 7=-100 --logit-bias 8=1.5"
         " --stop-token-ids 3 --stop-token-ids 4 --top-logprobs 2 --allow-degraded"
         " --stop-at 0.5 --waves 2 --first 3 --vote regex:a(b) --confidence-cut 0.25,16"
         " --max-thinking-tokens 32 --score-thinking"
