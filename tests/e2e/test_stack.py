@@ -21,7 +21,6 @@ from deploy.local.stack import Ports, Stack
 from specrej import Client, Schedule
 from specrej.contracts import Algorithm, CacheControl, Options
 from tests.programs import ROOT, outcome_of, run
-from tests.reward_service import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -92,6 +91,8 @@ async def test_facts_of_the_models_are_shown(stack: Stack) -> None:
 @pytest.mark.long
 async def test_own_models_in_one_line(tmp_path: Path) -> None:
     """Guards against settings that only the environment has, and facts that nobody sees."""
+    from tests.reward_service import tiny  # only here: it imports torch
+
     model, reward = tmp_path / "tiny-lm", tmp_path / "Tiny_Reward"
     tiny.save_language_model(model)
     tiny.save(reward)

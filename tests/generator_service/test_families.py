@@ -242,6 +242,7 @@ def prompt_ids(embedded: CausalLM) -> list[int]:
     return Text.of(examine(DIRECTORY)).encode(prompt)
 
 
+@pytest.mark.long
 def test_logits_of_the_embedded_model_equal_plain_transformers(
     embedded: CausalLM, prompt_ids: list[int]
 ) -> None:

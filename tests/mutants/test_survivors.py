@@ -15,7 +15,6 @@ from gateway.answers import CompletionAnswer
 from orchestrator.cache import RedisClient
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.scoring import RequestScorer
-from reward_service import conversation
 from specrej import contracts as c
 from specrej.contracts import Candidate, FinishReason, Prompt, Sampling, Scores
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS, check_sampling
@@ -47,6 +46,8 @@ def test_the_time_of_a_batch_is_divided_among_its_candidates() -> None:
 
 
 def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
+    from reward_service import conversation  # only here: it imports torch
+
     limit = 2 * MAX_TOKEN_CHARACTERS
     made: Any = SimpleNamespace(max_tokens=2, _closes_unfinished=True)
     text = "beginning" * limit + "end" * limit
