@@ -129,11 +129,9 @@ def _right(name: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "answers-10": _answers("answer"),
     "answers-100": _answers("answer_100"),
     "paired-100": _paired("answer_100"),
     "answers-512": _answers("answer_512"),
-    "paired-512": _paired("answer_512"),
     "answers-endpoint": _answers("answer_endpoint"),
     "right-checks": _right("right_checks"),
     "right-reasoning": _right("right_reasoning"),

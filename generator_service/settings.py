@@ -59,7 +59,7 @@ class GeneratorSettings(ServiceSettings):
         "X-Session-ID",
         pattern=r"^[A-Za-z0-9-]*$",
         description="header with a key that all requests of a session have in common, by which a"
-        " router sends them to one server (docs/deploy.md); empty: none",
+        " router sends them to one server (docs/servers.md); empty: none",
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,

@@ -171,7 +171,10 @@ class RelevanceSpec(LocalSpec):
 
 
 class CrossEncoderSpec(LocalSpec):
-    """An encoder that reads prompt and response as a pair."""
+    """An encoder that reads prompt and response as a pair.
+
+    label: the index of the label that is the score, where there are several.
+    """
 
     loader = "encoder:CrossEncoderReward"
     kind: Literal["cross-encoder"] = "cross-encoder"
@@ -182,8 +185,10 @@ class CausalSpec(LocalSpec):
     """A decoder-only model, and how conversations are written for it.
 
     format: plain text such as "{prompt} {response}" in place of the chat template; {prompt} is the
-    contents of all turns, separated by blank lines. special_tokens: "template" if left out, but
-    "tokenizer" with a format.
+    contents of all turns, separated by blank lines; special_tokens: what writes BOS and the like:
+    the chat "template", or the "tokenizer", which removes one that the template writes first; or
+    "both"; if left out "template", but "tokenizer" with a format; unfinished: how a text is scored
+    that has not ended its turn: "closed", as if it ended here, or "open".
     """
 
     special_tokens: SpecialTokens | None = None
@@ -226,7 +231,7 @@ class ProcessSpec(CausalSpec):
     """The steps of a response, by a token classifier.
 
     separator: what ends a step in a response; step_token: the one token that stands there for the
-    model; good_label: the index of the label that means good.
+    model; good_label: the index of the label that means good; aggregate: of the steps' scores.
     """
 
     loader = "process:load_process"

@@ -20,6 +20,9 @@ _ROW, _CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`]+`")
 _GENERATED = {
     "<!-- generated: settings -->": reference.settings,
     "<!-- generated: metrics -->": reference.metrics,
+    "<!-- generated: alerts -->": reference.alerts,
+    "<!-- generated: rewards -->": reference.rewards,
+    "<!-- generated: http -->": reference.http,
 }
 _log = get_plugin_logger("site")
 

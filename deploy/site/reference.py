@@ -1,11 +1,24 @@
-"""The tables of all settings and all metrics, from the classes and constants that services use."""
+"""Tables of the reference, from the classes, constants and files that the services use."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import BaseModel
 
 from deploy.values_schema import SETTINGS
+from gateway.fields import Checked, Ignored, Maps, Refused, rules_of
+from gateway.messages import MessagesRequest
+from gateway.requests import ChatRequest, CompletionRequest
+from gateway.responses import ResponsesRequest
+from reward_service.specs import RewardSpec, Spec
+from specrej.contracts import declared_options
 from specrej.settings import ProcessSettings, ServiceSettings
 from specrej.telemetry import names
 
@@ -36,7 +49,7 @@ def _settings(
     return f"## {title}\n\n`{prefix}`:\n\n" + _table(("setting", "default", "meaning"), rows)
 
 
-def _properties(owner: type[ProcessSettings]) -> dict[str, dict[str, object]]:
+def _properties(owner: type[BaseModel]) -> dict[str, dict[str, object]]:
     return dict(owner.model_json_schema()["properties"])
 
 
@@ -58,6 +71,71 @@ def metrics() -> str:
         for m in sorted(found, key=lambda metric: metric.name)
     )
     return _table(("metric", "kind", "unit", "labels", "meaning"), rows)
+
+
+def alerts() -> str:
+    """All alerts with what they say and what to do."""
+    path = Path(__file__).parents[1] / "chart/files/alerts.yaml"
+    groups = yaml.safe_load(path.read_text())["groups"]
+    rules = (rule for group in groups for rule in group["rules"])
+    rows = (
+        (
+            *(f"`{rule['alert']}`", rule["labels"]["severity"], rule.get("for", "")),
+            # Without Prometheus' templates: {{ $labels.instance }}.
+            re.sub(r"\{\{ \$(?:labels\.)?(\w+).*?\}\}", r"*\1*", rule["annotations"]["summary"]),
+            _text(rule["annotations"]["runbook"]),
+        )
+        for rule in rules
+    )
+    return _table(("alert", "severity", "after", "says", "what to do"), rows)
+
+
+def rewards() -> str:
+    """Every kind of reward with its options; what several have in common is with each."""
+
+    def kinds() -> Iterator[str]:
+        for kind in get_args(get_args(RewardSpec)[0]):
+            about = (inspect.getdoc(owner) or "" for owner in kind.__mro__ if _is_own(owner))
+            options = _properties(kind)
+            name, *_ = (options.pop(option).get("default") for option in ("kind", "name", "images"))
+            rows = ((f"`{option}`", _default(value)) for option, value in options.items())
+            named = "|".join(options)
+            # The meaning of options in docstrings: "one, other: text; next: text".
+            text = re.sub(rf"\b(({named})(, ({named}))*):", r"**\1**:", "\n\n".join(about))
+            table = _table(("option", "default"), rows) if options else ""
+            yield f"## {name}\n\n{_text(text)}\n\n{table}"
+
+    def _is_own(owner: type) -> bool:
+        return issubclass(owner, Spec) and owner is not Spec
+
+    return "\n\n".join(kinds())
+
+
+def http() -> str:
+    """The fields of each endpoint of the gateway."""
+    endpoints: dict[str, type[Checked]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
+        "/v1/messages": MessagesRequest,
+    }
+
+    def rows(model: type[Checked]) -> Iterator[tuple[str, str, str]]:
+        order = (Maps, Refused, Ignored)
+        fields = rules_of(model).items()
+        for name, rule in sorted(fields, key=lambda field: order.index(type(field[1]))):
+            match rule:
+                case Maps(path):
+                    option = declared_options().get(path.rpartition(".")[2])
+                    yield f"`{name}`", f"`{path}`", _text(option.help_text if option else "")
+                case Refused(why, harmless):
+                    unless = f", unless {' or '.join(map(json.dumps, harmless))}" * bool(harmless)
+                    yield f"`{name}`", f"refused{unless}", why
+                case Ignored(why):
+                    yield f"`{name}`", "ignored", why
+
+    heads = ("field", "sets", "meaning")
+    return "\n\n".join(f"## {e}\n\n" + _table(heads, rows(m)) for e, m in endpoints.items())
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

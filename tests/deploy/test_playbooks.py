@@ -1,4 +1,4 @@
-"""Every playbook of docs/deploy.md, run against a stack with TLS and tokens."""
+"""Every playbook of docs/operations.md, run against a stack with TLS and tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.programs import ROOT, run
 from tests.serving import until
 from tests.toys import TOYS
 
-_PART = (ROOT / "docs/deploy.md").read_text().partition("\n## Playbooks\n")[2].partition("\n## ")[0]
+_PART = (ROOT / "docs/operations.md").read_text().partition("\n## Playbooks\n")[2]
 _PLAYBOOKS = dict(
     re.findall(r"^### (.+)\n(?:(?!^### )[^\0])*?^```sh\n([^`]+)^```", _PART, re.MULTILINE)
 )

@@ -13,11 +13,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import specrej
 from deploy.values_schema import SETTINGS
+from reward_service.specs import RewardSpec
 from specrej.contracts import GenerationRequest, Sampling, Selection
 from specrej.telemetry import names
 from tests.browser import CHROMIUM, DRIVER, browser
@@ -80,8 +82,8 @@ def test_the_reference_has_the_whole_schema(site: Path) -> None:
         assert " ".join(source.read_text(encoding="utf-8").split()) in shown
 
 
-def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
-    """Guards against a setting or a metric without documentation."""
+def test_the_reference_has_all_that_is_generated(site: Path) -> None:
+    """Guards against a setting, a metric, an alert, a field or an option without documentation."""
     shown = text_of(page_of(site, "reference/settings"))
     for service in SETTINGS.values():
         for name, field in service.model_fields.items():
@@ -91,6 +93,14 @@ def test_the_reference_has_every_setting_and_metric(site: Path) -> None:
     made = [value for value in vars(names).values() if isinstance(value, names.Metric)]
     assert len(made) > 40
     assert [metric.name for metric in made if f" {metric.name} " not in shown] == []
+    assert "SpecrejSlotsLeaked critical 10m" in shown
+    shown = text_of(page_of(site, "reference/http"))
+    for row in ("top_p sampling.top_p Nucleus", "echo refused, unless false", "store ignored"):
+        assert row in shown
+    shown = text_of(page_of(site, "reference/rewards"))
+    for kind in get_args(get_args(RewardSpec)[0]):
+        for option in kind.model_fields.keys() - {"kind", "name", "images"}:
+            assert f" {option} " in shown
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:

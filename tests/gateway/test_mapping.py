@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -45,8 +43,6 @@ from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
 from tests.gateway.scripted import known
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
-KINDS = {Maps: "mapped", Ignored: "ignored", Refused: "refused"}
 TABLE = rules_of(CompletionRequest) | rules_of(ChatRequest)
 PRESETS = GatewaySettings().presets
 OUTPUTS: list[tuple[str, Any, Any]] = [
@@ -432,13 +428,6 @@ def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
-def test_the_documented_table_is_the_table() -> None:
-    rows = re.findall(r"^\| (`[^|]+`) \| (mapped|ignored|refused) \|", PAGE, re.MULTILINE)
-    named = [(name, kind) for names, kind in rows for name in re.findall(r"`(\w+)`", names)]
-    assert dict(named) == {name: KINDS[type(rule)] for name, rule in TABLE.items()}
-    assert len(named) == len(TABLE)
-
-
 def test_as_many_candidates_as_memory_holds_are_named_auto() -> None:
     """Guards against a name that only presets or only requests take."""
     assert call_of(chat(specrej={"n": "auto"}), PRESETS).options["n"] == 0
@@ -496,13 +485,3 @@ def test_the_last_turn_of_the_assistant_can_be_continued() -> None:
     assert (prompt.continue_final, prompt.beginning) == (True, "Because")
     fields["continue_final_message"] = False
     assert violations(**fields).keys() == {"add_generation_prompt"}
-
-
-@pytest.mark.parametrize(
-    ("route", "model"), [("/v1/responses", ResponsesRequest), ("/v1/messages", MessagesRequest)]
-)
-def test_the_documented_lists_are_the_tables(route: str, model: Any) -> None:
-    _, _, table = PAGE.partition(f"| `{route}` | fields |\n|---|---|\n")
-    rows = re.findall(r"^\| (\w+) \| (.*) \|$", table, re.MULTILINE)[:3]
-    named = {name: kind for kind, names in rows for name in re.findall(r"`(\w+)`", names)}
-    assert named == {name: KINDS[type(rule)] for name, rule in rules_of(model).items()}

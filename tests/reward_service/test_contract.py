@@ -53,9 +53,11 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
 }
 # Relevance is an encoder like the other, of a size that takes seconds.
 TINY = [name for name in KINDS if name != "relevance"]
+# A text that every kind scores otherwise than an empty one.
+TEXT = "one.\n\nTw{}<tool_call>"
 # The data of requests, for the kinds that take any.
 DATA = {
-    "answer": '{"answer": "Tw|flour", "kind": "regex"}',
+    "answer": '{"answer": "Tw", "kind": "regex"}',
     "checks": '{"checks": [{"id": "count:unique_word_count", "kwargs": {"N": 2}}]}',
     "schema": '{"schema": {"type": "object"}, "extract": "first_object"}',
     "call": '{"tools": {"a": {}}, "required": false}',
@@ -124,8 +126,7 @@ def test_growing_texts_in_shared_passes_score_as_from_scratch(make: Make, name: 
 def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     """Guards against padding that is read, and scores in another order than the candidates."""
     reward = make(name)
-    unknown = '{"name": "unknown", "arguments": {}}'  # a call
-    texts, data = [*TEXTS, TEXTS[0], "x" * 90, "{}", unknown], DATA.get(name, "")
+    texts, data = [*TEXTS, TEXTS[0], "x" * 90, TEXT], DATA.get(name, "")
     expected = [value for text in texts for value in score(reward, PROMPT, [text], data).values]
     assert max(expected) - min(expected) > 1e-3
     assert score(reward, PROMPT, texts, data).values == pytest.approx(expected, abs=1e-4)
@@ -174,13 +175,12 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
             assert worker.description.fingerprint and worker.description.description
             assert worker.description.takes_data == (name in DATA or name in REMOTE)
             async with worker.open(PROMPT, data) as session:
-                text = "one.\n\nTw{}<tool_call>"
-                candidates = batch({0: text, 1: ""}, FinishReason.LENGTH)
+                candidates = batch({0: TEXT, 1: ""}, FinishReason.LENGTH)
                 first = await session.score(candidates)
                 again = await session.score(candidates)
                 assert again.values == pytest.approx(first.values, abs=1e-4)
                 assert len((await session.score(candidates[:1])).values) == 1
-            whole = await worker.score(PROMPT, [text, ""], data=data)
+            whole = await worker.score(PROMPT, [TEXT, ""], data=data)
             assert whole.values != pytest.approx(first.values[::-1], abs=1e-6)
             assert worker.heartbeat_s() < 30
 

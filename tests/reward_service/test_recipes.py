@@ -31,9 +31,13 @@ PAGE = Path(__file__).parents[2] / "docs/rewards.md"
 
 def recipes() -> dict[str, dict[str, Any]]:
     """By the last part of the model's name."""
-    (block,) = re.findall(r"## Recipes.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    specs = json.loads(block)
-    return {spec["directory"].split("/")[-1]: spec for spec in specs}
+    table = PAGE.read_text().partition("## Recipes")[2].replace("\\|", "|")
+    rows = re.findall(r"^\| (\S+-.+) \| (?:none|`(\{.*\})`) \|$", table, re.MULTILINE)
+    return {
+        model.rpartition("/")[2]: {"kind": "classifier", **json.loads(options or "{}")}
+        for models, options in rows
+        for model in models.split(", ")
+    }
 
 
 def one() -> nn.Module:

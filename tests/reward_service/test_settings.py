@@ -100,4 +100,4 @@ def test_the_examples_of_the_documentation_are_accepted() -> None:
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     counts = [len(load(RewardSettings, ["--rewards", block]).rewards) for block in blocks]
-    assert counts == [4, 1, 14]
+    assert counts == [3, 1]
