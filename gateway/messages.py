@@ -222,10 +222,12 @@ class MessagesAnswer(BlockAnswer):
 
     def _whole(self, candidate: c.RankedCandidate) -> JSON:
         has_calls = any(block.kind == "call" for block in self._blocks)
-        ended = "tool_use" if has_calls else "end_turn"
+        ended = "stop_sequence" if candidate.stop_text else "end_turn"
+        ended = "tool_use" if has_calls else ended
         reason = ended if candidate.finish is c.FinishReason.STOP else "max_tokens"
         content = [_block(block) for block in self._blocks]
-        return {**self._message(content, reason, self._num_tokens()), **self._about()}
+        whole = self._message(content, reason, self._num_tokens())
+        return {**whole, "stop_sequence": candidate.stop_text or None, **self._about()}
 
     def _message(self, content: list[JSON], reason: str | None, tokens: tuple[int, int]) -> JSON:
         return {

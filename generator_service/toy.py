@@ -66,6 +66,8 @@ class _Words:
     """A `GrowingText`; words of `left_out` are no part of it, and `pieces` have the ids after those
     of words."""
 
+    stop_text = ""  # it has none
+
     def __init__(self, left_out: Collection[int], pieces: Sequence[str], text: str = "") -> None:
         self._left_out = left_out
         self._pieces = pieces

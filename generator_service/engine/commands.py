@@ -45,6 +45,10 @@ class GrowingText(Protocol):
         """The text so far with the candidate's next tokens, without an incomplete last character.
         If they finish it: without the end token or the stop text."""
 
+    @property
+    def stop_text(self) -> str:
+        """The stop text that finished it; empty: none, or unknown."""
+
     def copy(self) -> Self:
         """The same state, of another candidate."""
 
@@ -192,9 +196,10 @@ class GrowingCandidate:
     def candidate(self, *, logprobs: bool) -> Candidate:
         """The candidate as reported; log-probabilities of its new tokens only if requested."""
         new_token_ids = self.token_ids[len(self.token_ids) - self.num_new :]
+        text = self.text.grown(new_token_ids, self.finish) if self.text else ""
         return Candidate(
             id=self.id,
-            text=self.text.grown(new_token_ids, self.finish) if self.text else "",
+            text=text,
             num_tokens=len(self.token_ids),
             logprob=self.logprob,
             finish=self.finish,
@@ -202,6 +207,7 @@ class GrowingCandidate:
             new_logprobs=tuple(self.new_logprobs) if logprobs else (),
             new_top_token_ids=tuple(chain.from_iterable(ids for ids, _ in self.new_top)),
             new_top_logprobs=tuple(chain.from_iterable(values for _, values in self.new_top)),
+            stop_text=self.text.stop_text if self.text else "",
         )
 
 

@@ -180,7 +180,7 @@ class AnswerText:
         self._decoder = decoder
         self._ends = ends
         self._stop = stop
-        self._text = ""
+        self._text = self.stop_text = ""
 
     def copy(self) -> AnswerText:
         """As `GrowingText.copy`."""
@@ -196,8 +196,11 @@ class AnswerText:
             return self._text
         self._text += self._decoder(last)
         # The last token has completed the stop text: an earlier one would have been the last.
-        starts = _starts(self._text, seen, self._stop) if finish is FinishReason.STOP else []
-        return self._text[: min(starts)] if starts else self._text
+        ends = _ends(self._text, seen, self._stop) if finish is FinishReason.STOP else []
+        if not ends:
+            return self._text
+        start, self.stop_text = min(ends)
+        return self._text[:start]
 
 
 class StopTexts:
@@ -227,10 +230,10 @@ class StopTexts:
         seen = len(self._seen)
         text = self._seen + new
         self._seen = text[max(0, len(text) - self._overlap) :]
-        return bool(_starts(text, seen, self._stop))
+        return bool(_ends(text, seen, self._stop))
 
 
-def _starts(text: str, seen: int, stop: Sequence[str]) -> list[int]:
-    """Where in `text` the stop texts begin that end after its first `seen` characters."""
-    starts = (text.find(ending, max(0, seen - len(ending) + 1)) for ending in stop)
-    return [at for at in starts if at >= 0]
+def _ends(text: str, seen: int, stop: Sequence[str]) -> list[tuple[int, str]]:
+    """The stop texts that end after the first `seen` characters of `text`, and where they begin."""
+    starts = ((text.find(ending, max(0, seen - len(ending) + 1)), ending) for ending in stop)
+    return [(at, ending) for at, ending in starts if at >= 0]

@@ -334,6 +334,8 @@ class StockSession:
 class ServedText:
     """The text of a candidate whose server sends texts, not ids: a token's id is its number."""
 
+    stop_text = ""  # servers do not tell
+
     def __init__(self) -> None:
         self._pieces = [""]  # before the first token, and of each token
         self._num_grown = 0

@@ -17,7 +17,7 @@ from specrej import fingerprint
 from specrej.contracts import Algorithm, GenerationRequest
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/configuration.md contain it
-FORMAT_VERSION = 14  # of keys and values; raise it when either changes
+FORMAT_VERSION = 15  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 
 

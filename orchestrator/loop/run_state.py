@@ -504,6 +504,7 @@ class RunState:
             top_logprobs=tuple(top for part in row.drawn for top in _top_logprobs(part, texts)),
             vote=vote and vote[:_MAX_VOTE],
             parts=self._parts(row),
+            stop_text=candidate.stop_text,
         )
 
     def _parts(self, row: Row) -> c.AnswerParts | None:

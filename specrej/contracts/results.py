@@ -103,6 +103,7 @@ class RankedCandidate:
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of each token, if the sampling has `top_logprobs`
     vote: str | None = None  # what it votes for
     parts: AnswerParts | None = None  # None: the text has no parts
+    stop_text: str = ""  # as in `Candidate`
 
 
 class Fate(Enum):

@@ -57,6 +57,7 @@ class Candidate:
     new_logprobs: tuple[float, ...] = ()
     new_top_token_ids: tuple[int, ...] = ()
     new_top_logprobs: tuple[float, ...] = ()
+    stop_text: str = ""  # of the sampling's, if one ended the text and the generator knows it
 
     @property
     def mean_logprob(self) -> float:

@@ -1028,6 +1028,7 @@ class RankedCandidate(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     VOTE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    STOP_TEXT_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number."""
     text: _builtins.str
@@ -1044,6 +1045,8 @@ class RankedCandidate(_message.Message):
     """Whether a reward is below its veto_below. No such candidate comes before one that is not."""
     vote: _builtins.str
     """What it votes for; absent: nothing, or there is no vote. At most 256 characters."""
+    stop_text: _builtins.str
+    """Which of the sampling's stop texts ended it; empty: none, or unknown."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All its tokens, one that ended it included; empty unless the sampling has `logprobs`."""
@@ -1091,10 +1094,11 @@ class RankedCandidate(_message.Message):
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
         vote: _builtins.str | None = ...,
         parts: Global___AnswerParts | None = ...,
+        stop_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "parts", b"parts", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "parts", b"parts", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_vote", b"_vote", "candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "parts", b"parts", "rewards", b"rewards", "score", b"score", "stop_text", b"stop_text", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__vote: _TypeAlias = _typing.Literal["vote"]  # noqa: Y015
     _WhichOneofArgType__vote: _TypeAlias = _typing.Literal["_vote", b"_vote"]  # noqa: Y015

@@ -110,6 +110,15 @@ async def test_a_cut_call_has_an_object_as_input(
     assert (message.content[0].input, message.stop_reason) == ({}, "max_tokens")
 
 
+async def test_a_stop_text_is_named(client: Any, orchestrator: FakeOrchestrator) -> None:
+    script(orchestrator, ONLY_TEXT, stop_text="###")
+    whole = await client.messages.create(**FIELDS)
+    async with client.messages.stream(**FIELDS) as stream:
+        final = await stream.get_final_message()
+    for message in (whole, final):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "###")
+
+
 async def test_an_object_is_parsed(client: Any, orchestrator: FakeOrchestrator) -> None:
     script(orchestrator, c.AnswerParts('{"city":"Oslo"}'))
     fields = {name: FIELDS[name] for name in ("model", "max_tokens", "messages")}

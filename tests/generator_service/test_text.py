@@ -274,16 +274,16 @@ def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None
     completed = completed_by(text, token_ids, ["."])
     assert len(completed) == 4
 
-    def answer(stop: list[str], num_tokens: int) -> str:
+    def answer(stop: list[str], num_tokens: int) -> tuple[str, str]:
         growing = text.answers(Sampling(stop=tuple(stop), stop_token_ids=(17,)))()
         growing.grown(token_ids[:2], None)
-        return growing.grown(token_ids[2:num_tokens], FinishReason.STOP)
+        return growing.grown(token_ids[2:num_tokens], FinishReason.STOP), growing.stop_text
 
-    assert answer(["."], completed[1]) == "one. two"
-    assert answer(["."], completed[2]) == "one. two. three"
-    assert answer(["!"], completed[3]) == "one. two. three. four."
+    assert answer(["."], completed[1]) == ("one. two", ".")
+    assert answer(["."], completed[2]) == ("one. two. three", ".")
+    assert answer(["!"], completed[3]) == ("one. two. three. four.", "")
     (number,) = completed_by(text, token_ids, ["hree. f", "two. three. f"])
-    assert answer(["hree. f", "two. three. f"], number) == "one. "
+    assert answer(["hree. f", "two. three. f"], number) == ("one. ", "two. three. f")
     whole = text.answers(Sampling())()
     assert whole.grown([*token_ids, END], FinishReason.STOP) == "one. two. three. four."
 

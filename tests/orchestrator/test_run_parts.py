@@ -65,12 +65,13 @@ class Scripted:
 
     def _candidate(self, number: int, position: int) -> c.Candidate:
         text = self._texts[number]
-        finish = None
+        finish, stop = None, ""
         if position >= self.max_tokens:
             finish = c.FinishReason.LENGTH
         if position > len(text):  # a token ends it
-            finish = c.FinishReason.STOP
-        return c.Candidate(number, text[:position], min(position, len(text) + 1), -1.0, finish)
+            finish, stop = c.FinishReason.STOP, "\n"
+        num_tokens = min(position, len(text) + 1)
+        return c.Candidate(number, text[:position], num_tokens, -1.0, finish, stop_text=stop)
 
     async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         freed, self._live = len(self._live) - len(keep), {*keep}
@@ -200,6 +201,7 @@ async def test_rewards_and_votes_read_the_answer_and_not_the_reasoning() -> None
     longest = await answer_of(THINKING, *texts)
     assert longest.best.id == 1 and longest.best.score == len("the answer is 8")
     assert longest.best.parts == c.AnswerParts("the answer is 8", "7")
+    assert longest.best.stop_text == "\n"
     assert (await answer_of(THINKING, *texts, score_thinking=True)).best.id == 0
     seen: list[str] = []
     await answer_of(THINKING, *texts, vote=c.Vote(), extract=seen.append, score_thinking=True)

@@ -435,6 +435,7 @@ class Prefix(_message.Message):
     NEW_LOGPROBS_FIELD_NUMBER: _builtins.int
     NEW_TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NEW_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_TEXT_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """The candidate's id; 0 or more."""
     text: _builtins.str
@@ -451,6 +452,8 @@ class Prefix(_message.Message):
     """
     finish_reason: _common_pb2.FinishReason.ValueType
     """Unspecified while live."""
+    stop_text: _builtins.str
+    """Which of the sampling's stop texts ended it; empty: none, or unknown."""
     @_builtins.property
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens generated in this round and not sent before."""
@@ -484,10 +487,11 @@ class Prefix(_message.Message):
         new_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         new_top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         new_top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        stop_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "new_top_logprobs", b"new_top_logprobs", "new_top_token_ids", b"new_top_token_ids", "num_tokens", b"num_tokens", "text", b"text", "text_start", b"text_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "new_top_logprobs", b"new_top_logprobs", "new_top_token_ids", b"new_top_token_ids", "num_tokens", b"num_tokens", "stop_text", b"stop_text", "text", b"text", "text_start", b"text_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
