@@ -9,7 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -17,7 +26,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import grpc
 import grpc.aio
 
-from orchestrator.backends.placement import Ring, order
 from orchestrator.backends.resolving import Target
 from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.contracts.errors import (
@@ -213,6 +221,21 @@ class Backend(Generic[P]):
                 timeout.reschedule(asyncio.get_running_loop().time())
 
 
+def ranked(
+    members: Sequence[T], load: Callable[[T], float], draw: Callable[[], float]
+) -> Iterator[T]:
+    """All members, the less loaded of two drawn ones first (Mitzenmacher, "The Power of Two Choices
+    in Randomized Load Balancing", 2001); other loads are computed once both have failed.
+
+    `load`: in sessions. `draw`: from [0, 1).
+    """
+    first = int(draw() * len(members))
+    second = (first + 1 + int(draw() * (len(members) - 1))) % len(members)
+    yield from sorted((members[at] for at in dict.fromkeys((first, second))), key=load)
+    others = (one for at, one in enumerate(members) if at not in (first, second))
+    yield from sorted(others, key=load)
+
+
 class Fleet(Generic[P]):
     """The backends of one kind, watched while the context lasts."""
 
@@ -235,7 +258,6 @@ class Fleet(Generic[P]):
         self._watchers: dict[Target, asyncio.Task[None]] = {}
         self._members: list[Backend[P]] = []
         self._usual_version: Hashable = None  # of most members
-        self._ring: Ring[Backend[P]] | None = None  # of all; None: not made yet
         self._combined: tuple[float, Any] = (0.0, None)  # until when, by the loop's clock
         self._resolved = asyncio.Event()
 
@@ -276,14 +298,10 @@ class Fleet(Generic[P]):
         return result
 
     def ranked(
-        self, prefix: str, load: Callable[[Backend[P]], float], draw: Callable[[], float]
+        self, load: Callable[[Backend[P]], float], draw: Callable[[], float]
     ) -> Iterable[Backend[P]]:
-        """Members in the order of `placement.order`; if there are none, all that do not serve."""
-        if not self._members:
-            return self._by_address()
-        self._ring = self._ring or Ring({t.address: b for t, b in self._backends.items()})
-        favourite = next(backend for backend in self._ring.after(prefix) if backend.is_serving)
-        return order(favourite, self._members, load, draw)
+        """Members in the order of `ranked`; if there are none, all that do not serve."""
+        return ranked(self._members, load, draw) if self._members else self._by_address()
 
     async def first(
         self, ranked: Iterable[Backend[P]], enter: Callable[[Backend[P]], Awaitable[T]]
@@ -375,11 +393,11 @@ class Fleet(Generic[P]):
 
     def _add(self, target: Target) -> None:
         backend = Backend(target, self._connect, self._version, self._regroup)
-        self._backends[target], self._ring = backend, None
+        self._backends[target] = backend
         self._watchers[target] = asyncio.ensure_future(self._watch(backend))
 
     async def _remove(self, target: Target) -> None:
-        backend, self._ring = self._backends.pop(target), None
+        backend = self._backends.pop(target)
         try:
             await ended(self._watchers.pop(target))
         finally:

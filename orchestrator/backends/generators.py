@@ -9,7 +9,6 @@ from dataclasses import replace
 from operator import attrgetter
 
 from orchestrator.backends.fleet import Backend, Fleet
-from orchestrator.backends.placement import prefix_of
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Unavailable
 from specrej.contracts.status import is_answer
@@ -36,8 +35,7 @@ class FleetGenerator:
     async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
         """A session at the best generator that takes it, of the fingerprint `spec.like` if there
         is one; its calls raise GeneratorLost when that generator is lost."""
-        prefix = prefix_of(spec.prompt, spec.cache_salt)
-        ranked = self._fleet.ranked(prefix, lambda backend: _load(backend, spec), self._draw)
+        ranked = self._fleet.ranked(lambda backend: _load(backend, spec), self._draw)
         if spec.like:
             ranked = sorted(ranked, key=lambda backend: backend.version != spec.like)
         async with AsyncExitStack() as stack:
@@ -50,8 +48,7 @@ class FleetGenerator:
 
     async def check(self, spec: c.SessionSpec) -> None:
         """As one of the generators does; its refusal is that of all."""
-        prefix = prefix_of(spec.prompt, spec.cache_salt)
-        ranked = self._fleet.ranked(prefix, lambda backend: _load(backend, spec), self._draw)
+        ranked = self._fleet.ranked(lambda backend: _load(backend, spec), self._draw)
 
         async def enter(backend: _Backend) -> InvalidRequest | None:
             try:

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, Self
 
 from orchestrator.backends.fleet import Backend, Fleet
-from orchestrator.backends.placement import prefix_of
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, ScoringSession
 from specrej.contracts.errors import Overloaded, SpecrejError, Unavailable
 from specrej.remote import RemoteRewards
@@ -48,9 +47,9 @@ class FleetRewards:
         """
         return self.fleet.combined(together)
 
-    def ranked(self, prompt: Prompt) -> Iterable[_Backend]:
-        """The services, the best place for the prompt first."""
-        return self.fleet.ranked(prefix_of(prompt, ""), lambda b: float(b.running), self._draw)
+    def ranked(self) -> Iterable[_Backend]:
+        """The services, the best place for a session first."""
+        return self.fleet.ranked(lambda backend: float(backend.running), self._draw)
 
 
 def together(services: Sequence[Sequence[RewardDescription]]) -> tuple[RewardDescription, ...]:
@@ -81,7 +80,7 @@ class FailoverScoringSession:
 
     async def __aenter__(self) -> Self:
         """Raises Unavailable, Overloaded, NotFound: no service can open a session."""
-        await self._place(self._rewards.ranked(self._prompt))
+        await self._place(self._rewards.ranked())
         self._version = self._backend.version
         return self
 
@@ -107,7 +106,7 @@ class FailoverScoringSession:
         """Services that may continue the session, the least tried first."""
         ranked = [
             backend
-            for backend in self._rewards.ranked(self._prompt)
+            for backend in self._rewards.ranked()
             if backend.version == self._version and self._tries[backend] < _MAX_TRIES
         ]
         return sorted(ranked, key=self._tries.__getitem__)
