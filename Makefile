@@ -210,6 +210,7 @@ right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reason
 
 docs: $(READY) ## build the documents into build/docs; a warning or a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "to search, serve it: python -m http.server --directory build/docs --bind 127.0.0.1"
 
 clean: ## remove caches and build output; keep .venv and .models
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
