@@ -488,7 +488,11 @@ async def test_every_field_of_the_sampling_reaches_the_server(servers: Servers, 
     assert ("cache_salt" in body, "repeat_last_n" in body) == (kind == "vllm", is_llama)
     ours = {"stop", "seed", "logprobs", "top_logprobs", "structured_output"}
     ours |= {"stop_token_ids"} if is_llama else set()
-    for name in {field.name for field in fields(c.Sampling)} - ours:
+    names = {field.name for field in fields(c.Sampling)} - ours
+    unset = {name for name in names if not getattr(sampling, name)}
+    # A new field is sent, or refused: see below.
+    assert unset <= {"max_thinking_tokens", "min_tokens", "stop_token_ids"}
+    for name in names:
         value = getattr(sampling, name)
         value = list(value) if isinstance(value, tuple) else value
         value = {"7": -1.0} if name == "logit_bias" else value
