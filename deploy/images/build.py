@@ -1,4 +1,4 @@
-"""Build the images with docker or buildah: `make images`.
+"""Build the images with docker or buildah and print their sizes: `make images`.
 
 `python -m deploy.images.build [--base IMAGE] [--archives DIRECTORY] [TARGET ...]`. --archives keeps
 each image as DIRECTORY/TARGET.tar. Package indexes and certificate authorities are those of pip's
@@ -77,6 +77,7 @@ def main(arguments: list[str]) -> None:
             push = ("buildah", "push", name, f"oci-archive:{archive}:{name}")
             save = ("docker", "save", "--output", str(archive), name)
             subprocess.run(push if engine == "buildah" else save, check=True)
+    subprocess.run([engine, "images", "--filter", f"reference={name_of('*')}"], check=True)
 
 
 if __name__ == "__main__":
