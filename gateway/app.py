@@ -51,6 +51,7 @@ _MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metada
 _READ_S = 10.0  # for records and descriptions
 _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
 _CLIENT_LEFT = 499  # nginx's number
+_PROBES = "/healthz", "/readyz"
 # Headers of replies that pages of other origins may read.
 _IGNORED = "x-specrej-ignored"  # names of the request's fields without effect
 _SHOWN_HEADERS = (
@@ -89,14 +90,16 @@ class Gateway:
             "GET /v1/specrej/describe": self.describe,
             "GET /": self.page,
             "GET /page/{name}": self.page,
-            "GET /healthz": self.health,
-            "GET /readyz": self.readiness,
+            f"GET {_PROBES[0]}": self.health,
+            f"GET {_PROBES[1]}": self.readiness,
         }
         routes: list[Route] = []
         others: list[Route] = []
         for key, handler in handlers.items():
             method, path = key.split()
-            routes.append(Route(path, Endpoint(handler, path), methods=[method]))
+            # Probes are in no trace and no metric.
+            endpoint = handler if path in _PROBES else Endpoint(handler, path)
+            routes.append(Route(path, endpoint, methods=[method]))
             others.append(Route(path, Endpoint(partial(_wrong_method, method), path)))
         unknown = Route("/{path:path}", Endpoint(self.nowhere, "unknown"))
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",")]
@@ -112,8 +115,7 @@ class Gateway:
 
     def probes(self) -> Starlette:
         """The ASGI application of the port for probes alone."""
-        handlers = {"/healthz": self.health, "/readyz": self.readiness}
-        return Starlette(routes=[Route(path, Endpoint(h, path)) for path, h in handlers.items()])
+        return Starlette(routes=[*map(Route, _PROBES, (self.health, self.readiness))])
 
     async def _score(self, http: HTTPRequest, kind: type[ScoreRequest | RerankRequest]) -> Response:
         """Score answers to prompts by a reward, or order them."""

@@ -91,6 +91,9 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
         ):
             urls = stack.metrics_urls
             assert await replies(ports.gateway, b"what?\r\n\r\n", b" 400 ")
+            assert await replies(
+                ports.gateway, b"GET /nowhere HTTP/1.1\r\nhost: a\r\n\r\n", b" 404 "
+            )
             await _too_many(stack.generator_address)
             # It waits for a bound of the service, beside all others.
             waiting = asyncio.ensure_future(_silent(stack.generator_address))
@@ -98,21 +101,10 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             await _refused(client)
             await _unauthenticated(stack.reward_address)
             await _hurried(client)
-            await _not_ready(stack, ports.gateway)
             await waiting
             await _lost(client, spare, directory)
             await _without_backends(stack, client, urls[0])
             return await _under_way(client, urls, collector), collector
-
-
-async def _not_ready(stack: Stack, port: int) -> None:
-    """A check of the gateway that finds no orchestrator; at its start, it may be ready at once."""
-    request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    os.kill(stack.processes["orchestrator"], signal.SIGSTOP)
-    try:
-        await serving.until(partial(replies, port, request, b" 503 "), _BOUND_S, every_s=0.2)
-    finally:
-        os.kill(stack.processes["orchestrator"], signal.SIGCONT)
 
 
 async def _without_backends(stack: Stack, client: Client, url: str) -> None:

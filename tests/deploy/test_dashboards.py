@@ -58,6 +58,12 @@ def label_sets(now: Scrape, name: str) -> list[dict[str, str]]:
 _OF_MODELS = ("kind", "=", "reused")
 
 
+def test_probes_are_in_no_metric(busy: Scrape) -> None:
+    """Guards against dashboards of requests that nobody sent; the stack waits for /readyz."""
+    requests = label_sets(busy, "http_server_request_duration_seconds_count")
+    assert {labels["http_route"] for labels in requests} == {"unknown"}
+
+
 def test_every_metric_is_emitted(busy: Scrape) -> None:
     """Guards against a metric that is never recorded, or exported under another name."""
     suffix = {"histogram": "_bucket"}
