@@ -92,7 +92,7 @@ def _forward(name: str, arguments: Sequence[str]) -> None:
     if importlib.util.find_spec(package) is None:
         in_wheel, in_checkout = "pip install 'specrej-server[cpu]'", "run it in the repository"
         way = in_checkout if package == "experiments" else in_wheel
-        _fail(f"{package} is not installed: {way}")
+        _fail(f"specrej {name} is not installed: {way}")
     os.execv(sys.executable, (sys.executable, "-m", module, *rest, *arguments))
 
 
