@@ -84,19 +84,6 @@ async def test_an_answer_ends_the_request_within_one_stride() -> None:
     assert generation.usage.generated_tokens <= 16 * 16
 
 
-@given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 3))
-async def test_the_first_answers_end_the_request(seed: int, first: int, least: int) -> None:
-    generation = await answers_of(
-        seed=seed, n=8, first=first, min_answers=least, algorithm=BEST_OF_N
-    )
-    complete = [one for one in generation.candidates if one.finish is c.FinishReason.STOP]
-    if generation.stopped_by:
-        assert generation.stopped_by is c.StopReason.FIRST
-        assert len(complete) >= max(first, least)
-    else:
-        assert len(complete) < max(first, least) or generation.rounds[-1].num_live == 0
-
-
 @given(st.integers(0, 60), st.integers(1, 16), st.sampled_from([0, 2, 5]))
 async def test_a_vote_that_cannot_be_lost_is_that_of_all_candidates(
     seed: int, n: int, waves: int
