@@ -1,12 +1,16 @@
-"""The rejection policy of Speculative Rejection (arXiv 2410.20290, Algorithm 1).
+"""The rejection policy of Speculative Rejection (arXiv 2410.20290, Algorithm 1), and where forks go
+(see `specrej.contracts.Branching`).
 
-Pure functions of numbers: no model, no wire, no clock. Standard library only.
+Pure functions of numbers: no model, no wire, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
+
+from specrej.contracts import Branching
 
 
 def num_kept(num_ranked: int, alpha: float, least: int = 1) -> int:
@@ -69,3 +73,18 @@ def cut(
     for candidate in live_kept[max(1, min(least, len(live) - 1), len(live) - release) :]:
         kept.remove(candidate)
     return set(kept)
+
+
+def width_at(branching: Branching, first_tokens: int, growth_tokens: int) -> int:
+    """Live candidates of a round of `growth_tokens`; the first round has `first_tokens`."""
+    part = math.pow(first_tokens / max(first_tokens, growth_tokens), branching.taper)
+    return max(branching.keep, round(branching.width * part))
+
+
+def forks_of(survivors: Sequence[int], width: int, first_id: int) -> dict[int, int]:
+    """The parent of each fork that `width` candidates need, in turn from the first survivor.
+
+    `survivors` are ids, best first; forks have consecutive ids from `first_id` on.
+    """
+    count = max(0, width - len(survivors)) if survivors else 0
+    return {first_id + index: survivors[index % len(survivors)] for index in range(count)}

@@ -26,10 +26,10 @@ from functools import cache, partial
 from typing import TypeAlias, TypeVar
 
 from orchestrator.loop import rejection, run_state, stopping
-from orchestrator.loop.branching import forks_of, width_at
 from orchestrator.loop.composition import is_vetoed
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
+from orchestrator.loop.rejection import forks_of, width_at
 from orchestrator.loop.run_state import Extract, RunState
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token, schedule_of
 from orchestrator.loop.scoring import RequestScorer, Wants

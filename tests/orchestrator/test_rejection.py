@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.loop.branching import forks_of, width_at
-from orchestrator.loop.rejection import cut, num_kept, num_released, rank
+from orchestrator.loop.rejection import cut, forks_of, num_kept, num_released, rank, width_at
 from orchestrator.loop.schedule import most_rounds, next_decision_token
 from specrej.contracts import Branching, Schedule
 
