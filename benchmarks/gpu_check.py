@@ -41,38 +41,34 @@ from tests.conformance.subjects import own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
 
 ON_CUDA = torch.cuda.is_available()
-_SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-}
-SHAPES: dict[str, dict[str, int]] = {
-    "small": _SMALL,
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49_152,
-        "max_position_embeddings": 8192,
-    },
-    "llama-3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 8192,
-    },
+
+
+def _shape(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    context: int = 8192,
+) -> dict[str, int]:
+    """The sizes of a Llama."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": max(32, hidden // heads),
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+    }
+
+
+SHAPES = {
+    "small": _shape(64, 128, 2, 4, 2, 512, 1024),
+    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 49_152),
+    "llama-3-8b": _shape(4096, 14_336, 32, 32, 8, 128_256),
 }
 _AGREEMENT, _AGREEMENT_TOKENS = "agreement", 48
 _COPY_BYTES = 1 << (31 if ON_CUDA else 27)

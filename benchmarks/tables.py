@@ -32,11 +32,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if stale")
     check = parser.parse_args().check
     stale = []
-    for path in (
-        ROOT / "README.md",
-        *sorted(ROOT.glob("docs/*.md")),
-        ROOT / "benchmarks/README.md",
-    ):
+    pages = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md")
+    for path in pages:
         text = path.read_text("utf-8")
         fresh = _MARK.sub(lambda found: found[1] + TABLES[found[2]]() + found[4], text)
         if fresh != text:
@@ -58,13 +55,17 @@ def measured(name: str) -> Any:
     return json.loads((_MEASURED / f"{name}.json").read_text("utf-8"))
 
 
+def _estimate(value: float, low: float, high: float) -> str:
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+
 def _answers(name: str) -> Callable[[], str]:
     def table() -> str:
         result = measured(name)
         rows = [
             (
                 *(p["system"], p["n"], f"{p['seconds']:.2f}", f"{p['tokens']:.0f}"),
-                f"{p['reward']:.3f} ({p['reward_low']:.3f} to {p['reward_high']:.3f})",
+                _estimate(p["reward"], p["reward_low"], p["reward_high"]),
                 *(f"{p['second_judge']:.3f}", f"{p['words']:.0f}"),
             )
             for p in result["points"]
@@ -82,7 +83,7 @@ def _paired(name: str) -> Callable[[], str]:
             (
                 *(d["system"], d["n"]),
                 *(
-                    f"{d[judge]:.3f} ({d[f'{judge}_low']:.3f} to {d[f'{judge}_high']:.3f})"
+                    _estimate(d[judge], d[f"{judge}_low"], d[f"{judge}_high"])
                     for judge in ("reward", "second_judge")
                 ),
                 *(f"{d[f'{cost}_ratio']:.2f}" for cost in ("seconds", "tokens")),
@@ -109,16 +110,12 @@ def _gpu() -> str:
 
 def _right(name: str) -> Callable[[], str]:
     def table() -> str:
-        def estimate(values: Sequence[float]) -> str:
-            value, low, high = values
-            return f"{value:.3f} ({low:.3f} to {high:.3f})"
-
         rows = [
             (
                 one["policy"],
-                *(estimate(one[key]) for key in ("right", "less the base's")),
+                *(_estimate(*one[key]) for key in ("right", "less the base's")),
                 f"{one['tokens']:.0f}",
-                estimate(one["of the base's tokens"]),
+                _estimate(*one["of the base's tokens"]),
             )
             for one in measured(name)["policies"]
         ]

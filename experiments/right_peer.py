@@ -14,13 +14,14 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import provenance, report
 from deploy.local.stack import Stack
 from experiments import right_tasks
-from experiments.right import STUDIES, shown, table
+from experiments.right import STUDIES, TEMPERATURE, shown, table
 from experiments.right_tasks import Task
 from orchestrator.edge.extractors import extractor
 from orchestrator.loop.composition import LIKELIHOOD
@@ -38,25 +39,15 @@ Method = Callable[[Task], Awaitable[tuple[str, int]]]
 def peers(endpoint: str) -> Mapping[str, Method]:
     """its_hub's votes of all samples, and with its two stops."""
     sys.path.append(str(right_tasks.PACKAGES))
-    from its_hub.core.algorithms.adaptive_self_consistency import (  # type: ignore[import-not-found, unused-ignore]
-        AdaptiveSelfConsistency,
-    )
-    from its_hub.core.algorithms.beta_self_consistency import (  # type: ignore[import-not-found, unused-ignore]
-        BetaSelfConsistency,
-    )
-    from its_hub.core.algorithms.self_consistency import (  # type: ignore[import-not-found, unused-ignore]
-        SelfConsistency,
-    )
-    from its_hub.core.lms.openai_lm import (  # type: ignore[import-not-found, unused-ignore]
-        OpenAICompatibleLanguageModel,
-    )
-
-    model = OpenAICompatibleLanguageModel(
+    names = ("adaptive_self_consistency", "beta_self_consistency", "self_consistency")
+    adaptive, beta, plain = (import_module(f"its_hub.core.algorithms.{name}") for name in names)
+    servers = import_module("its_hub.core.lms.openai_lm")
+    model = servers.OpenAICompatibleLanguageModel(
         endpoint,
         "none",
         "model",
         max_completion_tokens=_STUDY.max_tokens,
-        temperature=_STUDY.temperature,
+        temperature=TEMPERATURE,
     )
     extract = extractor(Vote(), {})
 
@@ -72,9 +63,9 @@ def peers(endpoint: str) -> Mapping[str, Method]:
         return extract(text) or ""
 
     return {
-        _BASE: method(SelfConsistency(voted)),
-        "its_hub, Beta stop at 0.95": method(BetaSelfConsistency(0.95, voted)),
-        "its_hub, doubling until 0.75 agree": method(AdaptiveSelfConsistency(0.75, voted)),
+        _BASE: method(plain.SelfConsistency(voted)),
+        "its_hub, Beta stop at 0.95": method(beta.BetaSelfConsistency(0.95, voted)),
+        "its_hub, doubling until 0.75 agree": method(adaptive.AdaptiveSelfConsistency(0.75, voted)),
     }
 
 
@@ -91,7 +82,7 @@ def ours(client: Client) -> Mapping[str, Method]:
                 vote=vote,
                 waves=4,
                 max_tokens=_STUDY.max_tokens,
-                temperature=_STUDY.temperature,
+                temperature=TEMPERATURE,
                 seed=task.number,
                 cache=CacheControl.BYPASS,
             )
