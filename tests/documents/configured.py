@@ -8,20 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from gateway.settings import GatewaySettings
-from generator_service.settings import GeneratorSettings
-from orchestrator.settings import OrchestratorSettings
-from reward_service.settings import RewardSettings
-from specrej.settings import ProcessSettings, load
-
-SETTINGS: dict[str, type[ProcessSettings]] = {
-    "orchestrator": OrchestratorSettings,
-    "generator_service": GeneratorSettings,
-    "reward_service": RewardSettings,
-    "gateway": GatewaySettings,
-}
+from deploy.values_schema import SETTINGS
+from specrej.settings import load
 
 if __name__ == "__main__":
     names = sys.argv[1:2] or list(SETTINGS)
     for name in names:
-        load(SETTINGS[name], sys.argv[2:])
+        load(SETTINGS[name.removesuffix("_service")], sys.argv[2:])

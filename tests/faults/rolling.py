@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from deploy.local.stack import Stack
@@ -12,19 +12,16 @@ from specrej.contracts import CacheControl
 from specrej.contracts.errors import SpecrejError
 from tests.faults.case import Case, case
 from tests.faults.world import World, until
+from tests.toys import TOYS
 
 _NUM_CLIENTS = 3
 _ANSWERS = 3 * _NUM_CLIENTS  # between two restarts
 _BOUND_S = 120.0
-_TOYS: Mapping[str, str] = {
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
 
 
 async def rolling_restart(_: World) -> list[str]:
     """Clients have the published retry policy."""
-    stack = Stack(environment=_TOYS, orchestrators=2, generators=2, reward_services=2, grace_s=60)
+    stack = Stack(environment=TOYS, orchestrators=2, generators=2, reward_services=2, grace_s=60)
     labels: list[str] = []
     async with stack:
         target = f"ipv4:{stack.orchestrator_addresses}"

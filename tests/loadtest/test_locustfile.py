@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.local.processes import Processes
 from deploy.local.stack import Ports, Stack
-from tests.loadtest.commands import locust, rows
+from tests.programs import Outcome, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 USERS = ("--users", "4", "--spawn-rate", "8", "--run-time", "1s")
 FAST, FULL = "speculative-rejection n=16", "best-of-n n=16"
+
+
+async def locust(*arguments: str) -> Outcome:
+    """Run Locust without its browser page, to its end."""
+    shared = ("-f", "loadtest/locustfile.py", "--headless", "--json", "--stop-timeout", "30")
+    return await outcome_of(sys.executable, "-m", "locust", *shared, *arguments)
+
+
+def rows(run: Outcome, kind: str) -> dict[str, Any]:
+    """Locust's rows of that type, by name. Worker processes print an empty list."""
+    printed = json.loads(run.stdout.replace("[]", "").strip() or "[]")
+    return {row["name"]: row for row in printed if row["method"] == kind}
 
 
 async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:

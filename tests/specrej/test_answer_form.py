@@ -124,26 +124,8 @@ def test_what_is_written_is_read(tools: str) -> None:
 PIECES = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"),
-        *(
-            F,
-            G,
-            A,
-            "[",
-            "]",
-            ", ",
-            "; ",
-            "\n",
-            " ",
-            "f",
-            "[ARGS]",
-            "{",
-            "}",
-            '"',
-            "\\",
-            "<",
-            "</to",
-        ),
-        *('{"name": "f", ', '"arguments": ', "hello", "é"),
+        *(F, G, A, '{"name": "f", ', '"arguments": ', "hello", ", ", "; ", "[ARGS]", "</to"),
+        *'[]{}"\\<f \né',  # characters
     ]
 )
 

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from orchestrator.cache import tenant_digest
 from specrej import telemetry
 from specrej.telemetry import traces
+from tests.faults.world import request
 from tests.serving import failure_of
-from tests.telemetry.observed import request
 from tests.world import world
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,6 +17,7 @@ from specrej import Client
 from specrej.contracts import Schedule
 from specrej.telemetry import names, traces
 from tests.collector import CLIENT, SERVER, Collector, Seen
+from tests.faults.world import Call
 from tests.serving import until
 from tests.telemetry.observed import (
     GENERATE,
@@ -24,8 +26,6 @@ from tests.telemetry.observed import (
     SERVICES,
     SESSION,
     Observed,
-    request,
-    streamed,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -189,10 +189,11 @@ async def test_attributes_follow_the_conventions(trace: list[Seen]) -> None:
 
 async def test_cancelled_calls_end_their_spans_with_the_code(service: Observed) -> None:
     """Guards against OK, or no span, for a call cancelled during a round."""
-    outcome = await streamed(
-        service.stub, request(n=8, max_tokens=400, schedule=Schedule()), leave_after=2
-    )
-    assert outcome.code == "CANCELLED"
+    options: dict[str, Any] = {"n": 8, "max_tokens": 400, "schedule": Schedule()}
+    call = Call(service.stack.orchestrator_address, stream=True, **options)
+    await until(lambda: len(call.events) == 2)
+    call.cancel()
+    assert (await call.outcome()).code == "CANCELLED"
     cancelled = await coded(service, GENERATE_STREAM, "CANCELLED")
 
     def session_codes() -> list[str]:
@@ -206,9 +207,9 @@ async def test_cancelled_calls_end_their_spans_with_the_code(service: Observed) 
 
 async def test_a_deadline_ends_the_span_with_its_code(service: Observed) -> None:
     """Guards against a late call that counts as cancelled, because grpc cancels it."""
-    message = request(n=8, max_tokens=400)
-    outcome = await streamed(service.stub, message, timeout=1.0)
-    assert outcome.code == "DEADLINE_EXCEEDED"
+    address = service.stack.orchestrator_address
+    call = Call(address, stream=True, timeout_s=1.0, n=8, max_tokens=400)
+    assert (await call.outcome()).code == "DEADLINE_EXCEEDED"
     await coded(service, GENERATE_STREAM, "DEADLINE_EXCEEDED")
 
 
