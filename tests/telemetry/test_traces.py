@@ -17,13 +17,12 @@ from specrej import Client
 from specrej.contracts import Schedule
 from specrej.telemetry import names, traces
 from tests.collector import CLIENT, SERVER, Collector, Seen
-from tests.faults.world import Call
+from tests.faults.world import SERVICES, Call
 from tests.serving import until
 from tests.telemetry.observed import (
     GENERATE,
     GENERATE_STREAM,
     SCORE_SESSION,
-    SERVICES,
     SESSION,
     Observed,
 )
