@@ -497,9 +497,9 @@ class ChatTemplate:
         reason = f"{self._owner}'s chat template refuses them: {_line(error)}"
         return Violation(f"prompt.messages{where}", reason)
 
-    def _probe(self, roles: Sequence[str], *, answers: bool | None = None) -> str:
+    def _probe(self, roles: Sequence[str]) -> str:
         turns = [self._turn(role, number) for number, role in enumerate(roles)]
-        answers = roles[-1] not in ("assistant", _CALLS) if answers is None else answers
+        answers = roles[-1] not in ("assistant", _CALLS)
         return self._write([turns], [_TOOL] if _CALLS in roles else (), answers)[0]
 
     def _end_of_turn(self) -> int | None:

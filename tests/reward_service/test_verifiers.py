@@ -82,7 +82,7 @@ def test_mathematics_without_end_fails_alone(answer: Any, monkeypatch: pytest.Mo
     answer._math._end()  # the next check starts a process with the new bound
     data = {"answer": "4", "kind": "math"}
     bomb = "$9^{9^{9^{9}}}$ $(x+y+z+1)^{99999}$"
-    texts = (r"$\frac{8}{2}$", bomb, "$4$", f"{bomb} $1$", "$5-1$")  # the last one is not tried
+    texts = (r"$\frac{8}{2}$", bomb, "$4$", "$9^{9^{9^{9}}}$", "$5-1$")  # the last one is not tried
     assert scores(answer, data, *texts) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
