@@ -6,11 +6,10 @@ import asyncio
 import math
 import statistics
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -167,7 +166,8 @@ async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
 
 
 async def test_forks_fill_the_room_of_rejected_candidates() -> None:
-    """The best two go on, and six forks of them in turn; each has its parent's text up to there."""
+    """The best two go on, and six forks of them in turn; each has its parent's text up to there.
+    Guards also against tokens of another candidate, step or round."""
     seen: dict[int, list[str]] = {}
 
     class Noting(LikelihoodScorer):
@@ -177,8 +177,9 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
             return await super().score(candidates)
 
     branching: dict[str, Any] = {"schedule": c.Schedule(first=8), "branching": c.Branching(8, 2)}
-    forked = request(16, 64, sampling={"logprobs": True}, **branching)
-    generation = await answer(forked, ToyGenerator(end_every=10**9), Noting())
+    forked = request(16, 64, sampling={"logprobs": True, "top_logprobs": 3}, **branching)
+    within = WithinRounds(emit=lambda event: None)
+    generation = await answer(forked, ToyGenerator(end_every=10**9), Noting(), within=within)
     first, second, *_ = generation.rounds
     best = [fate.id for fate in first.candidates if fate.fate is c.Fate.KEPT]
     assert len(best) == 2
@@ -190,9 +191,17 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
         assert seen[fork.id][0] != seen[fork.parent_id][1]
     assert second.generated_tokens == 8 * 8
     assert generation.usage.generated_tokens == 16 * 8 + 8 * (64 - 8)
+    assert any(candidate.id >= 16 for candidate in generation.candidates)
     for candidate in generation.candidates:
         assert len(candidate.token_ids) == candidate.num_tokens == 64
         assert sum(candidate.logprobs) / 64 == pytest.approx(candidate.mean_logprob)
+        assert b"".join(candidate.tokens).decode().strip() == candidate.text
+        drawn = [top.tokens[0] for top in candidate.top_logprobs]
+        assert [(top.token_id, top.token) for top in drawn] == [
+            *zip(candidate.token_ids, candidate.tokens, strict=True)
+        ]
+        assert tuple(top.logprob for top in drawn) == candidate.logprobs
+        assert {len(top.tokens) for top in candidate.top_logprobs} == {3}
 
 
 async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,28 +230,6 @@ async def test_a_taper_narrows_later_rounds() -> None:
     generation = await answer(branching, ToyGenerator(end_every=10**9), FixedScorer())
     assert [trace.num_live for trace in generation.rounds] == [16, 8, 4, 0]
     assert [trace.alpha for trace in generation.rounds] == [14 / 16, 14 / 16, 6 / 8, 0]
-
-
-async def test_tokens_of_forks_and_their_most_probable_ones() -> None:
-    """Guards against tokens of another candidate, step or round."""
-    selection = replace(request(8, 60, schedule=c.Schedule(first=8)).selection)
-    reporting = c.GenerationRequest(
-        PROMPT,
-        c.Sampling(60, logprobs=True, top_logprobs=3),
-        replace(selection, branching=c.Branching(8, 2)),
-    )
-    within = WithinRounds(emit=lambda event: None)
-    generation = await answer(reporting, ToyGenerator(end_every=99), FixedScorer(), within=within)
-    assert any(candidate.id >= 8 for candidate in generation.candidates), "no fork has ended"
-    for candidate in generation.candidates:
-        assert b"".join(candidate.tokens).decode().strip() == candidate.text
-        assert len(candidate.top_logprobs) == candidate.num_tokens
-        steps = zip(candidate.top_logprobs, candidate.token_ids, candidate.tokens, strict=True)
-        for top, token_id, token in steps:
-            assert len(top.tokens) == 3
-            assert (top.tokens[0].token_id, top.tokens[0].token) == (token_id, token)
-        drawn = tuple(top.tokens[0].logprob for top in candidate.top_logprobs)
-        assert drawn == candidate.logprobs
 
 
 @pytest.mark.parametrize(
@@ -280,24 +267,40 @@ async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.Monk
     assert (names.CANDIDATES, 6, {"fate": "abandoned"}) in counted
 
 
+def live(num_tokens: int) -> tuple[c.Candidate, ...]:
+    return (c.Candidate(0, "a", num_tokens, -1.0),)
+
+
+STILL = {"candidates": live(3), "num_tokens": 3}
+
+
 @pytest.mark.parametrize(
-    ("most_tokens", "num_lost", "message"),
-    [(2, 0, "ended at token 2 instead of 16"), (16, 1, "lost 1 candidates")],
+    ("fault", "message"),
+    [
+        (lambda _: {"num_tokens": 2}, "ended at token 2 instead of 16"),
+        (lambda _: {"candidates": ()}, "lost 1 candidates"),
+        (lambda until: {"candidates": live(until)}, "max_tokens"),
+        (lambda _: {"candidates": live(3)}, "max_tokens"),
+        (lambda _: {"candidates": live(3), "ended_by": c.RoundEnd.ALL_FINISHED}, "with live cand"),
+        (lambda _: STILL | {"ended_by": c.RoundEnd.SLOTS_FULL}, "no slot"),
+    ],
 )
-async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_error(
-    monkeypatch: pytest.MonkeyPatch, most_tokens: int, num_lost: int, message: str
+async def test_a_round_that_is_too_short_or_wrong_is_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[int], dict[str, Any]], message: str
 ) -> None:
-    """Guards against strides without growth, one after the other until the deadline, and against a
-    wait without end for the missing candidate."""
+    """Guards against strides without growth until the deadline, a wait without end for a missing
+    candidate, and thousands of rounds per second: a live candidate at max_tokens or after the end
+    of all, one without new tokens, and one whose slots are always full."""
     extend = ToySession.extend
 
     async def faulty(session: ToySession, until_tokens: int, _: Any) -> c.Round:
-        ended = await extend(session, min(until_tokens, most_tokens))
-        return replace(ended, candidates=ended.candidates[num_lost:])
+        ended = replace(await extend(session, until_tokens), ended_by=c.RoundEnd.DECISION_TOKEN)
+        return replace(ended, **fault(until_tokens))
 
     monkeypatch.setattr(ToySession, "extend", faulty)
-    with pytest.raises(InternalError, match=message):
-        await answer(request(), ToyGenerator(), FixedScorer())
+    async with asyncio.timeout(20):
+        with pytest.raises(InternalError, match=message):
+            await answer(request(1), ToyGenerator(end_every=10**9), FixedScorer())
 
 
 async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,65 +322,22 @@ async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.M
     assert 8 < max(grown) <= 24
 
 
-@pytest.mark.parametrize(
-    ("ended_by", "num_tokens", "message"),
-    [
-        (c.RoundEnd.DECISION_TOKEN, None, "max_tokens"),
-        (c.RoundEnd.DECISION_TOKEN, 3, "max_tokens"),
-        (c.RoundEnd.ALL_FINISHED, 3, "with live candidates"),
-        (c.RoundEnd.SLOTS_FULL, 3, "no slot"),
-    ],
-)
-async def test_a_generator_without_progress_is_an_internal_error(
-    ended_by: c.RoundEnd, num_tokens: int | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against thousands of rounds per second: a live candidate at max_tokens or after the
-    end of all, one without new tokens, and one whose slots are always full."""
-
-    async def still(session: ToySession, until_tokens: int, _: Any) -> c.Round:
-        live = (c.Candidate(0, "a", num_tokens or until_tokens, -1.0),)
-        reached = until_tokens if ended_by is c.RoundEnd.DECISION_TOKEN else 3
-        return c.Round(live, ended_by, reached, c.SlotGauge(10, 10, 10))
-
-    monkeypatch.setattr(ToySession, "extend", still)
-    async with asyncio.timeout(20):
-        with pytest.raises(InternalError, match=message):
-            await answer(request(1), ToyGenerator(), FixedScorer())
-
-
 # Rounds that end because the slots are full, and N by the memory
 
 
-async def test_rounds_of_full_blocks_grow_soon() -> None:
+async def test_rounds_of_full_blocks_grow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against rounds that release one candidate, grow by nothing and score all again, also
-    where a token may need a block of slots, as on vLLM."""
-    toy = ToyGenerator(1000 * 30, end_every=10**9)
+    where a token may need a block of slots, as on vLLM: here 120 blocks of 8 tokens."""
+    extend = ToySession.extend
 
-    class Blocks:
-        """Slots for 120 blocks of 8 tokens."""
+    async def in_blocks(session: ToySession, until_tokens: int, _: Any) -> c.Round:
+        most = 8 * (120 // len(session._live))
+        ended = await extend(session, min(until_tokens, most))
+        return replace(ended, ended_by=c.RoundEnd.SLOTS_FULL) if most < until_tokens else ended
 
-        @asynccontextmanager
-        async def open(self, spec: c.SessionSpec) -> AsyncIterator[Any]:
-            async with toy.open(spec) as session:
-                self.session, self.live, self.n = session, spec.n, spec.n
-                self.prompt_tokens, self.reduced = session.prompt_tokens, False
-                self.max_tokens = session.max_tokens
-                self.fingerprint, self.costly_rounds = "", False
-                self.answer_form = c.PLAIN
-                yield self
-
-        async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
-            most = 8 * (120 // self.live)
-            ended = await self.session.extend(min(until_tokens, most))
-            is_full = most < until_tokens
-            return replace(ended, ended_by=c.RoundEnd.SLOTS_FULL) if is_full else ended
-
-        async def prune(self, keep: Collection[int], forks: c.Forks) -> c.Pruned:
-            self.live = len(keep)
-            return await self.session.prune(keep, forks)
-
+    monkeypatch.setattr(ToySession, "extend", in_blocks)
     never = request(40, 60, alpha=0.0, schedule=c.Schedule("memory", first=4))
-    rounds = (await answer(never, cast(c.Generator, Blocks()), FixedScorer())).rounds
+    rounds = (await answer(never, ToyGenerator(1000 * 30, end_every=10**9), FixedScorer())).rounds
     positions = Counter(trace.decision_token for trace in rounds)
     assert len(positions) > 4 and max(positions.values()) < 4, positions
 
