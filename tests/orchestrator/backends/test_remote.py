@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc.aio
 import pytest
@@ -50,7 +52,6 @@ from tests.world import (
     channel_to,
     dead_port,
     generator_backend,
-    reward_backend,
     timeless,
     world,
 )
@@ -106,25 +107,6 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
         assert c.RoundEnd.SLOTS_FULL in ends, "the case did not occur"
 
 
-async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
-    """Guards against the limit of 4 MiB: 300 candidates of 16 KiB each, in both directions."""
-    generator = LongTexts(8192)
-    async with (
-        remote_generator(generator) as remote,
-        reward_backend(ToyReward()) as rewards,
-        channel_to(rewards) as channel,
-        remote.open(c.SessionSpec(PROMPT, 300, c.Sampling(), 8)) as session,
-        RemoteRewards(channel).open("toy", PROMPT) as scoring,
-    ):
-        ended = await session.extend(8)
-        assert sum(len(candidate.text.encode()) for candidate in ended.candidates) > 4 << 20
-        assert ended == await generator.extend(8)
-        assert session.fingerprint == "toy-40"
-        scores = await scoring.score(ended.candidates)
-        assert (await session.prune(range(300))).freed_slots == 300
-    assert len(scores.values) == 300
-
-
 async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
     """Guards against an extend that goes on at the generator, with a part to send, after its
     caller has gone."""
@@ -140,18 +122,14 @@ async def test_a_call_that_ends_within_a_round_frees_its_slots() -> None:
     assert first.num_tokens == 1 and second.text.startswith(f"{first.text} ")
 
 
-async def error_of_open(error: SpecrejError) -> SpecrejError:
-    """The error that a client gets from a generator that raises `error` for every session."""
+SPEC = c.SessionSpec(PROMPT, 4, c.Sampling(), 8)
 
-    class Refusing(HeldGenerator):
-        def open(self, *_: Any) -> Any:
-            raise error
 
-    async with remote_generator(Refusing()) as generator:
-        with pytest.raises(SpecrejError) as raised:
-            await AsyncExitStack().enter_async_context(
-                generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8))
-            )
+async def error_of_open(generator: RemoteGenerator, n: int = 4) -> SpecrejError:
+    """The error of a session that cannot be opened."""
+    with pytest.raises(SpecrejError) as raised:
+        async with generator.open(replace(SPEC, n=n)):
+            pass
     return raised.value
 
 
@@ -163,7 +141,10 @@ async def error_of_open(error: SpecrejError) -> SpecrejError:
 async def test_errors_that_concern_only_the_backend_are_unavailable(error: SpecrejError) -> None:
     """Guards against CANCELLED for a caller that did not cancel, or FAILED_PRECONDITION for one
     without a session: a client retries neither."""
-    assert type(await error_of_open(error)) is Unavailable
+    refusing = HeldGenerator()
+    refusing.open = Mock(side_effect=error)  # type: ignore[method-assign]
+    async with remote_generator(refusing) as generator:
+        assert type(await error_of_open(generator)) is Unavailable
 
 
 @pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, 100_000)])
@@ -171,17 +152,12 @@ async def test_another_number_of_candidates_is_an_internal_error(
     requested: int, opened: int
 ) -> None:
     """Guards against an answer from fewer candidates under the key of all, and against memory."""
-
-    class Miscounting(LongTexts):
-        @asynccontextmanager
-        async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
-            async with super().open(replace(spec, n=opened)) as session:
-                yield session
-
-    async with remote_generator(Miscounting(1)) as generator:
-        opening = generator.open(c.SessionSpec(PROMPT, requested, c.Sampling(), 8))
-        with pytest.raises(InternalError, match=f"opened {opened} candidates"):
-            await AsyncExitStack().enter_async_context(opening)
+    texts = LongTexts(1)
+    miscounting = HeldGenerator()
+    miscounting.open = lambda spec: texts.open(replace(spec, n=opened))  # type: ignore[method-assign]
+    async with remote_generator(miscounting) as generator:
+        error = await error_of_open(generator, requested)
+    assert isinstance(error, InternalError) and f"opened {opened} candidates" in error.message
 
 
 async def test_reports_are_empty_unless_they_differ(service: World) -> None:
@@ -256,7 +232,7 @@ async def test_a_refused_connection_is_unavailable() -> None:
             calls = (
                 generator.describe,
                 rewards.describe,
-                lambda: enter(generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8))),
+                lambda: enter(generator.open(SPEC)),
                 lambda: enter(rewards.open("toy", PROMPT)),
             )
             for call in calls:
@@ -282,75 +258,54 @@ async def test_a_backend_that_sends_nothing_is_unavailable(
             assert await last.get() is description
 
 
-async def test_a_stream_that_stays_broken_is_unavailable(
-    service: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against INTERNAL, which grpc reports for a stream that breaks inside a write."""
-    monkeypatch.setattr(remote, "_RESTART_PAUSES_S", ())
-    service.remote_generator._stub.Session = lambda **_: _BrokenCall()
-    with pytest.raises(Unavailable, match="ended the stream"):
-        async with service.remote_generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8)):
-            pass
+def broken_call(*trailers: tuple[str, bytes]) -> Any:
+    """A call that is INTERNAL; without trailers it is one whose status grpc has dropped."""
+    metadata = grpc.aio.Metadata(), grpc.aio.Metadata(*trailers)
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, *metadata, "from Core")
+    return SimpleNamespace(write=AsyncMock(side_effect=error), cancel=lambda: None)
 
 
-@pytest.mark.parametrize("num_dropped", [1, 2])
-async def test_the_status_of_a_stream_refused_before_the_first_write(
-    service: World, num_dropped: int
+@pytest.mark.parametrize(
+    ("trailers", "num_broken", "num_started", "error", "message"),
+    [
+        ((), 1, 2, InvalidRequest, "n:"),
+        ((), 2, 3, InvalidRequest, "n:"),
+        # INTERNAL is what grpc reports for a stream that breaks inside a write.
+        ((), 9, 3, Unavailable, "ended the stream"),
+        # A defect of the peer is not met once per start of the stream.
+        (((DETAILS_TRAILER, b""),), 9, 1, InternalError, ""),
+    ],
+)
+async def test_the_status_of_a_stream_that_breaks_before_the_first_write(
+    service: World,
+    monkeypatch: pytest.MonkeyPatch,
+    trailers: Sequence[tuple[str, bytes]],
+    num_broken: int,
+    num_started: int,
+    error: type[SpecrejError],
+    message: str,
 ) -> None:
     """Guards against UNAVAILABLE in place of the peer's status, which grpc drops if the stream ends
     before a write: the stream is started again until the status arrives."""
-    generator = service.remote_generator
+    monkeypatch.setattr(remote, "_RESTART_PAUSES_S", (0.0, 0.0))
+    generator, started = service.remote_generator, list[Any]()
     start = generator._stub.Session
-    started: list[Any] = []
 
     def broken_first(**options: Any) -> Any:
-        is_broken = len(started) < num_dropped
-        started.append(_BrokenCall() if is_broken else start(**options))
+        is_broken = len(started) < num_broken
+        started.append(broken_call(*trailers) if is_broken else start(**options))
         return started[-1]
 
     generator._stub.Session = broken_first
-    spec = c.SessionSpec(PROMPT, 10**6, c.Sampling(), 8)
-    with pytest.raises(InvalidRequest, match="n:"):
-        await AsyncExitStack().enter_async_context(generator.open(spec))
-    assert len(started) == num_dropped + 1
-
-
-async def test_an_internal_error_of_the_peer_is_not_tried_again(service: World) -> None:
-    """Guards against a defect of a backend that is met once per start of the stream."""
-    started = []
-
-    def broken(**_: Any) -> Any:
-        started.append(_BrokenCall((DETAILS_TRAILER, b"")))
-        return started[-1]
-
-    service.remote_generator._stub.Session = broken
-    with pytest.raises(InternalError):
-        async with service.remote_generator.open(c.SessionSpec(PROMPT, 4, c.Sampling(), 8)):
-            pass
-    assert len(started) == 1
-
-
-class _BrokenCall:
-    """A call that is INTERNAL; without trailers it is one whose status grpc has dropped."""
-
-    def __init__(self, *trailers: tuple[str, bytes]) -> None:
-        self._trailers = grpc.aio.Metadata(*trailers)
-
-    async def write(self, _: object) -> None:
-        raise grpc.aio.AioRpcError(
-            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), self._trailers, "from Core"
-        )
-
-    def cancel(self) -> None:
-        pass
+    raised = await error_of_open(generator, 10**6)
+    assert type(raised) is error and message in str(raised)
+    assert len(started) == num_started
 
 
 async def test_a_session_with_an_abandoned_command_is_unavailable(service: World) -> None:
     """Guards against CancelledError in a task that is not cancelled: the request had CANCELLED."""
     with pytest.raises(Unavailable, match="abandoned"):
-        async with service.remote_generator.open(
-            c.SessionSpec(PROMPT, 4, c.Sampling(), 8)
-        ) as session:
+        async with service.remote_generator.open(SPEC) as session:
             await ended(await service.generator.gates["extend"].hold(session.extend(8)))
             await session.prune([0])
 
@@ -358,9 +313,7 @@ async def test_a_session_with_an_abandoned_command_is_unavailable(service: World
 async def test_a_command_after_a_failed_one_has_its_status(service: World) -> None:
     """Guards against UNAVAILABLE in place of the status of a stride ahead of a cut."""
     with pytest.raises(InvalidRequest):
-        async with service.remote_generator.open(
-            c.SessionSpec(PROMPT, 4, c.Sampling(), 8)
-        ) as session:
+        async with service.remote_generator.open(SPEC) as session:
             with pytest.raises(InvalidRequest):
                 await session.extend(10**6)
             await session.prune([0])
