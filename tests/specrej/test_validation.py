@@ -1,6 +1,6 @@
 """Bad values: each is refused at its exact path; the limits themselves pass.
 
-tests/orchestrator/test_service_requests.py has several at once, tests/specrej/test_schema.py the
+tests/orchestrator/test_service.py has several at once, tests/specrej/test_schema.py the
 ranges that the schema has.
 """
 
