@@ -462,7 +462,10 @@ async def test_complete_answers_are_preferred_where_only_they_conform(
     given: bool | None, kind: str
 ) -> None:
     """Guards against the beginning of a JSON object that wins by its reward."""
-    output, call = common_pb2.StructuredOutput(json_object={}), common_pb2.Tool(name="ping")
+    output, call = (
+        common_pb2.StructuredOutput(json_object=common_pb2.JsonObject()),
+        common_pb2.Tool(name="ping"),
+    )
     message = pb.GenerateRequest(
         prompt=common_pb2.Prompt(tools=[call] if kind == "tools" else ()),
         sampling=common_pb2.Sampling(structured_output=output if kind == "structured" else None),
