@@ -247,10 +247,7 @@ def _least_s(do: Callable[[], object]) -> float:
 
 
 async def _speed(
-    generator: StockGenerator,
-    n: int,
-    arguments: argparse.Namespace,
-    roofline: Roofline,
+    generator: StockGenerator, n: int, arguments: argparse.Namespace, roofline: Roofline
 ) -> dict[str, Any]:
     """One session: a first token, half of the tokens, a prune of half, and the rest."""
     log(f"speed of N = {n}")

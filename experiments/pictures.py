@@ -10,10 +10,7 @@ from experiments.statistics import Estimate
 
 
 def draw(
-    path: Path,
-    title: str,
-    worth: str,
-    groups: Mapping[str, Sequence[tuple[str, float, Estimate]]],
+    path: Path, title: str, worth: str, groups: Mapping[str, Sequence[tuple[str, float, Estimate]]]
 ) -> None:
     """Write an SVG file: each group's points of (name, tokens, worth), with their intervals."""
     import matplotlib  # only here: to import it takes seconds

@@ -43,11 +43,7 @@ def peers(endpoint: str) -> Mapping[str, Method]:
     adaptive, beta, plain = (import_module(f"its_hub.core.algorithms.{name}") for name in names)
     servers = import_module("its_hub.core.lms.openai_lm")
     model = servers.OpenAICompatibleLanguageModel(
-        endpoint,
-        "none",
-        "model",
-        max_completion_tokens=_STUDY.max_tokens,
-        temperature=TEMPERATURE,
+        endpoint, "none", "model", max_completion_tokens=_STUDY.max_tokens, temperature=TEMPERATURE
     )
     extract = extractor(Vote(), {})
 

@@ -53,10 +53,7 @@ async def listening(
 @asynccontextmanager
 async def serving(service: Service, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel, without retries, to a server of one service."""
-    async with (
-        listening(service, **settings) as address,
-        open_channel(address) as channel,
-    ):
+    async with listening(service, **settings) as address, open_channel(address) as channel:
         yield channel
 
 

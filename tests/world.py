@@ -453,13 +453,7 @@ async def world(
         stack.callback(reward.gate.set)
         remote_generator = RemoteGenerator(await enter(channel_to(generator_server)))
         remote_rewards = RemoteRewards(await enter(channel_to(reward_server)))
-        orchestrator = Orchestrator(
-            remote_generator,
-            remote_rewards,
-            cache,
-            admission,
-            **options,
-        )
+        orchestrator = Orchestrator(remote_generator, remote_rewards, cache, admission, **options)
         port = OrchestratorServicer(orchestrator).service()
         address = await enter(
             listening(port, default_deadline_s=default_deadline_s, **(server_settings or {}))

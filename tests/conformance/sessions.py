@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from specrej.contracts import (
-    Candidate,
-    Generator,
-    Round,
-    RoundEnd,
-    Sampling,
-    Session,
-    SessionSpec,
-)
+from specrej.contracts import Candidate, Generator, Round, RoundEnd, Sampling, Session, SessionSpec
 from tests.conformance.subjects import PROMPT, Subject
 
 ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
@@ -40,22 +32,11 @@ def add(tokens: Tokens, ended: Round) -> Tokens:
 
 
 async def whole(
-    generator: Generator,
-    n: int,
-    sampling: Sampling,
-    *,
-    salt: str = "",
-    first_round_tokens: int = 8,
+    generator: Generator, n: int, sampling: Sampling, *, salt: str = "", first_round_tokens: int = 8
 ) -> tuple[Candidate, ...]:
     """All candidates, in one round."""
     async with generator.open(
-        SessionSpec(
-            PROMPT,
-            n,
-            sampling,
-            first_round_tokens,
-            salt,
-        )
+        SessionSpec(PROMPT, n, sampling, first_round_tokens, salt)
     ) as session:
         ended = await session.extend(sampling.max_tokens)
         assert ended.ended_by is RoundEnd.ALL_FINISHED

@@ -219,10 +219,7 @@ async def gateway(directory: Path) -> AsyncIterator[Subject]:
     async with own(directory) as subject:
         own_engine = subject.generator
         generator: Any = SimpleNamespace(
-            open=own_engine.open,
-            check=own_engine.check,
-            describe=own_engine.describe,
-            is_idle=True,
+            open=own_engine.open, check=own_engine.check, describe=own_engine.describe, is_idle=True
         )
         async with world(generator, gateway=True, max_running=MAX_CANDIDATES) as services:
 

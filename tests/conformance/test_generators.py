@@ -34,15 +34,7 @@ from tests.conformance.conftest import (
     runs_at_most,
     skip_if_refused,
 )
-from tests.conformance.sessions import (
-    ENDLESS,
-    Tokens,
-    add,
-    ids,
-    to_the_end,
-    whole,
-    without_cuts,
-)
+from tests.conformance.sessions import ENDLESS, Tokens, add, ids, to_the_end, whole, without_cuts
 from tests.conformance.subjects import CAPACITY, ENDING, PROMPT, Subject
 from tests.images import image
 from tests.reward_service.tiny import CONTEXT

@@ -90,9 +90,7 @@ async def _at_server(directory: Path) -> AsyncIterator[Seeing]:
 
 
 @pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="session",
-    params=["process"] if _HAS_VLLM else ["server"],
+    scope="module", loop_scope="session", params=["process"] if _HAS_VLLM else ["server"]
 )
 async def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

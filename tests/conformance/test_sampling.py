@@ -33,14 +33,7 @@ from tests.conformance.conftest import (
     skip_if_refused,
     stock_vllm,
 )
-from tests.conformance.sessions import (
-    ENDLESS,
-    Tokens,
-    add,
-    to_the_end,
-    whole,
-    without_cuts,
-)
+from tests.conformance.sessions import ENDLESS, Tokens, add, to_the_end, whole, without_cuts
 from tests.conformance.subjects import ENDING, IS_FLOAT32, PROMPT, SCRIPTED, Subject
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -27,13 +27,7 @@ from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started
-from tests.conformance.subjects import (
-    CAPACITY,
-    PROMPT,
-    metric,
-    own,
-    vllm,
-)
+from tests.conformance.subjects import CAPACITY, PROMPT, metric, own, vllm
 from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
 from tests.serving import until
 

@@ -327,9 +327,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(
-    environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[World]:
+async def world(environment: Mapping[str, str] | None = None) -> AsyncIterator[World]:
     """Start a world; `environment` overrides the variables of all its services."""
     other_children = _children()
     async with AsyncExitStack() as undo:

@@ -15,15 +15,7 @@ from gateway.requests import call_of
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Unavailable
 from tests.gateway.gateways import gateway_at, post, tokens_file
-from tests.gateway.scripted import (
-    ALL,
-    CALLS,
-    ONLY_CALLS,
-    ONLY_TEXT,
-    SCHEMA,
-    known,
-    script,
-)
+from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, known, script
 from tests.gateway.test_tools import Weather, prompt_of
 from tests.serving import listening
 from tests.specrej.fakes import FakeOrchestrator

@@ -18,15 +18,7 @@ from gateway.requests import call_of
 from gateway.responses import Item, Reasoning, ResponsesRequest, ResponseTool
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Unavailable
-from tests.gateway.scripted import (
-    ALL,
-    CALLS,
-    ONLY_CALLS,
-    ONLY_TEXT,
-    SCHEMA,
-    known,
-    script,
-)
+from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, known, script
 from tests.gateway.test_tools import Weather, client, prompt_of
 from tests.specrej.fakes import FakeOrchestrator
 

@@ -28,14 +28,7 @@ from specrej.settings import ServiceSettings
 from tests.certificates import Authority
 from tests.programs import Outcome
 from tests.specrej.conftest import Command
-from tests.specrej.fakes import (
-    EVENTS,
-    GENERATION,
-    ONE,
-    OPTIONS,
-    SERVICE,
-    FakeOrchestrator,
-)
+from tests.specrej.fakes import EVENTS, GENERATION, ONE, OPTIONS, SERVICE, FakeOrchestrator
 
 HEALTH_NAME = "specrej.v1.SomeService"
 ABSENT = "127.0.0.1:1"  # nothing listens there

@@ -18,14 +18,7 @@ from specrej.client.client import build_request
 from specrej.contracts import Options, errors, wire
 from specrej.security import new_token
 from tests.serving import listening
-from tests.specrej.fakes import (
-    EVENTS,
-    GENERATION,
-    OPTIONS,
-    RECORD,
-    SERVICE,
-    FakeOrchestrator,
-)
+from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
 from tests.specrej.test_wire import REQUESTS
 
 MISSPELT: Any = "bath"

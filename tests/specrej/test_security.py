@@ -19,13 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from specrej import Client, security
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
-from specrej.security import (
-    Access,
-    Share,
-    check_credentials,
-    is_local,
-    read_tokens,
-)
+from specrej.security import Access, Share, check_credentials, is_local, read_tokens
 from specrej.server import interceptor
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -277,10 +271,7 @@ async def test_token_files_of_both_sides_are_read_again(
 
 @pytest.mark.parametrize("is_expiring", [False, True], ids=["removed", "expiring"])
 async def test_a_token_that_ends_ends_its_running_calls(
-    orchestrator: FakeOrchestrator,
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_expiring: bool,
+    orchestrator: FakeOrchestrator, path: Path, monkeypatch: pytest.MonkeyPatch, is_expiring: bool
 ) -> None:
     """Guards against a revoked token that streams on, and an end of other tenants' calls."""
     monkeypatch.setattr(interceptor, "_RECHECK_S", 0.02)

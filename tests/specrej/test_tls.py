@@ -227,10 +227,7 @@ def everywhere(directory: Path, authority: Authority) -> dict[str, str]:
 
 @pytest.mark.long
 async def test_everything_works_with_tls_and_tokens(
-    authority: Authority,
-    tmp_path: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    authority: Authority, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the wiring: settings, readiness, backends, client, command line, gateway."""
     environment = everywhere(tmp_path, authority)

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from specrej import contracts as c
-from specrej.client.view import (
-    plain_line,
-    saved_text,
-    summary_line,
-)
+from specrej.client.view import plain_line, saved_text, summary_line
 from tests.specrej.fakes import GENERATION, trace
 
 

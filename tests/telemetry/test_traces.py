@@ -19,13 +19,7 @@ from specrej.telemetry import names, traces
 from tests.collector import CLIENT, SERVER, Collector, Seen
 from tests.faults.world import SERVICES, Call
 from tests.serving import until
-from tests.telemetry.observed import (
-    GENERATE,
-    GENERATE_STREAM,
-    SCORE_SESSION,
-    SESSION,
-    Observed,
-)
+from tests.telemetry.observed import GENERATE, GENERATE_STREAM, SCORE_SESSION, SESSION, Observed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
