@@ -11,24 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from specrej.contracts import (
-    NO_FORKS,
-    PLAIN,
-    AnswerForm,
-    Candidate,
-    FinishReason,
-    Forks,
-    GeneratorDescription,
-    Pruned,
-    RankedCandidate,
-    Report,
-    Round,
-    RoundEnd,
-    SessionSpec,
-    SlotGauge,
-)
+from specrej import contracts as c
 
-_GAUGE = SlotGauge(1 << 30, 0, 0)
+_GAUGE = c.SlotGauge(1 << 30, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +24,10 @@ class Answer:
     tokens: tuple[bytes, ...]
     logprobs: tuple[float, ...]
     confidences: tuple[tuple[float, ...], ...]
-    finish: FinishReason
+    finish: c.FinishReason
 
     @classmethod
-    def of(cls, ranked: RankedCandidate) -> Answer:
+    def of(cls, ranked: c.RankedCandidate) -> Answer:
         """A candidate of a reply to a request with `logprobs` and `top_logprobs`."""
         tops = (tuple(one.logprob for one in top.tokens) for top in ranked.top_logprobs)
         return cls(ranked.text, ranked.tokens, ranked.logprobs, tuple(tops), ranked.finish)
@@ -51,7 +36,7 @@ class Answer:
     def from_json(cls, line: dict[str, Any]) -> Answer:
         tokens = tuple(token.encode("latin-1") for token in line["tokens"])
         tops = tuple(map(tuple, line["confidences"]))
-        finish = FinishReason(line["finish"])
+        finish = c.FinishReason(line["finish"])
         return cls(line["text"], tokens, tuple(line["logprobs"]), tops, finish)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,13 +48,13 @@ class Answer:
             "finish": self.finish.value,
         }
 
-    def at(self, number: int, position: int, known: int, *, with_top: bool) -> Candidate:
+    def at(self, number: int, position: int, known: int, *, with_top: bool) -> c.Candidate:
         """The candidate `number` at its first `position` tokens; `known` of them are not new."""
         end = min(position, len(self.tokens))
         is_over = end == len(self.tokens)
         text = self.text if is_over else b"".join(self.tokens[:end]).decode(errors="ignore")
         new = range(known, end)
-        return Candidate(
+        return c.Candidate(
             number,
             text,
             end,
@@ -85,17 +70,17 @@ class Answer:
 class RecordedGenerator:
     """A `Generator` of these candidates, which have as many of `confidences` at each step."""
 
-    def __init__(self, answers: Sequence[Answer], form: AnswerForm = PLAIN) -> None:
+    def __init__(self, answers: Sequence[Answer], form: c.AnswerForm = c.PLAIN) -> None:
         self._answers, self._form = answers, form
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[RecordedSession]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[RecordedSession]:
         yield RecordedSession(self._answers, spec, self._form)
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         return
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         raise NotImplementedError
 
 
@@ -104,7 +89,7 @@ class RecordedSession:
 
     reduced, fingerprint, costly_rounds, prompt_tokens = False, "recorded", False, 1
 
-    def __init__(self, answers: Sequence[Answer], spec: SessionSpec, form: AnswerForm) -> None:
+    def __init__(self, answers: Sequence[Answer], spec: c.SessionSpec, form: c.AnswerForm) -> None:
         self.answer_form = form
         ids = range(spec.first_id, spec.first_id + spec.n)
         self._live = {number: answers[number] for number in ids}
@@ -112,7 +97,7 @@ class RecordedSession:
         self._position = 0
         self.n, self.max_tokens = spec.n, spec.sampling.max_tokens
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         known, until = self._position, min(until_tokens, self.max_tokens)
         grown = [
             answer.at(number, until, known, with_top=self._with_top)
@@ -120,9 +105,9 @@ class RecordedSession:
         ]
         self._live = {one.id: self._live[one.id] for one in grown if not one.finish}
         self._position = until if self._live else max((one.num_tokens for one in grown), default=0)
-        ended_by = RoundEnd.DECISION_TOKEN if self._live else RoundEnd.ALL_FINISHED
-        return Round(tuple(grown), ended_by, self._position, _GAUGE)
+        ended_by = c.RoundEnd.DECISION_TOKEN if self._live else c.RoundEnd.ALL_FINISHED
+        return c.Round(tuple(grown), ended_by, self._position, _GAUGE)
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         self._live = {number: one for number, one in self._live.items() if number in keep}
-        return Pruned(0, _GAUGE)
+        return c.Pruned(0, _GAUGE)

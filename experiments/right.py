@@ -33,26 +33,9 @@ from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
 from reward_service.reward import Reward, score_batch
 from reward_service.specs import Resources, RewardSpec
-from specrej.contracts import (
-    Algorithm,
-    AnswerForm,
-    CacheControl,
-    Candidate,
-    ConfidenceCut,
-    Finished,
-    Generation,
-    GenerationRequest,
-    Prompt,
-    Sampling,
-    Scorer,
-    Scores,
-    ScoringSession,
-    Selection,
-    Vote,
-    WeightedReward,
-)
+from specrej import contracts as c
 
-_BEST_OF_N = Algorithm.BEST_OF_N
+_BEST_OF_N = c.Algorithm.BEST_OF_N
 TEMPERATURE = 0.8
 _CHECKED = 16  # tokens between the prefixes whose vetoes are verified
 
@@ -68,32 +51,32 @@ class Study:
     num_tasks: int
     n: int
     max_tokens: int
-    policies: Mapping[str, Selection]
+    policies: Mapping[str, c.Selection]
     verifier: Mapping[str, Any] = field(default_factory=dict)  # spec of the reward `verifier`
     live: str = ""  # the policy of --live
 
 
-def _verified(*rewards: WeightedReward, waves: int = 0) -> Selection:
+def _verified(*rewards: c.WeightedReward, waves: int = 0) -> c.Selection:
     """Answers chosen by the verifier at their ends; nothing is rejected for its rank."""
     stop_at = 1.0 if waves else None
-    return Selection(algorithm=_BEST_OF_N, rewards=rewards, waves=waves, stop_at=stop_at)
+    return c.Selection(algorithm=_BEST_OF_N, rewards=rewards, waves=waves, stop_at=stop_at)
 
 
-_END = WeightedReward("verifier", stage="end")
-_VETO = WeightedReward("verifier", veto_below=1.0)
-_COMPILES = WeightedReward("verifier", veto_below=1.0, data='{"compiles": true}')
-_LIKELY = WeightedReward(LIKELIHOOD, stage="cuts")
-_MAJORITY = Selection(algorithm=_BEST_OF_N, rewards=(WeightedReward(LIKELIHOOD),))
+_END = c.WeightedReward("verifier", stage="end")
+_VETO = c.WeightedReward("verifier", veto_below=1.0)
+_COMPILES = c.WeightedReward("verifier", veto_below=1.0, data='{"compiles": true}')
+_LIKELY = c.WeightedReward(LIKELIHOOD, stage="cuts")
+_MAJORITY = c.Selection(algorithm=_BEST_OF_N, rewards=(c.WeightedReward(LIKELIHOOD),))
 
 
-def _voting(extractor: Any = "number", stop: float = 1.0, **more: Any) -> Selection:
+def _voting(extractor: Any = "number", stop: float = 1.0, **more: Any) -> c.Selection:
     """Answers chosen by a vote, which ends once the leader is so probable; 1: once it is safe."""
-    return replace(_MAJORITY, vote=Vote(extractor, stop_probability=stop), **more)
+    return replace(_MAJORITY, vote=c.Vote(extractor, stop_probability=stop), **more)
 
 
-def _confident(keep: float) -> Selection:
-    cut = ConfidenceCut(keep, 4)
-    return replace(_MAJORITY, vote=Vote(weight="confidence"), waves=8, confidence_cut=cut)
+def _confident(keep: float) -> c.Selection:
+    cut = c.ConfidenceCut(keep, 4)
+    return replace(_MAJORITY, vote=c.Vote(weight="confidence"), waves=8, confidence_cut=cut)
 
 
 STUDIES = {
@@ -108,7 +91,7 @@ STUDIES = {
             "waves of 4": _verified(_END, waves=4),
             "waves of 4, vetoes": _verified(_VETO, waves=4),
             "waves of 1, vetoes": _verified(_VETO, waves=1),
-            "rejection by likelihood": Selection(rewards=(_LIKELY, _END)),
+            "rejection by likelihood": c.Selection(rewards=(_LIKELY, _END)),
         },
         verifier={"kind": "checks"},
     ),
@@ -151,8 +134,8 @@ STUDIES = {
             **{f"waves of {waves}": _verified(_END, waves=waves) for waves in (1, 2, 4)},
             "waves of 4, vetoes": _verified(_VETO, waves=4),
             "must compile": _verified(_COMPILES, _END),
-            "rejection by likelihood": Selection(rewards=(_LIKELY, _END)),
-            "likelihood, must compile": Selection(rewards=(_LIKELY, _COMPILES, _END)),
+            "rejection by likelihood": c.Selection(rewards=(_LIKELY, _END)),
+            "likelihood, must compile": c.Selection(rewards=(_LIKELY, _COMPILES, _END)),
         },
         verifier={"kind": "tests"},
         live="waves of 4",
@@ -160,8 +143,8 @@ STUDIES = {
 }
 
 
-def _sampling(study: Study, task: Task) -> Sampling:
-    return Sampling(study.max_tokens, temperature=TEMPERATURE, seed=task.number)
+def _sampling(study: Study, task: Task) -> c.Sampling:
+    return c.Sampling(study.max_tokens, temperature=TEMPERATURE, seed=task.number)
 
 
 async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -> None:
@@ -180,18 +163,18 @@ async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -
             print(f"[{number}/{len(missing)}] {task.id}", file=sys.stderr, flush=True)
 
 
-def scorer_of(reward: Any, data: str) -> Scorer:
+def scorer_of(reward: Any, data: str) -> c.Scorer:
     """A reward of this process, for one request."""
 
     @asynccontextmanager
-    async def scoring(prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def scoring(prompt: c.Prompt) -> AsyncIterator[c.ScoringSession]:
         session = reward.open_with(prompt, data) if isinstance(reward, Reward) else prompt
 
         class Session:
-            async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
                 if isinstance(reward, Reward):
                     return score_batch(session, reward, candidates)
-                scores: Scores = await reward.answer(prompt, candidates, data)
+                scores: c.Scores = await reward.answer(prompt, candidates, data)
                 return scores
 
         yield Session()
@@ -200,12 +183,12 @@ def scorer_of(reward: Any, data: str) -> Scorer:
 
 
 async def replay(
-    study: Study, policy: Selection, task: Task, answers: Sequence[Answer], verifier: Any
-) -> Generation:
+    study: Study, policy: c.Selection, task: Task, answers: Sequence[Answer], verifier: Any
+) -> c.Generation:
     """The answer of a policy, from recorded candidates."""
     least, n = min(policy.min_answers, len(answers)), len(answers)
     selection = replace(policy, n=n, return_candidates=n, min_answers=least)
-    request = GenerationRequest(task.prompt, _sampling(study, task), selection)
+    request = c.GenerationRequest(task.prompt, _sampling(study, task), selection)
     scorers = [
         LikelihoodScorer()
         if reward.name == LIKELIHOOD
@@ -213,12 +196,12 @@ async def replay(
         for reward in selection.rewards
     ]
     votes = extractor(task.vote, {}) if selection.vote else (lambda _: None)
-    form = AnswerForm(task.tool_format)
+    form = c.AnswerForm(task.tool_format)
     generator, cheap = RecordedGenerator(answers, form), {"verifier"}
     running = run(request, generator, scorers, cheap=cheap, extract=votes)
     async with aclosing(running) as events:
         *_, last = [event async for event in events]
-    assert isinstance(last, Finished)
+    assert isinstance(last, c.Finished)
     return last.generation
 
 
@@ -240,7 +223,7 @@ async def live(
                 **{name: sampling[name] for name in ("max_tokens", "temperature", "seed")},
                 n=study.n,
                 rewards=[replace(one, data=task.data) for one in policy.rewards],
-                cache=CacheControl.BYPASS,
+                cache=c.CacheControl.BYPASS,
             )
             answers = [Answer.from_json(line) for line in recorded[task.id]]
             expected = await replay(study, policy, task, answers, verifier)

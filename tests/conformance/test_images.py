@@ -15,18 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from specrej.contracts import (
-    Candidate,
-    CandidateForm,
-    Generator,
-    Image,
-    Message,
-    Prompt,
-    Round,
-    Sampling,
-    SessionSpec,
-    TextPart,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
 from tests.conformance.sessions import Tokens, add, ids
 from tests.conformance.subjects import metric, stock, sums, vllm
@@ -45,17 +34,17 @@ pytestmark = [
 
 _RED, _BLUE = (image(size=(SIDE, SIDE), colour=colour) for colour in ((250, 9, 9), (9, 9, 250)))
 _TEXTS = ("Look at this, then at that one: ", " and ", ", and say which one you like better.")
-_SAMPLING = Sampling(max_tokens=24, seed=3, ignore_eos=True)
-_GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+_SAMPLING = c.Sampling(max_tokens=24, seed=3, ignore_eos=True)
+_GREEDY = c.Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 _BLOCK = 32
 
 
-def prompt_of(*images: Image) -> Prompt:
+def prompt_of(*images: c.Image) -> c.Prompt:
     """The texts with images between them."""
-    parts: list[TextPart | Image] = [TextPart(_TEXTS[0])]
+    parts: list[c.TextPart | c.Image] = [c.TextPart(_TEXTS[0])]
     for text, one in zip(_TEXTS[1:], images, strict=False):
-        parts += [one, TextPart(text)]
-    return Prompt(messages=(Message("user", parts=tuple(parts)),))
+        parts += [one, c.TextPart(text)]
+    return c.Prompt(messages=(c.Message("user", parts=tuple(parts)),))
 
 
 PROMPT = prompt_of(_RED, _BLUE)
@@ -65,7 +54,7 @@ NUM_TOKENS = len("<user></s><assistant>") - 3 + sum(map(len, _TEXTS)) + 2 * IMAG
 class Seeing(NamedTuple):
     """A generator that takes images; `counter` returns a counter of vLLM's."""
 
-    generator: Generator
+    generator: c.Generator
     counter: Callable[[str], Awaitable[float]]
     is_server: bool
 
@@ -84,7 +73,7 @@ async def _in_process(directory: Path) -> AsyncIterator[Seeing]:
 async def _at_server(directory: Path) -> AsyncIterator[Seeing]:
     limits = ("--max-model-len", f"{CONTEXT}", "--limit-mm-per-prompt", '{"video": 0}')
     async with vllm_server(*limits, model=directory, PYTHONPATH=f"{_VISION}") as url:
-        about: dict[str, Any] = {"form": CandidateForm.ROUNDS}
+        about: dict[str, Any] = {"form": c.CandidateForm.ROUNDS}
         async with stock(url, f"{directory}", **about) as subject:
             yield Seeing(subject.generator, partial(sums, url), is_server=True)
 
@@ -100,14 +89,14 @@ async def seeing(
         yield made
 
 
-def add_to(tokens: Tokens, ended: Round) -> tuple[Candidate, ...]:
+def add_to(tokens: Tokens, ended: c.Round) -> tuple[c.Candidate, ...]:
     add(tokens, ended)
     return ended.candidates
 
 
-async def drawn(generator: Generator, prompt: Prompt, n: int, sampling: Sampling) -> Tokens:
+async def drawn(generator: c.Generator, prompt: c.Prompt, n: int, sampling: c.Sampling) -> Tokens:
     """The tokens of all candidates, in one round."""
-    async with generator.open(SessionSpec(prompt, n, sampling, 8)) as session:
+    async with generator.open(c.SessionSpec(prompt, n, sampling, 8)) as session:
         return add({}, await session.extend(sampling.max_tokens))
 
 
@@ -122,7 +111,7 @@ async def test_eight_candidates_with_cuts_and_forks(seeing: Seeing) -> None:
 
     async def run(keep: list[int], forks: dict[int, int]) -> tuple[Tokens, list[int]]:
         tokens: Tokens = {}
-        async with seeing.generator.open(SessionSpec(PROMPT, 8, _SAMPLING, 8)) as session:
+        async with seeing.generator.open(c.SessionSpec(PROMPT, 8, _SAMPLING, 8)) as session:
             add(tokens, await session.extend(8))
             refused = (await session.prune(keep, forks)).refused
             tokens |= {number: tokens[forks[number]] for number in forks if number not in refused}
@@ -175,9 +164,9 @@ async def test_refuses_too_many_images_and_damaged_ones(seeing: Seeing) -> None:
     with pytest.raises(InvalidRequest, match="at most 16 images"):
         parts = tuple([_RED] * 17)
         await seeing.generator.check(
-            SessionSpec(Prompt((Message("user", parts=parts),)), 1, _GREEDY, 8)
+            c.SessionSpec(c.Prompt((c.Message("user", parts=parts),)), 1, _GREEDY, 8)
         )
-    damaged = Image(picture()[:-30])
+    damaged = c.Image(picture()[:-30])
     with pytest.raises(InvalidRequest):
         await drawn(seeing.generator, prompt_of(_RED, damaged), 1, _GREEDY)
     assert await drawn(seeing.generator, PROMPT, 1, _GREEDY)
