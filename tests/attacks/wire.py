@@ -21,26 +21,14 @@ from typing import Any
 from specrej.client.client import build_request
 from specrej.contracts import CacheControl
 from specrej.v1 import orchestrator_pb2
+from tests import http2 as h2
 from tests.gateway.gateways import BODY, CHAT, MODELS, STREAM, request
-from tests.http2 import (
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    HEADERS,
-    PREFACE,
-    RST_STREAM,
-    SETTINGS,
-    frame,
-    headers,
-    unary,
-    window,
-)
 
 _PRIORITY, _PING, _WINDOW_UPDATE, _CONTINUATION = 2, 6, 8, 9
 _SERVICE = "/specrej.v1.OrchestratorService"
 _HEALTH = "/grpc.health.v1.Health"
-_BEGIN = PREFACE + frame(SETTINGS, 0, 0, b"")
-_SHUT = PREFACE + window(0)  # reads no message
+_BEGIN = h2.PREFACE + h2.frame(h2.SETTINGS, 0, 0, b"")
+_SHUT = h2.PREFACE + h2.window(0)  # reads no message
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +125,27 @@ def _held(is_grpc: bool, count: int, data: bytes, drip: bytes = b"") -> Attack:
 def _hpack_bomb(number: int) -> bytes:
     """A name of 3,000 bytes for the dynamic table, then thousands of references to it."""
     entry = b"\x40\x01x\x7f\xb9\x16" + b"y" * 3_000 if not number else b""
-    block = headers(f"{_SERVICE}/Describe", "localhost") + entry + b"\xbe" * 12_000
-    return frame(HEADERS, END_HEADERS | END_STREAM, 2 * number + 1, block)
+    block = h2.headers(f"{_SERVICE}/Describe", "localhost") + entry + b"\xbe" * 12_000
+    return h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 2 * number + 1, block)
+
+
+def _opened(number: int) -> bytes:
+    return h2.frame(h2.HEADERS, h2.END_HEADERS, 2 * number + 1, _CALL)
 
 
 def _reset(number: int) -> bytes:
     stream = 2 * number + 1
-    return unary(stream, f"{_SERVICE}/Describe") + frame(RST_STREAM, 0, stream, bytes(4))
+    return h2.unary(stream, f"{_SERVICE}/Describe") + h2.frame(h2.RST_STREAM, 0, stream, bytes(4))
 
 
 def _late(number: int) -> bytes:
     """A call, and more frames of it after its end."""
     stream = 2 * number + 1
-    more = frame(DATA, END_STREAM, stream, b"") + frame(RST_STREAM, 0, stream, bytes(4))
-    again = frame(HEADERS, END_HEADERS | END_STREAM, stream, _CALL)
-    return unary(stream, f"{_SERVICE}/Describe") + more * 2 + again
+    more = h2.frame(h2.DATA, h2.END_STREAM, stream, b"") + h2.frame(
+        h2.RST_STREAM, 0, stream, bytes(4)
+    )
+    again = h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, stream, _CALL)
+    return h2.unary(stream, f"{_SERVICE}/Describe") + more * 2 + again
 
 
 def _calls(count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S) -> Attack:
@@ -162,8 +156,8 @@ def _calls(count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S) 
 
     def play(target: Target) -> None:
         with suppress(OSError), _connected(target.grpc) as peer:
-            peer.sendall(_BEGIN + window(2**31 - 1))
-            peer.sendall(frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30)))
+            peer.sendall(_BEGIN + h2.window(2**31 - 1))
+            peer.sendall(h2.frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30)))
             for stream in range(1, 2**30, 2):
                 peer.sendall(_as_stream(call(next(numbers)), stream))
                 peer.settimeout(leaves_s)
@@ -171,7 +165,7 @@ def _calls(count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S) 
                     while not _is_end(peer, stream):
                         pass
                 except TimeoutError:
-                    peer.sendall(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
+                    peer.sendall(h2.frame(h2.RST_STREAM, 0, stream, struct.pack(">I", 8)))
                     return
 
     return lambda target: _each(count, target, lambda: play(target))
@@ -190,7 +184,9 @@ def _is_end(peer: socket.socket, stream: int) -> bool:
     """Read a frame; whether it is the last one of the stream. Raises ConnectionError."""
     head = _exactly(peer, 9)
     _exactly(peer, int.from_bytes(head[:3]))
-    is_last = head[3] == RST_STREAM or bool(head[3] in (DATA, HEADERS) and head[4] & END_STREAM)
+    is_last = head[3] == h2.RST_STREAM or bool(
+        head[3] in (h2.DATA, h2.HEADERS) and head[4] & h2.END_STREAM
+    )
     return is_last and int.from_bytes(head[5:]) == stream
 
 
@@ -207,23 +203,23 @@ def _generate(number: int, sent: dict[str, str] | None = None, **options: Any) -
     """A request, unlike all others."""
     options = {"seed": number, "ignore_eos": True, "cache": CacheControl.BYPASS, **options}
     message = build_request(options.pop("prompt", "Why?"), **options)
-    return unary(1, f"{_SERVICE}/Generate", message.SerializeToString(), **(sent or {}))
+    return h2.unary(1, f"{_SERVICE}/Generate", message.SerializeToString(), **(sent or {}))
 
 
 def _nested(number: int) -> bytes:
     """A message of groups in groups, of a field that the schema does not have."""
     data = b"\xa3\x06" * 4_000 + os.urandom(number % 8)
-    return unary(2 * number + 1, f"{_SERVICE}/Generate", data)
+    return h2.unary(2 * number + 1, f"{_SERVICE}/Generate", data)
 
 
 def _many_turns(number: int) -> bytes:
     """A conversation of a million empty turns, which are two bytes each."""
     request = build_request("Why?", seed=number).SerializeToString() + _TURNS
-    head = frame(HEADERS, END_HEADERS, 1, _CALL)
+    head = h2.frame(h2.HEADERS, h2.END_HEADERS, 1, _CALL)
     body = struct.pack(">BI", 0, len(request)) + request
     parts = [body[at : at + 2**14] for at in range(0, len(body), 2**14)]
-    flags = [0] * (len(parts) - 1) + [END_STREAM]
-    return head + b"".join(map(frame, [DATA] * len(parts), flags, [1] * len(parts), parts))
+    flags = [0] * (len(parts) - 1) + [h2.END_STREAM]
+    return head + b"".join(map(h2.frame, [h2.DATA] * len(parts), flags, [1] * len(parts), parts))
 
 
 def _unread(number: int) -> bytes:
@@ -233,14 +229,14 @@ def _unread(number: int) -> bytes:
         return b""
     options = {"n": 64, "max_tokens": 2000, "ignore_eos": True, "seed": number}
     whole = orchestrator_pb2.GenerateStreamRequest(request=build_request("Why?", **options))
-    return unary(2 * number + 1, f"{_SERVICE}/GenerateStream", whole.SerializeToString())
+    return h2.unary(2 * number + 1, f"{_SERVICE}/GenerateStream", whole.SerializeToString())
 
 
-_CALL = headers(f"{_SERVICE}/Generate", "localhost")
+_CALL = h2.headers(f"{_SERVICE}/Generate", "localhost")
 _TURNS = b"\x12\x80\x89\x7a" + b"\x0a\x00" * 1_000_000
 _BLOCK = b"\0\x01x\x7f\x80\x7d" + b"y" * 16_000
-_OPEN = _BEGIN + frame(HEADERS, END_HEADERS, 1, _CALL)
-_ENDLESS = _BEGIN + frame(HEADERS, 0, 1, _CALL)
+_OPEN = _BEGIN + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, _CALL)
+_ENDLESS = _BEGIN + h2.frame(h2.HEADERS, 0, 1, _CALL)
 _LONG = request(CHAT, {**BODY, "user": "x" * 9_000})
 _SMUGGLED = request(CHAT, b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n", **{"transfer-encoding": "chunked"})
 _TWICE = b"authorization: Bearer %d\r\nauthorization: Bearer %d\r\n\r\n"
@@ -250,17 +246,17 @@ _LARGE = request(CHAT, {**BODY, "user": "x" * (2**23 + 2**17)})
 
 ATTACKS: dict[str, Attack] = {
     # Of HTTP/2
-    "h2/continuation": _grpc(_ENDLESS, lambda n: frame(_CONTINUATION, 0, 1, _BLOCK)),
-    "h2/empty-continuation": _grpc(_ENDLESS, lambda n: frame(_CONTINUATION, 0, 1, b"") * 500),
+    "h2/continuation": _grpc(_ENDLESS, lambda n: h2.frame(_CONTINUATION, 0, 1, _BLOCK)),
+    "h2/empty-continuation": _grpc(_ENDLESS, lambda n: h2.frame(_CONTINUATION, 0, 1, b"") * 500),
     "h2/hpack-bomb": _grpc(_BEGIN, _hpack_bomb, True),
     "h2/rapid-reset": _grpc(_BEGIN, _reset, True),
-    "h2/ping": _grpc(_BEGIN, lambda n: frame(_PING, 0, 0, bytes(8)) * 500),
-    "h2/settings": _grpc(_BEGIN, lambda n: frame(SETTINGS, 0, 0, b"") * 500),
-    "h2/priority": _grpc(_BEGIN, lambda n: frame(_PRIORITY, 0, 1, bytes(5)) * 500),
-    "h2/window-update": _grpc(_OPEN, lambda n: frame(_WINDOW_UPDATE, 0, 1, b"\0\0\0\x01") * 500),
-    "h2/empty-data": _grpc(_OPEN, lambda n: frame(DATA, 0, 1, b"") * 500),
-    "h2/garbage": _grpc(PREFACE, lambda n: os.urandom(4096)),
-    "h2/streams": _grpc(_BEGIN, lambda n: frame(HEADERS, END_HEADERS, 2 * n + 1, _CALL), True),
+    "h2/ping": _grpc(_BEGIN, lambda n: h2.frame(_PING, 0, 0, bytes(8)) * 500),
+    "h2/settings": _grpc(_BEGIN, lambda n: h2.frame(h2.SETTINGS, 0, 0, b"") * 500),
+    "h2/priority": _grpc(_BEGIN, lambda n: h2.frame(_PRIORITY, 0, 1, bytes(5)) * 500),
+    "h2/window-update": _grpc(_OPEN, lambda n: h2.frame(_WINDOW_UPDATE, 0, 1, b"\0\0\0\x01") * 500),
+    "h2/empty-data": _grpc(_OPEN, lambda n: h2.frame(h2.DATA, 0, 1, b"") * 500),
+    "h2/garbage": _grpc(h2.PREFACE, lambda n: os.urandom(4096)),
+    "h2/streams": _grpc(_BEGIN, _opened, True),
     # Holding
     "hold/silent-grpc": _held(True, 900, b""),
     "hold/silent-http": _held(False, 900, b""),
@@ -269,12 +265,12 @@ ATTACKS: dict[str, Attack] = {
     "hold/slow-body": _held(False, 300, _LONG[:-9_000], b"x"),
     "hold/no-message": _held(True, 300, _OPEN),
     "hold/unread-stream": _grpc(_SHUT, _unread, count=2),
-    "hold/unread-health": _grpc(_SHUT, lambda n: unary(2 * n + 1, f"{_HEALTH}/Watch")),
+    "hold/unread-health": _grpc(_SHUT, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Watch")),
     "hold/unread-http": _held(False, 200, request(CHAT, {**STREAM, "max_tokens": 2000, "n": 1})),
     # Work
     "flood/requests": _http(b"", lambda n: MODELS + b"\r\n", True),
-    "flood/health": _grpc(_BEGIN, lambda n: unary(2 * n + 1, f"{_HEALTH}/Check"), True),
-    "flood/describe": _grpc(_BEGIN, lambda n: unary(2 * n + 1, f"{_SERVICE}/Describe"), True),
+    "flood/health": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Check"), True),
+    "flood/describe": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_SERVICE}/Describe"), True),
     "flood/connections": lambda target: _each(6, target, lambda: _once(target.http, b"")),
     "flood/large-bodies": lambda target: _each(4, target, lambda: _once(target.http, _LARGE)),
     "flood/headers": lambda target: _each(
@@ -305,7 +301,7 @@ ATTACKS: dict[str, Attack] = {
     "trust/forwarded-for": _http(b"", lambda n: MODELS + _BEHIND % (n >> 8 & 255, n & 255), True),
     # What an operator sees
     "observation/methods": _calls(
-        6, lambda n: unary(1, f"{_SERVICE}/{n}", authorization=f"Bearer {n}")
+        6, lambda n: h2.unary(1, f"{_SERVICE}/{n}", authorization=f"Bearer {n}")
     ),
     "observation/names": _calls(
         6, lambda n: _generate(n, model=f"{n}\n" * 20, rewards=f"\x1b[2J{n}")

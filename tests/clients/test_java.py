@@ -17,7 +17,7 @@ from tests.clients.programs import CLIENTS, generate, wait_for_free_slots
 from tests.programs import run
 
 JARS = Path("/usr/share/java")
-NETTY = (
+NETTY = [
     "buffer",
     "codec",
     "codec-http",
@@ -26,20 +26,16 @@ NETTY = (
     "handler",
     "resolver",
     "transport",
-)
-NEEDED = (
-    *("grpc-api", "grpc-context", "grpc-core", "grpc-netty", "grpc-protobuf"),
+]
+NEEDED = [
     *(
-        "grpc-protobuf-lite",
-        "grpc-stub",
-        "protobuf",
-        "proto-google-common-protos",
-        "guava",
-        "perfmark-api",
+        f"grpc-{name}"
+        for name in ["api", "context", "core", "netty", "protobuf", "protobuf-lite", "stub"]
     ),
+    *["protobuf", "proto-google-common-protos", "guava", "perfmark-api"],
     "geronimo-annotation-1.3-spec",
     *(f"netty-{name}" for name in NETTY),
-)
+]
 CLASS_PATH = [JARS / f"{name}.jar" for name in NEEDED]
 # Both programs run for seconds, less than the second compiler takes.
 QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")

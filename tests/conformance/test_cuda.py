@@ -14,32 +14,22 @@ import torch
 from transformers import BertConfig
 
 from reward_service.reward import score_batch
-from tests.reward_service.tiny import (
-    FAMILIES,
-    PAD,
-    PROMPT,
-    SIZES,
-    batch,
-    load,
-    make_config,
-    make_tokenizer,
-    save,
-)
+from tests.reward_service import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA")
 
 _WORDS = ["Mix", "flour", "and", "yeast,", "then", "wait:", "né", "面包", "🍞", "twice."]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_causal_rewards_score_as_on_the_processor(tmp_path: Path, family: str) -> None:
-    save(tmp_path, make_config(family, None))
+    tiny.save(tmp_path, tiny.make_config(family, None))
     assert _largest_difference("classifier", tmp_path) < 1e-3
 
 
 def test_encoders_score_as_on_the_processor(tmp_path: Path) -> None:
-    config = BertConfig(**SIZES, max_position_embeddings=260, pad_token_id=0)
-    save(tmp_path, config, make_tokenizer(PAD))
+    config = BertConfig(**tiny.SIZES, max_position_embeddings=260, pad_token_id=0)
+    tiny.save(tmp_path, config, tiny.make_tokenizer(tiny.PAD))
     assert _largest_difference("cross-encoder", tmp_path) < 1e-3
 
 
@@ -51,10 +41,12 @@ def _largest_difference(kind: str, directory: Path) -> float:
 
 def _scores(kind: str, directory: Path, device: str) -> list[float]:
     """Of six texts that grow over four rounds, in which two are rejected."""
-    reward = load(kind, directory, device=device, token_budget=100)
-    session: Any = reward.open(PROMPT)
+    reward = tiny.load(kind, directory, device=device, token_budget=100)
+    session: Any = reward.open(tiny.PROMPT)
     return [
-        value for texts in _rounds() for value in score_batch(session, reward, batch(texts)).values
+        value
+        for texts in _rounds()
+        for value in score_batch(session, reward, tiny.batch(texts)).values
     ]
 
 

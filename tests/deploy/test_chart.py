@@ -34,29 +34,9 @@ from specrej.telemetry import names
 from specrej.v1 import orchestrator_pb2
 from specrej_models.hub import is_name
 from tests.certificates import Authority
+from tests.deploy import manifests as m
 from tests.deploy.busy import METRICS
 from tests.deploy.expressions import of_dashboards, selected
-from tests.deploy.manifests import (
-    DEPLOY,
-    DOWNLOAD,
-    GRPC,
-    HELM,
-    MARGIN_S,
-    NAMESPACE,
-    PRESETS,
-    RELEASE,
-    ROOT,
-    SERVICES,
-    VARIANTS,
-    Manifests,
-    Object,
-    accepted,
-    package_of,
-    rendered,
-    selects,
-    short,
-    templated,
-)
 from tests.deploy.policies import Peer, edges
 from tests.endpoints import prometheus_name
 from tests.programs import outcome_of
@@ -68,11 +48,11 @@ HEALTH_NAMES = {
     "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name,
 }
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-OPERATORS, INGRESS, SHARED = VARIANTS
+OPERATORS, INGRESS, SHARED = m.VARIANTS
 # It reads the schemas, of some MB, for each object.
 schemas.schema_contents = cache(schemas.schema_contents)
 OLDEST, *_, NEWEST = sorted({schemas.major_minor(item) for item in schemas.all_versions()})[-5:]
-CRDS = ROOT / ".tools" / "schemas"  # make crd-schemas
+CRDS = m.ROOT / ".tools" / "schemas"  # make crd-schemas
 COMPILER = ("--strict", "--skipLibCheck", "--module", "nodenext", "--target", "es2022")
 
 
@@ -89,9 +69,9 @@ def test_versions_are_those_of_the_project() -> None:
     assert metadata["version"] == metadata["appVersion"] == version()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", m.PRESETS)
 def test_helm_finds_no_fault(preset: str) -> None:
-    helm = need(HELM, "Helm: make helm fetches it")
+    helm = need(m.HELM, "Helm: make helm fetches it")
     values = CHART / f"values-{preset}.yaml"
     command = [str(helm), "lint", "--strict", str(CHART), "-f", str(values)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -112,13 +92,13 @@ def test_helm_finds_no_fault(preset: str) -> None:
 def test_wrong_values_are_refused(values: str, reason: str) -> None:
     """Guards against a value that is misspelt and ignored."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        templated("", values)
+        m.templated("", values)
     assert reason in refused.value.stderr
 
 
 def wishes() -> list[tuple[str, str]]:
     """The table of docs/deploy.md: what operators wish, and the values that do it."""
-    text = (ROOT / "docs" / "deploy.md").read_text()
+    text = (m.ROOT / "docs" / "deploy.md").read_text()
     found = re.findall(r"^\| ([^|]+) \| `([^`]+)` \|$", text, re.MULTILINE)
     assert len(found) >= 25
     return found
@@ -127,12 +107,12 @@ def wishes() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("wish", "values"), wishes())
 def test_a_wish_changes_what_is_rendered(wish: str, values: str) -> None:
     """Guards against a documented value without effect, or one that breaks the objects."""
-    plain, wished = templated("embedded").objects, templated("embedded", values).objects
+    plain, wished = m.templated("embedded").objects, m.templated("embedded", values).objects
     # The Secret of Redis differs each time.
     changed = [item for item in wished if item not in plain and item["kind"] != "Secret"]
     assert changed or len(wished) < len(plain), wish
     for item in changed:
-        if not package_of(item):
+        if not m.package_of(item):
             kubernetes_validate.validate(dict(item), NEWEST, strict=True)
 
 
@@ -140,10 +120,10 @@ def test_a_wish_changes_what_is_rendered(wish: str, values: str) -> None:
 
 
 @pytest.mark.parametrize("minor", [OLDEST, NEWEST])
-def test_objects_are_valid(manifests: Manifests, minor: str) -> None:
+def test_objects_are_valid(manifests: m.Manifests, minor: str) -> None:
     """Guards against a field that a cluster would reject or drop, and schemas without effect."""
     for item in manifests.objects:
-        if not package_of(item):  # else see test_custom_resources_are_valid
+        if not m.package_of(item):  # else see test_custom_resources_are_valid
             kubernetes_validate.validate(dict(item), minor, strict=True)
     for name in manifests.workloads:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}}
@@ -154,11 +134,11 @@ def test_objects_are_valid(manifests: Manifests, minor: str) -> None:
         kubernetes_validate.validate(wrong, minor, strict=True)
 
 
-def _program(objects: Iterable[Object]) -> str:
+def _program(objects: Iterable[m.Object]) -> str:
     """TypeScript that declares each object as its kind, which refuses unknown fields, and then
     compares it with the kind's schema."""
-    items = [item for item in objects if package_of(item)]
-    modules = {item["kind"]: package_of(item) for item in items}
+    items = [item for item in objects if m.package_of(item)]
+    modules = {item["kind"]: m.package_of(item) for item in items}
     lines = [f'import {{ {kind}, type I{kind} }} from "{path}";' for kind, path in modules.items()]
     for number, item in enumerate(items):
         lines.append(f"const object{number}: I{item['kind']} = {json.dumps(item)};")
@@ -187,8 +167,8 @@ def test_custom_resources_are_valid(tmp_path: Path) -> None:
     """Guards against a field that a controller would reject or drop."""
     if not shutil.which("node") or not (CRDS / "node_modules").exists():
         pytest.skip("no schemas of custom resources: make crd-schemas installs them")
-    objects = [item for name in (*PRESETS, *VARIANTS) for item in rendered(name).objects]
-    kinds = {item["kind"] for item in objects if package_of(item)}
+    objects = [item for name in (*m.PRESETS, *m.VARIANTS) for item in m.rendered(name).objects]
+    kinds = {item["kind"] for item in objects if m.package_of(item)}
     assert kinds == {
         *("GRPCRoute", "HTTPRoute", "Gateway", "BackendTLSPolicy", "Issuer", "Certificate"),
         *("PodMonitor", "PrometheusRule", "ScaledObject"),
@@ -199,42 +179,42 @@ def test_custom_resources_are_valid(tmp_path: Path) -> None:
 # Consistency
 
 
-def test_objects_are_unique_and_named_by_the_release(manifests: Manifests) -> None:
+def test_objects_are_unique_and_named_by_the_release(manifests: m.Manifests) -> None:
     numbers = Counter((item["kind"], item["metadata"]["name"]) for item in manifests.objects)
     assert max(numbers.values()) == 1
-    assert all(name.startswith(f"{RELEASE}-") for _, name in numbers)
+    assert all(name.startswith(f"{m.RELEASE}-") for _, name in numbers)
 
 
-def test_selectors_match_pods(manifests: Manifests) -> None:
+def test_selectors_match_pods(manifests: m.Manifests) -> None:
     """Guards against a Service without endpoints, and one that selects another service's pods."""
     for name, workload in manifests.workloads.items():
-        if name == DOWNLOAD:
+        if name == m.DOWNLOAD:
             continue
         labels = manifests.pod_labels(name)
-        assert selects(workload["spec"]["selector"], labels)
+        assert m.selects(workload["spec"]["selector"], labels)
         for kind in ("Service", "PodDisruptionBudget"):
             selector = manifests.named(kind)[name]["spec"]["selector"]
             selector = {"matchLabels": selector} if kind == "Service" else selector
-            pods = [n for n in manifests.workloads if selects(selector, manifests.pod_labels(n))]
+            pods = [n for n in manifests.workloads if m.selects(selector, manifests.pod_labels(n))]
             assert pods == [name]
         for spread in manifests.pod(name)["topologySpreadConstraints"]:
-            assert selects(spread["labelSelector"], labels)
-    assert set(manifests.named("Service")) == set(manifests.workloads) - {DOWNLOAD}
+            assert m.selects(spread["labelSelector"], labels)
+    assert set(manifests.named("Service")) == set(manifests.workloads) - {m.DOWNLOAD}
 
 
-def test_references_of_pods_exist(manifests: Manifests) -> None:
+def test_references_of_pods_exist(manifests: m.Manifests) -> None:
     """Also guards against unneeded API tokens, and REDIS_PORT=tcp://... among the variables."""
     for name in manifests.workloads:
         pod = manifests.pod(name)
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False
-        account = manifests.named("ServiceAccount")[short(pod["serviceAccountName"])]
+        account = manifests.named("ServiceAccount")[m.short(pod["serviceAccountName"])]
         assert account["automountServiceAccountToken"] is False
         for volume in pod["volumes"]:
             if claim := volume.get("persistentVolumeClaim"):
                 claimed = claim["claimName"]
                 existing = claimed == "models"
-                assert existing or short(claimed) in manifests.named("PersistentVolumeClaim")
+                assert existing or m.short(claimed) in manifests.named("PersistentVolumeClaim")
         mounted = {
             mount["name"]
             for owner, container in manifests.containers()
@@ -246,8 +226,8 @@ def test_references_of_pods_exist(manifests: Manifests) -> None:
 
 def test_changed_settings_restart_their_pods() -> None:
     """Guards against a ConfigMap that no pod reads again."""
-    plain = templated("embedded")
-    other = templated("embedded", "{orchestrator: {settings: {max_running: 7}}}")
+    plain = m.templated("embedded")
+    other = m.templated("embedded", "{orchestrator: {settings: {max_running: 7}}}")
     assert other.settings("orchestrator")["MAX_RUNNING"] == "7"
     templates = [
         {name: item["spec"]["template"] for name, item in one.workloads.items()}
@@ -261,11 +241,11 @@ def test_changed_settings_restart_their_pods() -> None:
 # Ports and probes
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> None:
+@pytest.mark.parametrize("name", m.SERVICES)
+def test_ports_are_those_of_the_settings(manifests: m.Manifests, name: str) -> None:
     """Guards against a Service, a probe or a scrape with another port than the container's."""
     ports = {item["name"]: item["containerPort"] for item in manifests.container(name)["ports"]}
-    main = "grpc" if name in GRPC else "http"
+    main = "grpc" if name in m.GRPC else "http"
     settings = manifests.settings(name)
     named = {main: "PORT", "metrics": "METRICS_PORT", "health": "HEALTH_PORT"}
     assert ports == {port: int(settings[key]) for port, key in named.items()}
@@ -276,7 +256,7 @@ def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> Non
     assert {item["targetPort"] for item in service} == set(ports)
 
 
-def test_probes_of_the_gateway(manifests: Manifests) -> None:
+def test_probes_of_the_gateway(manifests: m.Manifests) -> None:
     """Guards against a probe of a route that does not exist, or through the public port."""
     container = manifests.container("gateway")
     for kind in PROBES:
@@ -284,8 +264,8 @@ def test_probes_of_the_gateway(manifests: Manifests) -> None:
         assert container[kind]["httpGet"] == {"path": path, "port": "health"}
 
 
-@pytest.mark.parametrize("name", GRPC)
-def test_probes_use_names_that_exist(manifests: Manifests, name: str) -> None:
+@pytest.mark.parametrize("name", m.GRPC)
+def test_probes_use_names_that_exist(manifests: m.Manifests, name: str) -> None:
     """Guards against a probe that is NOT_FOUND, or one in plaintext to a TLS port."""
     container = manifests.container(name)
     probes = {kind: container[kind]["grpc"] for kind in PROBES}
@@ -298,17 +278,17 @@ def test_probes_use_names_that_exist(manifests: Manifests, name: str) -> None:
     assert probes["startupProbe"]["service"] == startup
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", m.SERVICES)
 @pytest.mark.parametrize("values", ["{}", "{deadlineSeconds: 1000}"])
 def test_grace_is_as_long_as_the_longest_request(name: str, values: str) -> None:
     """Guards against SIGKILL during an answer."""
-    manifests = templated("embedded", values)
+    manifests = m.templated("embedded", values)
     settings = manifests.settings(name)
     longest = float(manifests.settings("orchestrator")["DEADLINE_S"])
     (before,) = manifests.container(name)["lifecycle"]["preStop"]["exec"]["command"][1:]
     assert float(settings["GRACE_S"]) >= longest
     ends = float(before) + float(settings["DRAIN_S"]) + float(settings["GRACE_S"])
-    assert manifests.pod(name)["terminationGracePeriodSeconds"] >= ends + MARGIN_S
+    assert manifests.pod(name)["terminationGracePeriodSeconds"] >= ends + m.MARGIN_S
     sleeps = manifests.container("edge")["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert longest < sleeps < manifests.pod("edge")["terminationGracePeriodSeconds"]
 
@@ -316,10 +296,10 @@ def test_grace_is_as_long_as_the_longest_request(name: str, values: str) -> None
 # Containers
 
 
-def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> None:
+def test_containers_are_pinned_limited_and_restricted(manifests: m.Manifests) -> None:
     """Guards against floating tags, foreign images without a digest, violations of Kubernetes'
     restricted profile, and a writable root."""
-    dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
+    dockerfile = (m.DEPLOY / "images" / "Dockerfile").read_text()
     for name, container in manifests.containers():
         tagged, _, digest = container["image"].partition("@")
         image, _, tag = tagged.rpartition(":")
@@ -336,7 +316,7 @@ def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> N
         user = pod["securityContext"]
         assert user["runAsNonRoot"] is True and user["runAsUser"] > 0
         assert user["seccompProfile"] == {"type": "RuntimeDefault"}
-        if name in SERVICES:
+        if name in m.SERVICES:
             assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert not any("hostPath" in volume for volume in pod["volumes"])
@@ -360,9 +340,9 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", m.SERVICES)
 def test_settings_are_accepted(
-    manifests: Manifests, name: str, mounted: Path, monkeypatch: pytest.MonkeyPatch
+    manifests: m.Manifests, name: str, mounted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a variable without a setting, a value that stops the service, and a path that
     does not exist in the container."""
@@ -373,15 +353,15 @@ def test_settings_are_accepted(
         key: re.sub("(^|=)/(tls|tokens|redis)/", rf"\1{mounted}/", value)
         for key, value in manifests.variables(name).items()
     }
-    settings = accepted(name, variables, monkeypatch)
+    settings = m.accepted(name, variables, monkeypatch)
     assert settings.host == "0.0.0.0"
     assert settings.log_format == "json"
 
 
 def test_production_requires_credentials() -> None:
     """Guards against an open port in production."""
-    manifests = rendered("production")
-    for name in SERVICES:
+    manifests = m.rendered("production")
+    for name in m.SERVICES:
         values = manifests.settings(name)
         assert "ALLOW_ANONYMOUS" not in values
         assert values["TLS_CERT"] and values["TLS_KEY"]
@@ -392,41 +372,43 @@ def test_production_requires_credentials() -> None:
     assert manifests.of("Secret") == []
 
 
-def test_addresses_are_services_and_threads_are_cpus(manifests: Manifests) -> None:
+def test_addresses_are_services_and_threads_are_cpus(manifests: m.Manifests) -> None:
     """Guards against the address of a Service that does not exist, and one thread per core of the
     node in a container limited to four."""
     values, services = manifests.settings("orchestrator"), manifests.named("Service")
     for name in ("generator", "reward"):
         host, _, port = values[f"{name.upper()}_ADDRESS"].partition(":")
-        assert int(port) in [item["port"] for item in services[short(host)]["spec"]["ports"]]
+        assert int(port) in [item["port"] for item in services[m.short(host)]["spec"]["ports"]]
         limit = manifests.container(name)["resources"]["limits"]["cpu"]
         assert manifests.settings(name)["THREADS"] == str(limit)
     assert "redis" in services or not values["REDIS_URL"].startswith("redis://")
 
 
-async def test_the_edges_file_is_valid(manifests: Manifests, mounted: Path, tmp_path: Path) -> None:
-    """Guards against marks that move, and a part of TLS that Envoy refuses."""
+async def test_the_edges_file_is_valid(
+    manifests: m.Manifests, mounted: Path, tmp_path: Path
+) -> None:
+    """Guards against marks that move, and a field that Envoy refuses or will drop."""
     envoy = need(edge.FETCHED, "Envoy: make envoy fetches it")
     files = manifests.named("ConfigMap")["edge"]["data"]
     for name, content in files.items():
         moved = re.sub(r" /(tls|ca)\b", f" {mounted}", content).replace("/etc/envoy", str(tmp_path))
         (tmp_path / name).write_text(moved)
     code, _, log = await outcome_of(envoy, "--mode", "validate", "-c", tmp_path / "envoy.yaml")
-    assert code == 0, log
+    assert code == 0 and "eprecated" not in log, log
     assert ("DownstreamTls" in files["envoy.yaml"]) == ("certificate.yaml" in files)
     hops = int(bool(manifests.of("GRPCRoute", "Ingress")))
     assert re.search(rf"xff_num_trusted_hops: .*\n +{hops} ", files["envoy.yaml"])
     for name, port in (("orchestrator", 50050), ("gateway", 8000)):
-        assert f"{{address: {RELEASE}-{name}, port_value: {port}}}" in files["envoy.yaml"]
+        assert f"{{address: {m.RELEASE}-{name}, port_value: {port}}}" in files["envoy.yaml"]
 
 
 # Network policies
 
 
-def _peers(manifests: Manifests) -> Iterator[Peer]:
+def _peers(manifests: m.Manifests) -> Iterator[Peer]:
     for name in manifests.workloads:
-        yield Peer(name, NAMESPACE, tuple(manifests.pod_labels(name).items()))
-    yield Peer("neighbour", NAMESPACE)
+        yield Peer(name, m.NAMESPACE, tuple(manifests.pod_labels(name).items()))
+    yield Peer("neighbour", m.NAMESPACE)
     yield Peer("client", "somewhere", (("specrej.io/client", "true"),))
     yield Peer("unlabelled", "somewhere")
     yield Peer("monitoring", "monitoring")
@@ -440,7 +422,7 @@ def _peers(manifests: Manifests) -> Iterator[Peer]:
     yield Peer("server", "inference")
 
 
-def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> None:
+def test_policies_allow_exactly_the_edges_of_the_code(manifests: m.Manifests) -> None:
     redis_ = "redis" if "redis" in manifests.workloads else "outside"
     expected = {
         *(("client", "edge", ("TCP", port)) for port in (50050, 8000)),
@@ -450,19 +432,19 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
         ("orchestrator", "generator", ("TCP", 50051)),
         ("orchestrator", "reward", ("TCP", 50052)),
         ("orchestrator", redis_, ("TCP", 6379)),
-        *(("monitoring", name, ("TCP", 9464)) for name in (*SERVICES, "edge")),
-        *((name, "monitoring", ("TCP", 4317)) for name in SERVICES),
+        *(("monitoring", name, ("TCP", 9464)) for name in (*m.SERVICES, "edge")),
+        *((name, "monitoring", ("TCP", 4317)) for name in m.SERVICES),
         *(
             (name, dns, (protocol, 53))
-            for name in {*SERVICES, "edge", DOWNLOAD} & manifests.workloads.keys()
+            for name in {*m.SERVICES, "edge", m.DOWNLOAD} & manifests.workloads.keys()
             for dns in ("dns", "node-dns address")
             for protocol in ("UDP", "TCP")
         ),
     }
     numbers = (8000, 50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
     ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
-    if DOWNLOAD in manifests.workloads:
-        expected |= {(DOWNLOAD, "hub", ("TCP", 443))}
+    if m.DOWNLOAD in manifests.workloads:
+        expected |= {(m.DOWNLOAD, "hub", ("TCP", 443))}
     for kind, peer in (("Ingress", "ingress controller"), ("GRPCRoute", "proxy of a Gateway")):
         if manifests.of(kind):
             expected |= {(peer, "edge", ("TCP", port)) for port in (50050, 8000)}
@@ -476,10 +458,10 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
 # Certificates
 
 
-def _certified(manifests: Manifests) -> dict[str, list[str]]:
+def _certified(manifests: m.Manifests) -> dict[str, list[str]]:
     """Names of all server certificates, by their secrets."""
     return {
-        short(item["spec"]["secretName"]): item["spec"]["dnsNames"]
+        m.short(item["spec"]["secretName"]): item["spec"]["dnsNames"]
         for item in manifests.of("Certificate")
         if not item["spec"].get("isCA")
     }
@@ -488,11 +470,11 @@ def _certified(manifests: Manifests) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", ["production", OPERATORS])
 def test_certificates_fill_the_secrets(name: str) -> None:
     """Guards against a pod that waits for a secret, and a certificate that its peers reject."""
-    manifests = rendered(name)
+    manifests = m.rendered(name)
     certified = _certified(manifests)
     mounted = {
-        short(volume["secret"]["secretName"])
-        for service in (*SERVICES, "edge")
+        m.short(volume["secret"]["secretName"])
+        for service in (*m.SERVICES, "edge")
         for volume in manifests.pod(service)["volumes"]
         if "secret" in volume
     }
@@ -513,14 +495,14 @@ def test_certificates_fill_the_secrets(name: str) -> None:
 
 
 def test_the_monitor_scrapes_all_services() -> None:
-    manifests = rendered("production")
+    manifests = m.rendered("production")
     (monitor,) = manifests.of("PodMonitor")
     scraped = [
         name
         for name in manifests.workloads
-        if selects(monitor["spec"]["selector"], manifests.pod_labels(name))
+        if m.selects(monitor["spec"]["selector"], manifests.pod_labels(name))
     ]
-    assert sorted(scraped) == sorted((*SERVICES, "edge"))
+    assert sorted(scraped) == sorted((*m.SERVICES, "edge"))
     assert [manifests.pod_labels(name)[monitor["spec"]["jobLabel"]] for name in scraped] == scraped
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     for name in scraped:
@@ -536,7 +518,7 @@ def test_autoscalers_query_existing_series() -> None:
         for series in selected(expression.text)
         for matcher in series.matchers
     }
-    manifests = rendered("production")
+    manifests = m.rendered("production")
     triggers = (
         trigger["metadata"]["query"]
         for scaler in manifests.of("ScaledObject")
@@ -549,7 +531,7 @@ def test_autoscalers_query_existing_series() -> None:
     scaling = (names.REQUESTS_QUEUED, names.SESSIONS, names.SLOTS, names.REWARD_QUEUED)
     assert {series.name for series in queried} == {prometheus_name(metric) for metric in scaling}
     for item in manifests.of("ScaledObject", "HorizontalPodAutoscaler"):
-        target = manifests.workloads[short(item["spec"]["scaleTargetRef"]["name"])]
+        target = manifests.workloads[m.short(item["spec"]["scaleTargetRef"]["name"])]
         assert target["kind"] == item["spec"]["scaleTargetRef"]["kind"]
         assert "replicas" not in target["spec"]  # each apply would reset them
 
@@ -559,13 +541,13 @@ def test_autoscalers_query_existing_series() -> None:
 
 def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
     """Guards against a download that no service reads, and services that fetch for themselves."""
-    manifests = rendered(OPERATORS)
-    job = manifests.container(DOWNLOAD)
+    manifests = m.rendered(OPERATORS)
+    job = manifests.container(m.DOWNLOAD)
     assert job["command"] == ["specrej", "pull"]
     (reward,) = json.loads(manifests.settings("reward")["REWARDS"])
     assert job["args"] == [manifests.settings("generator")["MODEL"], reward["directory"]]
     assert all(is_name(model) for model in job["args"])
-    variables = manifests.variables(DOWNLOAD)
+    variables = manifests.variables(m.DOWNLOAD)
     assert variables["HF_HUB_OFFLINE"] == "0"
     for name in ("generator", "reward"):
         assert manifests.variables(name)["HF_HOME"] == variables["HF_HOME"]
@@ -573,10 +555,10 @@ def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
 
 def test_the_router_knows_all_servers() -> None:
     """Guards against a server without requests, and fields that a cluster refuses."""
-    objects = [*yaml.safe_load_all((DEPLOY / "vllm-router.yaml").read_text())]
+    objects = [*yaml.safe_load_all((m.DEPLOY / "vllm-router.yaml").read_text())]
     for item in objects:
         kubernetes_validate.validate(item, NEWEST, strict=True)
-    manifests = Manifests(tuple(objects))
+    manifests = m.Manifests(tuple(objects))
     servers, router = manifests.workloads["vllm"]["spec"], manifests.container("vllm-router")
     hosts = [f"vllm-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
     flags = router["args"]
@@ -589,14 +571,17 @@ def test_the_router_knows_all_servers() -> None:
 async def test_redis_requires_the_password_that_orchestrators_send(tmp_path: Path) -> None:
     """Guards against a Redis that every pod can read and write, and a password among its arguments;
     runs it as the cluster would."""
-    manifests = rendered("embedded")
+    manifests = m.rendered("embedded")
     values = manifests.settings("orchestrator")
     assert values["REDIS_PASSWORD_FILE"] == "/redis/password"
     assert values["CACHE_SECRET_FILE"] == "/redis/cache-secret"
     assert manifests.named("Secret")["redis"]["data"].keys() == {"password", "cache-secret"}
     container = manifests.container("redis")
     (variable,) = container["env"]
-    assert variable["valueFrom"]["secretKeyRef"] == {"name": f"{RELEASE}-redis", "key": "password"}
+    assert variable["valueFrom"]["secretKeyRef"] == {
+        "name": f"{m.RELEASE}-redis",
+        "key": "password",
+    }
     (tmp_path / "valkey-server").symlink_to(get_binary_path())
     environment = {**os.environ, variable["name"]: "s3cr3t words"}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"

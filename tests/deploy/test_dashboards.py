@@ -13,21 +13,12 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.collector import Collector, labels_of, points
+from tests.deploy import expressions as e
 from tests.deploy.busy import METRICS, busy_scrape
-from tests.deploy.expressions import (
-    DASHBOARDS,
-    RULES,
-    TARGET_LABELS,
-    Selected,
-    of_dashboards,
-    of_rules,
-    rules,
-    selected,
-)
 from tests.endpoints import Scrape, prometheus_label, prometheus_name
 
 ALERTS_TEST = Path(__file__).with_name("alerts_test.yaml")
-EXPRESSIONS = [*of_dashboards(), *of_rules()]
+EXPRESSIONS = [*e.of_dashboards(), *e.of_rules()]
 TOOLS = Path(__file__).parents[2] / ".tools"
 
 
@@ -97,16 +88,16 @@ def test_every_queried_series_is_emitted(busy: Scrape) -> None:
     missing = [
         (expression.where, series)
         for expression in EXPRESSIONS
-        for series in selected(expression.text)
+        for series in e.selected(expression.text)
         if not any(_matches(series, labels) for labels in label_sets(busy, series.name))
         and _OF_MODELS not in series.matchers
     ]
     assert missing == []
 
 
-def _matches(series: Selected, labels: dict[str, str]) -> bool:
+def _matches(series: e.Selected, labels: dict[str, str]) -> bool:
     return all(
-        name in TARGET_LABELS or (name in labels and _agrees(operator, labels[name], value))
+        name in e.TARGET_LABELS or (name in labels and _agrees(operator, labels[name], value))
         for name, operator, value in series.matchers
     )
 
@@ -119,7 +110,7 @@ def _agrees(operator: str, value: str, pattern: str) -> bool:
 # Dashboards
 
 
-@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", e.DASHBOARDS, ids=lambda path: path.stem)
 def test_dashboards_are_well_formed(path: Path) -> None:
     """Guards against a dashboard that works with one data source only, and against panels that
     ignore the selected instance."""
@@ -150,7 +141,7 @@ def test_dashboards_show_zeros(busy: Scrape, tmp_path: Path) -> None:
             counted.append({"series": f"{name}{{{selector}}}", "values": "7x10"})
     queries = [
         expression.text
-        for expression in of_dashboards()
+        for expression in e.of_dashboards()
         # Heatmaps are empty; without TLS there is no certificate, and none that expires.
         if expression.legend not in ("", "{{le}}") and "certificate" not in expression.where
     ]
@@ -176,7 +167,7 @@ def test_dashboards_show_zeros(busy: Scrape, tmp_path: Path) -> None:
 
 def test_every_alert_has_a_runbook_and_a_test() -> None:
     """Guards against an alert that alerts_test.yaml lacks."""
-    alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    alerts = {rule["alert"]: rule for rule in e.rules() if "alert" in rule}
     assert len(alerts) >= 12
     for name, alert in alerts.items():
         assert set(alert["annotations"]) == {"summary", "runbook"}, name
@@ -192,7 +183,7 @@ def test_every_alert_has_a_runbook_and_a_test() -> None:
 
 def test_recorded_series_are_recorded() -> None:
     """Guards against an alert on a series that no rule records."""
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    recorded = {rule["record"] for rule in e.rules() if "record" in rule}
     for expression in EXPRESSIONS:
         assert set(re.findall(r"specrej:[\w:]+", expression.text)) <= recorded, expression.where
 
@@ -207,7 +198,7 @@ def promtool(*arguments: str) -> None:
 
 def test_prometheus_accepts_the_rules() -> None:
     """Guards against templates and durations that only Prometheus can check."""
-    promtool("check", "rules", *(str(path) for path in RULES))
+    promtool("check", "rules", *(str(path) for path in e.RULES))
 
 
 def test_alerts_fire_as_specified() -> None:

@@ -24,7 +24,6 @@ import pytest_asyncio
 from deploy.local import edge
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import Ports, Stack, replies
-from deploy.values_schema import CHART
 from specrej import Client
 from specrej.contracts import Finished, errors
 from specrej.telemetry.names import RPC_METHOD, RPC_STARTED
@@ -43,7 +42,6 @@ from tests.gateway.gateways import (
     request,
     response_to,
 )
-from tests.programs import outcome_of
 from tests.serving import listening, need, until
 from tests.specrej.conftest import orchestrator
 from tests.specrej.fakes import GENERATION, FakeOrchestrator
@@ -138,13 +136,6 @@ async def serving(
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         yield server.sockets[0].getsockname()[1]
-
-
-async def test_the_file_is_valid(envoy: Path) -> None:
-    """Guards against a field that Envoy refuses or will drop."""
-    arguments = (envoy, "--mode", "validate", "-c", CHART / "files" / "envoy.yaml")
-    code, _, log = await outcome_of(*map(str, arguments))
-    assert code == 0 and "eprecated" not in log, log
 
 
 def inner_ports(stack: Stack) -> tuple[int, int]:

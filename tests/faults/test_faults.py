@@ -9,8 +9,8 @@ from unittest.mock import AsyncMock
 import pytest
 import pytest_asyncio
 
+from tests.faults.__main__ import CASES
 from tests.faults.case import Case, Play, case, examine
-from tests.faults.cases import CASES
 from tests.faults.phases import FIRST_ROUND, held_at
 from tests.faults.world import NotRecovered, World, world
 

@@ -14,13 +14,13 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import psutil  # type: ignore[import-untyped]
@@ -43,6 +43,7 @@ from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy
 from tests.serving import describe_generator, describe_service, health_of
 
+T = TypeVar("T")
 RECOVERY_S = 10.0  # bound of the invariant
 _START_S = 60.0
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
@@ -120,10 +121,6 @@ class Call:
     def is_over(self) -> bool:
         """Whether the call has ended."""
         return self._task.done()
-
-    async def begin(self) -> None:
-        """Wait for the first event of the stream."""
-        await until(lambda: bool(self.events))
 
     async def outcome(self) -> Outcome:
         """Wait for the end of the call, then close the channel."""
@@ -204,21 +201,13 @@ class World:
         self, holds: Callable[[GeneratorDescription], bool], bound_s: float = RECOVERY_S
     ) -> None:
         """Wait for a condition of the generator's description."""
-
-        async def does_hold() -> bool:
-            return holds(await self.generator())
-
-        await until(does_hold, bound_s=bound_s)
+        await _until_described(self.generator, holds, bound_s)
 
     async def until_service(
         self, holds: Callable[[ServiceDescription], bool], bound_s: float = RECOVERY_S
     ) -> None:
         """Wait for a condition of the orchestrator's description."""
-
-        async def does_hold() -> bool:
-            return holds(await self.service())
-
-        await until(does_hold, bound_s=bound_s)
+        await _until_described(self.service, holds, bound_s)
 
     async def until_free(self) -> None:
         """Wait until the generator holds nothing for any request."""
@@ -268,7 +257,8 @@ class World:
             stderr=DEVNULL,
         )
         try:
-            await until_serving(address)
+            serves = partial(health_of, address)
+            await _until_described(serves, lambda health: health == "SERVING", _START_S)
             yield address
         finally:
             with suppress(ProcessLookupError):
@@ -345,13 +335,13 @@ async def world(environment: Mapping[str, str] | None = None) -> AsyncIterator[W
         yield running
 
 
-async def until_serving(address: str) -> None:
-    """Wait until a service's health is SERVING."""
+async def _until_described(
+    read: Callable[[], Awaitable[T]], holds: Callable[[T], bool], bound_s: float
+) -> None:
+    async def does_hold() -> bool:
+        return holds(await read())
 
-    async def is_serving() -> bool:
-        return await health_of(address) == "SERVING"
-
-    await until(is_serving, bound_s=_START_S)
+    await until(does_hold, bound_s=bound_s)
 
 
 def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRequest:

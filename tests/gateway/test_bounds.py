@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway import bodies
+from gateway.__main__ import Server
 from tests.gateway.gateways import (
     BODY,
     CHAT,
@@ -25,20 +26,13 @@ from tests.serving import listening, until
 from tests.specrej.fakes import FakeOrchestrator
 
 
-async def test_a_token_has_a_size(address: str) -> None:
-    """Guards against a status that invites to retry: grpc refuses its metadata as too large."""
-    async with gateway_at(address) as server:
-        status, _, body = await get(
-            server.port, "/v1/models", f"authorization: Bearer {'x' * 15_000}"
-        )
-        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
-
-
-async def test_two_tokens_are_refused(address: str) -> None:
-    """Guards against a proxy that checks one of them and a service that uses the other."""
-    async with gateway_at(address) as server:
-        both = [f"authorization: Bearer {name}" for name in ("a", "b")]
-        assert (await get(server.port, "/v1/models", *both))[0] == 401
+@pytest.mark.parametrize("tokens", [["x" * 15_000], ["a", "b"]])
+async def test_large_tokens_and_two_of_them_are_refused(gateway: Server, tokens: list[str]) -> None:
+    """Guards against a status that invites to retry, as grpc refuses its metadata as too large; and
+    against a proxy that checks one of two tokens and a service that uses the other."""
+    lines = [f"authorization: Bearer {token}" for token in tokens]
+    status, _, body = await get(gateway.port, "/v1/models", *lines)
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
 
 
 async def test_bodies_have_a_size(
@@ -71,31 +65,27 @@ async def test_bodies_have_a_size(
     ],
     ids=["items", "ignored", "keys", "quotes", "depth"],
 )
-async def test_many_values_are_refused_before_they_are_made(address: str, body: bytes) -> None:
+async def test_many_values_are_refused_before_they_are_made(gateway: Server, body: bytes) -> None:
     """Guards against a body of some MB for which gigabytes of objects and errors are made."""
-    async with gateway_at(address) as server:
-        status, _, answer = await post(server.port, CHAT, body)
-        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+    status, _, answer = await post(gateway.port, CHAT, body)
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
 async def test_other_types_of_bodies_are_refused(
-    address: str, orchestrator: FakeOrchestrator
+    gateway: Server, orchestrator: FakeOrchestrator
 ) -> None:
     """Guards against pages of other origins, whose forms need no permission for plain text."""
-    async with gateway_at(address) as server:
-        data = request(CHAT, BODY).replace(b"application/json", b"text/plain")
-        status, headers, _ = await response_to(server.port, data)
-        assert status == 415
-        assert not [name for name in headers if name.startswith("access-control")]
-        kind = b"application/json"
-        for coding, status in (("gzip", 415), ("gzip, br", 415), ("identity", 200)):
-            coded = kind + f"\r\ncontent-encoding: {coding}".encode()
-            data = request(CHAT, BODY).replace(kind, coded)
-            answered, _, answer = await response_to(server.port, data)
-            assert answered == status
-            if status == 415:
-                text = f"content-encoding {coding} is not supported: send plain JSON"
-                assert answer["error"]["message"] == text
+    data = request(CHAT, BODY).replace(b"application/json", b"text/plain")
+    status, headers, _ = await response_to(gateway.port, data)
+    assert status == 415
+    assert not [name for name in headers if name.startswith("access-control")]
+    for coding, status in (("gzip", 415), ("gzip, br", 415), ("identity", 200)):
+        data = request(CHAT, BODY, **{"content-encoding": coding})
+        answered, _, answer = await response_to(gateway.port, data)
+        assert answered == status
+        if status == 415:
+            text = f"content-encoding {coding} is not supported: send plain JSON"
+            assert answer["error"]["message"] == text
     assert len(orchestrator.requests) == 1
 
 

@@ -22,6 +22,7 @@ from tests.specrej.fakes import FakeOrchestrator
 
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
+IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "x"}}
 FIELDS: dict[str, Any] = {"model": "toy", "max_tokens": 64, "messages": ASK, "tools": [TOOL]}
 
 
@@ -269,17 +270,7 @@ def test_options_and_names_of_errors() -> None:
         ({"tools": [{"type": "bash_20250124", "name": "f", "input_schema": {}}]}, "tools[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, ".type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ""),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image", "source": {"type": "url", "url": "x"}}],
-                    }
-                ]
-            },
-            ".source",
-        ),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, ".source"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -8,11 +8,13 @@ import threading
 import tracemalloc
 from collections.abc import AsyncGenerator, Callable, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gateway import streaming
+from gateway.__main__ import Server
 from gateway.answers import CompletionAnswer
 from gateway.bodies import Disconnected
 from gateway.fields import parsed
@@ -89,12 +91,11 @@ async def test_a_client_that_leaves_ends_its_call_at_once() -> None:
     [({}, True), ({"logprobs": True}, False), ({"n": 2, "specrej": {"n": 4}}, False)],
 )
 async def test_text_is_requested_where_it_is_sent(
-    orchestrator: FakeOrchestrator, address: str, body: dict[str, Any], is_sent: bool
+    orchestrator: FakeOrchestrator, gateway: Server, body: dict[str, Any], is_sent: bool
 ) -> None:
     """Guards against a run that stops after each token for text that only comes at the end."""
-    async with gateway_at(address) as server:
-        for path in (CHAT, "/v1/specrej/stream"):
-            await whole_reply(server.port, path, {**STREAM, **body})
+    for path in (CHAT, "/v1/specrej/stream"):
+        await whole_reply(gateway.port, path, {**STREAM, **body})
     assert [stream.text_deltas for stream in orchestrator.streams] == [is_sent, True]
 
 
@@ -107,10 +108,8 @@ async def test_names_and_fields_of_other_servers(
     async with gateway_at(address, model_names=["gpt-4o"]) as server:
         _, headers, answer = await post(server.port, CHAT, body)
         assert (headers["x-specrej-ignored"], answer["model"]) == ("?, colour, user", "gpt-4o")
-        assert (orchestrator.requests[-1].model, orchestrator.requests[-1].sampling.top_k) == (
-            "",
-            3,
-        )
+        sent = orchestrator.requests[-1]
+        assert (sent.model, sent.sampling.top_k) == ("", 3)
         streamed = await whole_reply(server.port, CHAT, body | {"stream": True})
         assert b"x-specrej-ignored: ?, colour, user\r\n" in streamed
         _, _, models = await get(server.port, "/v1/models")
@@ -130,34 +129,26 @@ async def test_names_and_fields_of_other_servers(
     ],
 )
 async def test_a_preset_shows_rounds_in_chats(
-    address: str, path: str, body: dict[str, Any], shows: bool
+    gateway: Server, path: str, body: dict[str, Any], shows: bool
 ) -> None:
     """Guards against chunks that clients of completions do not know, and progress without end."""
-    async with gateway_at(address) as server:
-        streamed = await whole_reply(server.port, path, {**STREAM, "model": "toy:sr-32", **body})
+    streamed = await whole_reply(gateway.port, path, {**STREAM, "model": "toy:sr-32", **body})
     assert (b"round 1:" in streamed, b"[DONE]" in streamed) == (shows, True)
 
 
 # Large values are converted beside the event loop, which other calls need
 
 
-Conversions = list[tuple[str, bool, Any]]
+def conversions(monkeypatch: pytest.MonkeyPatch, *functions: str) -> list[tuple[bool, Any]]:
+    """Calls of functions of `wire`: whether it is the event loop's thread, and the value."""
+    calls: list[tuple[bool, Any]] = []
 
-
-def conversions(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Conversions:
-    """Calls of functions of `wire`: the name, whether it is the event loop's thread, the value."""
-    calls: Conversions = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(value: Any, *arguments: Any) -> Any:
-            is_on_loop = threading.current_thread() is threading.main_thread()
-            calls.append((name, is_on_loop, value))
-            return function(value, *arguments)
-
-        return call
+    def noted(function: Callable[..., Any], value: Any, *arguments: Any) -> Any:
+        calls.append((threading.current_thread() is threading.main_thread(), value))
+        return function(value, *arguments)
 
     for name in functions:
-        monkeypatch.setattr(wire, name, noted(name, getattr(wire, name)))
+        monkeypatch.setattr(wire, name, partial(noted, getattr(wire, name)))
     return calls
 
 
@@ -190,31 +181,29 @@ def test_a_body_is_made_in_parts(tops: int) -> None:
 
 
 async def test_a_client_that_takes_its_reply_too_slowly_is_disconnected(
-    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+    gateway: Server, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against replies that are held for hours."""
     monkeypatch.setattr(streaming, "_UNREAD_S", 0.3)
     monkeypatch.setattr(streaming, "_LEAST_BYTES_S", 1e9)
     large = replace(GENERATION.candidates[0], text="x" * 20_000_000)
     orchestrator.answer = replace(GENERATION, candidates=(large,))
-    async with gateway_at(address) as server:
-        connection = await Connection.open(server.port, request(CHAT, BODY))
-        assert b"200 OK" in await connection.read_until(b"\r\n\r\n")
-        await until(lambda: not server._state.tasks)
-        assert len(await connection.read_all()) < 20_000_000
+    connection = await Connection.open(gateway.port, request(CHAT, BODY))
+    assert b"200 OK" in await connection.read_until(b"\r\n\r\n")
+    await until(lambda: not gateway._state.tasks)
+    assert len(await connection.read_all()) < 20_000_000
 
 
 async def test_answers_are_converted_off_the_event_loop(
-    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+    gateway: Server, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards other calls against an answer of many candidates with many log-probabilities."""
     large = replace(GENERATION.candidates[0], text="x" * 10_000)
     orchestrator.events = (EVENTS[0], Finished(replace(GENERATION, candidates=(large,))))
     calls = conversions(monkeypatch, "generation_from_message", "to_plain")
-    async with gateway_at(address) as server:
-        assert (await post(server.port, CHAT, BODY))[0] == 200
-        streamed = {**STREAM, "stream_options": {"include_usage": True}}
-        assert b"[DONE]" in await whole_reply(server.port, CHAT, streamed)
-    assert [is_on_loop for _, is_on_loop, _ in calls] == 4 * [False]
-    answers = [value for _, _, value in calls if isinstance(value, Generation)]
+    assert (await post(gateway.port, CHAT, BODY))[0] == 200
+    streamed = {**STREAM, "stream_options": {"include_usage": True}}
+    assert b"[DONE]" in await whole_reply(gateway.port, CHAT, streamed)
+    assert [is_on_loop for is_on_loop, _ in calls] == 4 * [False]
+    answers = [value for _, value in calls if isinstance(value, Generation)]
     assert [(len(answer.candidates), answer.rounds) for answer in answers] == 2 * [(1, ())]

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -257,23 +257,6 @@ async def test_data_of_rewards_and_stops(
             await command(*call, *wrong, "--reward-data", str(first))
 
 
-@pytest.mark.parametrize(
-    ("text", "schedule"),
-    [
-        ("memory", c.Schedule("memory")),
-        ("memory:128", c.Schedule("memory", first=128)),
-        ("geometric", c.Schedule()),
-        ("geometric:8", c.Schedule(first=8)),
-        ("geometric:16,1.5", c.Schedule(first=16, factor=1.5)),
-        ("tokens:16,32,64", c.Schedule("tokens", tokens=(16, 32, 64))),
-    ],
-)
-def test_schedules(text: str, schedule: c.Schedule) -> None:
-    """Guards against a notation that reads back as another schedule."""
-    assert parse_schedule(text) == schedule
-    assert parse_schedule(str(schedule)) == schedule
-
-
 def test_structured_output(tmp_path: Path) -> None:
     """A text, a file's text, or any object. Guards against a file's name taken for a schema, and no
     flag for the beginnings of answers, which are behind complete ones unless a request says no."""
@@ -297,21 +280,30 @@ def test_structured_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
+    ("parse", "text", "value"),
     [
-        ("relevance", c.WeightedReward("relevance")),
-        ("likelihood=0.5", c.WeightedReward("likelihood", 0.5)),
-        ("harmless=-2,veto=-1", c.WeightedReward("harmless", -2.0, veto_below=-1.0)),
-        ("a,batch", c.WeightedReward("a", normalization=c.Normalization("batch"))),
+        (parse_schedule, "memory", c.Schedule("memory")),
+        (parse_schedule, "memory:128", c.Schedule("memory", first=128)),
+        (parse_schedule, "geometric", c.Schedule()),
+        (parse_schedule, "geometric:8", c.Schedule(first=8)),
+        (parse_schedule, "geometric:16,1.5", c.Schedule(first=16, factor=1.5)),
+        (parse_schedule, "tokens:16,32,64", c.Schedule("tokens", tokens=(16, 32, 64))),
+        (parse_reward, "relevance", c.WeightedReward("relevance")),
+        (parse_reward, "likelihood=0.5", c.WeightedReward("likelihood", 0.5)),
+        (parse_reward, "a=-2,veto=-1", c.WeightedReward("a", -2.0, veto_below=-1.0)),
+        (parse_reward, "a,batch", c.WeightedReward("a", normalization=c.Normalization("batch"))),
         (
+            parse_reward,
             "a=3,deviation=1.1,veto=0,mean=0.2",
             c.WeightedReward("a", 3.0, c.Normalization("fixed", 0.2, 1.1), 0.0),
         ),
     ],
 )
-def test_rewards(text: str, reward: c.WeightedReward) -> None:
-    """Guards against a weight, a normalisation or a veto that is dropped."""
-    assert parse_reward(text) == reward
+def test_texts_of_values(parse: Callable[[str], object], text: str, value: object) -> None:
+    """Guards against a notation that reads back as another schedule, and against a weight, a
+    normalisation or a veto that is dropped."""
+    assert parse(text) == value
+    assert parse is parse_reward or parse(str(value)) == value
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,22 @@ def test_a_taken_metrics_port_raises() -> None:
             pytest.fail("entered")
 
 
+@contextmanager
+def metrics_port() -> Iterator[tuple[str, int]]:
+    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
+    try:
+        yield "127.0.0.1", server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_connections_to_the_metrics_port_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a thread for every connection, and a scrape that 300 silent ones prevent."""
     most = threading.active_count() + 302
     monkeypatch.setattr(setup, "_MOST_THREADS", most)
     monkeypatch.setattr(setup, "SILENT_S", 60)
-    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
-    address = "127.0.0.1", server.server_port
-    with ExitStack() as stack:
-        stack.callback(server.server_close)
-        stack.callback(server.shutdown)
+    with metrics_port() as address, ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(address)) for _ in range(300)]
         with socket.create_connection(address, timeout=10) as scrape:
             scrape.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
@@ -119,28 +126,16 @@ def test_connections_to_the_metrics_port_are_bounded(monkeypatch: pytest.MonkeyP
 
 def test_the_metrics_port_of_this_machine_refuses_other_names() -> None:
     """Guards against a web page that reads metrics by a name of its own (DNS rebinding)."""
-    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
-    try:
-        for name, code in {
-            "localhost:9": b"200",
-            "127.0.0.1": b"200",
-            "evil.example": b"403",
-        }.items():
-            with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as scrape:
+    codes = {"localhost:9": b"200", "127.0.0.1": b"200", "evil.example": b"403"}
+    with metrics_port() as address:
+        for name, code in codes.items():
+            with socket.create_connection(address, timeout=10) as scrape:
                 scrape.sendall(b"GET /metrics HTTP/1.1\r\nHost: %b\r\n\r\n" % name.encode())
                 assert scrape.recv(12)[9:] == code
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_silent_connection_to_the_metrics_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against threads that are held by connections which never send a request."""
     monkeypatch.setattr(setup, "SILENT_S", 0.1)
-    server = setup.serve_metrics(0, "127.0.0.1", CollectorRegistry())
-    try:
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as silent:
-            assert silent.recv(1) == b""
-    finally:
-        server.shutdown()
-        server.server_close()
+    with metrics_port() as address, socket.create_connection(address, timeout=10) as silent:
+        assert silent.recv(1) == b""
