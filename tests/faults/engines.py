@@ -7,8 +7,8 @@ separate world. The invariant is checked there, with that world's reference answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,21 +33,6 @@ _STARVING: Mapping[str, Any] = {
 _ROOM_MIB = 120
 
 
-@asynccontextmanager
-async def engine_world(**environment: str) -> AsyncIterator[World]:
-    """Start a world with a real engine."""
-    async with AsyncExitStack() as undo:
-        folder = Path(undo.enter_context(TemporaryDirectory(prefix="specrej-")))
-        await asyncio.to_thread(_save_model, folder)
-        variables = {
-            "SPECREJ_GENERATOR_MODEL": str(folder),
-            "SPECREJ_GENERATOR_KV_SLOTS": "100000",
-            "SPECREJ_GENERATOR_THREADS": "1",
-            **environment,
-        }
-        yield await undo.enter_async_context(world(variables))
-
-
 def _save_model(folder: Path) -> None:
     # Imports torch; the cases of `make test` need no model.
     from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
@@ -63,7 +48,15 @@ def _save_model(folder: Path) -> None:
 
 async def out_of_memory(_: World) -> list[str]:
     """Without memory for its next round a session fails, and another session does not."""
-    async with engine_world() as running:
+    async with AsyncExitStack() as undo:
+        folder = Path(undo.enter_context(TemporaryDirectory(prefix="specrej-")))
+        await asyncio.to_thread(_save_model, folder)
+        variables = {
+            "SPECREJ_GENERATOR_MODEL": str(folder),
+            "SPECREJ_GENERATOR_KV_SLOTS": "100000",
+            "SPECREJ_GENERATOR_THREADS": "1",
+        }
+        running = await undo.enter_async_context(world(variables))
         process = running.process("generator")
         most = process.memory_info().vms + _ROOM_MIB * _MIB
         _, hard = process.rlimit(psutil.RLIMIT_AS)

@@ -1,7 +1,6 @@
 """Growth of a series of measurements: least squares through the minima of time windows.
 
 Temporary use disappears in the minima; leaks remain. The interval accounts for autocorrelation.
-Standard library and numpy only.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import stats
 
 NUM_WINDOWS = 20
 _MIN_WINDOWS = 8
 _HOUR_S = 3600.0
-_NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,9 @@ def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
     times, measured = _floors(seconds, values)
     if len(times) < _MIN_WINDOWS:
         raise ValueError(f"samples in {len(times)} windows, {_MIN_WINDOWS} are needed")
-    (rise, start), covariance = np.polyfit(times, measured, 1, cov=True)
-    inflation = _inflation(measured - rise * times - start)
-    error = _student_95(len(times) - 2) * (covariance[0, 0] * inflation) ** 0.5
+    fit = stats.linregress(times, measured)
+    rise, inflation = fit.slope, _inflation(measured - fit.slope * times - fit.intercept)
+    error = stats.t.ppf(0.975, len(times) - 2) * fit.stderr * inflation**0.5
     low, high = rise - error, rise + error
     measured_s = float(times[-1] - times[0])
     return Slope(rise * _HOUR_S, low * _HOUR_S, high * _HOUR_S, rise * measured_s)
@@ -76,11 +75,6 @@ def _floors(seconds: Sequence[float], values: Sequence[float]) -> tuple[np.ndarr
     occupied = np.unique(windows)
     middles = times[0] + (occupied + 0.5) * width
     return middles, np.array([measured[windows == window].min() for window in occupied])
-
-
-def _student_95(degrees: int) -> float:
-    """Return Student's t for a 95 % interval, by the first term of the Cornish-Fisher series."""
-    return _NORMAL_95 + (_NORMAL_95**3 + _NORMAL_95) / (4 * degrees)
 
 
 def _inflation(residuals: np.ndarray) -> float:

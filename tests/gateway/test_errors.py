@@ -32,47 +32,34 @@ from tests.serving import listening
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
 VIOLATION = errors.Violation("sampling.temperature", "must be 0 or 0.01 .. 2, is 3")
+BAD = errors.InvalidRequest([VIOLATION])
+LONG = errors.InvalidRequest([VIOLATION], reason="CONTEXT_EXCEEDED")
+LARGE = errors.SlotsExceeded([VIOLATION], max_candidates=3)
+FULL = errors.Overloaded("full", retry_after_s=2.5)
+AWAY = errors.Unavailable("away", retry_after_s=0.5)
+FINAL = {"x-should-retry": "false"}  # clients do not repeat it
+
+
+def _after(seconds: str, ms: str) -> dict[str, str]:
+    return {"retry-after": seconds, "retry-after-ms": ms}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "headers"),
     [
-        (
-            errors.InvalidRequest([VIOLATION]),
-            400, "invalid_request_error", "invalid_value", {},
-        ),
-        (
-            errors.InvalidRequest([VIOLATION], reason="CONTEXT_EXCEEDED"),
-            400, "invalid_request_error", "context_length_exceeded", {},
-        ),
-        (
-            errors.SlotsExceeded([VIOLATION], max_candidates=3),
-            400, "invalid_request_error", "slots_exceeded", {},
-        ),
+        (BAD, 400, "invalid_request_error", "invalid_value", {}),
+        (LONG, 400, "invalid_request_error", "context_length_exceeded", {}),
+        (LARGE, 400, "invalid_request_error", "slots_exceeded", {}),
         (errors.Unauthenticated("no"), 401, "authentication_error", "invalid_api_key", {}),
         (errors.PermissionDenied("no"), 403, "permission_error", "permission_denied", {}),
         (errors.NotFound("no"), 404, "invalid_request_error", "not_found", {}),
-        (
-            errors.Overloaded("full", retry_after_s=2.5),
-            429, "rate_limit_error", "rate_limit_exceeded",
-            {"retry-after": "3", "retry-after-ms": "2500"},
-        ),
-        (
-            errors.Unavailable("away", retry_after_s=0.5),
-            503, "service_unavailable_error", "unavailable",
-            {"retry-after": "1", "retry-after-ms": "500", "x-should-retry": "false"},
-        ),
-        (
-            errors.DeadlineExceeded("late"),
-            504, "timeout_error", "deadline_exceeded", {"x-should-retry": "false"},
-        ),
-        (
-            errors.InternalError("bug 1"),
-            500, "server_error", "internal_error", {"x-should-retry": "false"},
-        ),
+        (FULL, 429, "rate_limit_error", "rate_limit_exceeded", _after("3", "2500")),
+        (AWAY, 503, "service_unavailable_error", "unavailable", FINAL | _after("1", "500")),
+        (errors.DeadlineExceeded("late"), 504, "timeout_error", "deadline_exceeded", FINAL),
+        (errors.InternalError("bug 1"), 500, "server_error", "internal_error", FINAL),
     ],
-)  # fmt: skip
+)
 async def test_each_error_has_its_status(
     orchestrator: FakeOrchestrator,
     gateway: Server,

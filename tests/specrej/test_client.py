@@ -22,6 +22,7 @@ from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, Fa
 from tests.specrej.test_wire import REQUESTS
 
 MISSPELT: Any = "bath"
+MISSPELT_REWARD = c.WeightedReward("a", normalization=c.Normalization(MISSPELT))
 VIOLATION = errors.Violation("selection.n", "too many")
 
 
@@ -67,10 +68,7 @@ def test_rewards_and_prompts_have_several_forms() -> None:
         (Options(n=2**31), "selection.n"),
         (Options(alpha=0.5, seed=2**63), "sampling.seed"),
         (Options(stop=["\ud800"]), "sampling.stop"),
-        (
-            Options(rewards=[c.WeightedReward("a", normalization=c.Normalization(MISSPELT))]),
-            "selection.rewards",
-        ),
+        (Options(rewards=[MISSPELT_REWARD]), "selection.rewards"),
         (Options(model="\ud800"), "model"),
         (Options(n="most"), "selection.n"),
         (Options(stop=3), "sampling.stop"),

@@ -84,13 +84,7 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"branching": c.Branching(1, 1)}, "branching.width"),
     ({"stop_at": float("inf")}, "stop_at"),
     ({"stop_at": float("nan")}, "stop_at"),
-    (
-        {
-            "stop_at": 1.0,
-            "rewards": (c.WeightedReward("a", normalization=c.Normalization("batch")),),
-        },
-        "stop_at",
-    ),
+    ({"stop_at": 1.0, "rewards": (BATCH,)}, "stop_at"),
     ({"n": 4, "first": 5}, "first"),
     ({"waves": CAP + 1}, "waves"),
     ({"n": 0, "waves": 1}, "waves"),
