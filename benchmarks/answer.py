@@ -37,8 +37,9 @@ from benchmarks.harness import log, parse_arguments, print_table, provenance, re
 from deploy.local.machine import describe_machine
 from deploy.local.processes import ProcessError, Processes, Program
 from deploy.local.stack import Ports, Stack
+from experiments.pictures import draw
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
-from experiments.statistics import mean
+from experiments.statistics import Estimate, mean
 from generator_service.embedded import WEIGHTS, package_directory
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client.channel import open_channel
@@ -99,6 +100,7 @@ SYSTEM_TURN = Message(
 _CONTEXT_TOKENS = 2048
 _TIMEOUT_S = 3600.0
 _KEY = ["system", "n"]
+ENDS = ("", "_low", "_high")  # of a mean and its interval
 
 # Reward and second judge of an answer.
 Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
@@ -320,8 +322,8 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
 def _interval(name: str, values: Any) -> dict[str, float]:
     """The mean and its 95 % interval over prompts; NaN for fewer than four."""
     of = mean(values)
-    ends = {name: of.value, f"{name}_low": of.low, f"{name}_high": of.high}
-    return {key: round(value, 5) for key, value in ends.items()}
+    ends = zip(ENDS, (of.value, of.low, of.high), strict=True)
+    return {f"{name}{end}": round(value, 5) for end, value in ends}
 
 
 @dataclass(slots=True)
@@ -578,31 +580,20 @@ def _report(arguments: argparse.Namespace, record: Record) -> None:
 
 def write_picture(path: Path, measured: pd.DataFrame, title: str) -> None:
     """Write an SVG file: means with 95 % intervals over prompts; every point has its N."""
-    import matplotlib  # only here: to import it takes seconds
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    figure.suptitle(title)
-    by_seconds, by_tokens = figure.subplots(1, 2, sharey=True)
-    for axes, cost in ((by_seconds, "seconds"), (by_tokens, "tokens")):
-        for number, (system, of) in enumerate(measured.groupby("system", sort=False)):
-            curve, color = of.sort_values("n"), f"C{number}"
-            axes.plot(curve[cost], curve.reward, f"{color}o-", markersize=4, label=system)
-            low, high = (curve[f"reward_{end}"].fillna(curve.reward) for end in ("low", "high"))
-            axes.vlines(curve[cost], low, high, color, linewidth=1, alpha=0.6)
-            for n, at, reward in zip(curve.n, curve[cost], curve.reward, strict=True):
-                axes.annotate(f" {n}", (at, reward), color=color, va="top")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_xlabel(f"{cost} per answer")
-        axes.grid(alpha=0.3)
-    by_seconds.set_ylabel("reward of the answer")
-    by_tokens.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    style: Any = {"font.size": 9, "svg.hashsalt": "specrej", "svg.fonttype": "path"}
-    with matplotlib.rc_context(style):
-        figure.savefig(path, metadata={"Date": None})
+    systems = {
+        system: of.to_dict("records") for system, of in measured.groupby("system", sort=False)
+    }
+    costs = {
+        cost: {
+            system: [
+                (one["n"], one[cost], Estimate(*(one[f"reward{end}"] for end in ENDS)))
+                for one in sorted(points, key=lambda one: one["n"])
+            ]
+            for system, points in systems.items()
+        }
+        for cost in ("seconds", "tokens")
+    }
+    draw(path, title, "reward of the answer", costs, joined=True)
 
 
 if __name__ == "__main__":

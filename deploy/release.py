@@ -82,16 +82,8 @@ def pack_chart(chart: Path, target: Path) -> None:
     """Write a chart's archive; equal files give equal bytes."""
     order = ("--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--mode=a+rX,u+w,go-w")
     compressed = ("--use-compress-program=gzip -n", "--file", str(target))
-    _run(
-        "tar",
-        "--create",
-        *order,
-        *compressed,
-        "--directory",
-        str(chart.parent),
-        f"--transform=s,^{chart.name},specrej,",
-        chart.name,
-    )
+    where = (f"--directory={chart.parent}", f"--transform=s,^{chart.name},specrej,", chart.name)
+    _run("tar", "--create", *order, *compressed, *where)
 
 
 def pack_node(target: Path) -> Path:

@@ -293,7 +293,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "Speculative Rejection": [point for point in points if not point[0].startswith("Best")],
     }
     title = f"{len(prompts)} prompts, at most {given.max_tokens} tokens"
-    draw(path.with_suffix("").with_suffix(".svg"), title, f"reward ({given.reward})", groups)
+    draw(
+        path.with_suffix("").with_suffix(".svg"),
+        title,
+        f"reward ({given.reward})",
+        {"tokens": groups},
+    )
     plain = json.loads(json.dumps(result | provenance(), default=_plain))
     path.with_suffix("").with_suffix(".json").write_text(json.dumps(plain, indent=1) + "\n")
     notes = [

@@ -354,7 +354,7 @@ def main() -> None:
         for row in result["policies"]
     }
     title = f"{options.study}: {result['tasks']} tasks, N = {study.n}"
-    draw(options.out / f"{name}.svg", title, "right answers", points)
+    draw(options.out / f"{name}.svg", title, "right answers", {"tokens": points})
     head = [*result["policies"][0]]
     rows = [[shown(row[key]) for key in head] for row in result["policies"]]
     notes = [f"one sample is right in {result['one_sample']:.3f}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -42,6 +42,11 @@ class Bought:
     tokens: float  # generated for an answer, those of rejected candidates included
     reward: float
     answers_per_s: float
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        """The fields as they are shown: floats as texts of four digits."""
+        return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
 def bought(rows: Iterable[Mapping[str, Any]], users: int) -> list[Bought]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,12 +40,8 @@ def extend(environment: Any, **_: Any) -> None:
 def _add_bought(response: Response) -> Response:
     """Add the tab's rows to the statistics that the page polls."""
     if request.endpoint == "locust.request_stats" and response.json:
-        rows = [
-            {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row}
-            for one in bought(response.json["stats"], response.json["user_count"])
-            for row in [asdict(one).items()]
-        ]
-        extended = [{"key": _KEY, "data": rows}]
+        rows = bought(response.json["stats"], response.json["user_count"])
+        extended = [{"key": _KEY, "data": [one.cells for one in rows]}]
         response.set_data(jsonify({**response.json, "extendedStats": extended}).get_data())
     return response
 

@@ -126,11 +126,10 @@ def read_rows(path: Path, users: int) -> list[Bought]:
 
 def table(rows: Sequence[Bought]) -> list[list[str]]:
     """The measurements as text, names of columns first."""
-    texts = [
-        [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in asdict(one).values()]
-        for one in rows
+    return [
+        [field.name for field in fields(Bought)],
+        *([*map(str, one.cells.values())] for one in rows),
     ]
-    return [[field.name for field in fields(Bought)], *texts]
 
 
 def _of(algorithm: str, rows: Sequence[Bought]) -> list[Bought]:
