@@ -24,13 +24,9 @@ def test_a_seed_violates_no_invariant_and_is_the_same_run_in_any_process() -> No
     assert simulation.outcomes["RUN"], "the case did not occur"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("part", "seed"),
-    [
-        ("allowed runs", 0),
-        pytest.param("later rounds", 0, marks=pytest.mark.long),
-        pytest.param("counted twice", 1, marks=pytest.mark.long),
-    ],
+    ("part", "seed"), [("allowed runs", 0), ("later rounds", 0), ("counted twice", 1)]
 )
 def test_a_defect_is_found(part: str, seed: int) -> None:
     """`make simulation ARGS="--defects"` tries them all, and all seeds."""

@@ -103,6 +103,7 @@ def test_the_reference_has_all_that_is_generated(site: Path) -> None:
             assert f" {option} " in shown
 
 
+@pytest.mark.long
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     """Guards against settings that let a link or an anchor to nothing pass."""
     pages = tmp_path / "docs"

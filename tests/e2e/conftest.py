@@ -15,6 +15,13 @@ from tests.telemetry.observed import Observed, observed
 async def service() -> AsyncIterator[Observed]:
     environment = {
         "SPECREJ_GENERATOR_KV_SLOTS": "40000",
+        # The embedded one is a second generator to load: tests/reward_service/test_classifier.py.
+        "SPECREJ_REWARD_REWARDS": json.dumps(
+            [
+                {"name": "relevance", "kind": "relevance", "directory": ".models/relevance"},
+                {"name": "harmless", "kind": "toy"},
+            ]
+        ),
         # Of the documented name, with fewer candidates.
         "SPECREJ_GATEWAY_PRESETS": json.dumps({"sr-32": {"n": 8}}),
     }
