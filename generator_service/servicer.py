@@ -13,24 +13,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from specrej import contracts as c
 from specrej import telemetry
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.contracts import (
-    Generator,
-    GeneratorDescription,
-    Round,
-    Session,
-    SessionSpec,
-    wire,
-)
-from specrej.contracts.errors import (
-    InvalidRequest,
-    OutOfOrder,
-    Unavailable,
-    Violation,
-    raise_if_any,
-)
+from specrej.contracts import errors, wire
 from specrej.contracts.validation import (
     MAX_BATCH,
     check_candidates,
@@ -52,10 +39,10 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     def __init__(self, lease_s: float) -> None:
         """`lease_s`: seconds without a command after which a session is closed."""
         self._lease_s = lease_s
-        self._generator: Generator | None = None
+        self._generator: c.Generator | None = None
         self._health = Health()
 
-    def load(self, generator: Generator) -> None:
+    def load(self, generator: c.Generator) -> None:
         """Serve `generator`; until then every call fails with UNAVAILABLE."""
         self._generator = generator
 
@@ -97,9 +84,9 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     ) -> None:
         await self._health.report(self.Describe, pb.GeneratorServiceWatchResponse, request, context)
 
-    def _loaded(self) -> Generator:
+    def _loaded(self) -> c.Generator:
         if self._generator is None:
-            raise Unavailable("the model is loading", retry_after_s=2)
+            raise errors.Unavailable("the model is loading", retry_after_s=2)
         return self._generator
 
 
@@ -111,7 +98,7 @@ class _Commands:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: c.Generator,
         resources: AsyncExitStack,
         write: Callable[[pb.SessionResponse], Awaitable[None]],
     ) -> None:
@@ -119,7 +106,7 @@ class _Commands:
         self._resources = resources
         self._write = write
         self._texts = wire.StreamedTexts()
-        self._session: Session | None = None
+        self._session: c.Session | None = None
         self._max_tokens = 0
         self._max_candidates = 0
         self._last_id = 0  # the highest of a candidate, ever
@@ -128,7 +115,7 @@ class _Commands:
     async def answer(self, request: pb.SessionRequest) -> pb.SessionResponse:
         command = request.WhichOneof("command")
         if command is None:
-            raise InvalidRequest([Violation("command", "must be set")])
+            raise errors.InvalidRequest([errors.Violation("command", "must be set")])
         with telemetry.span(command, {names.SEQUENCE: request.sequence}):
             match command:
                 case "open":
@@ -142,7 +129,7 @@ class _Commands:
 
     async def _open(self, command: pb.OpenSession) -> pb.SessionResponse:
         if self._session or self._closed:
-            raise OutOfOrder("the session is open already")
+            raise errors.OutOfOrder("the session is open already")
         spec = await _spec_of(command, self._generator)
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, session.max_tokens
@@ -165,8 +152,8 @@ class _Commands:
         session = self._opened()
         if not 1 <= command.until_tokens <= self._max_tokens:
             description = f"must be 1 .. {self._max_tokens}, is {command.until_tokens}"
-            raise InvalidRequest([Violation("extend.until_tokens", description)])
-        parts: asyncio.Queue[Round | None] = asyncio.Queue()
+            raise errors.InvalidRequest([errors.Violation("extend.until_tokens", description)])
+        parts: asyncio.Queue[c.Round | None] = asyncio.Queue()
         report = parts.put_nowait if command.report else None
         extending = asyncio.create_task(session.extend(command.until_tokens, report))
         extending.add_done_callback(lambda _: parts.put_nowait(None))
@@ -185,7 +172,7 @@ class _Commands:
         ids = [self._last_id, *(number for number, _ in forks)]
         if any(later <= earlier for earlier, later in pairwise(ids)):
             accepted = f"must have ascending ids above {self._last_id}, the session's highest"
-            raise InvalidRequest([Violation("prune.forks", accepted)])
+            raise errors.InvalidRequest([errors.Violation("prune.forks", accepted)])
         self._last_id = ids[-1]
         room = max(0, self._max_candidates - len(command.keep))
         pruned = await session.prune(frozenset(command.keep), dict(forks[:room]))
@@ -199,23 +186,25 @@ class _Commands:
         await self._resources.aclose()
         return pb.SessionResponse(closed=pb.SessionClosed())
 
-    def _opened(self) -> Session:
+    def _opened(self) -> c.Session:
         if self._session is None:
-            raise OutOfOrder("the session is closed" if self._closed else "open comes first")
+            raise errors.OutOfOrder("the session is closed" if self._closed else "open comes first")
         return self._session
 
 
-async def _spec_of(command: pb.OpenSession, generator: Generator) -> SessionSpec:
+async def _spec_of(command: pb.OpenSession, generator: c.Generator) -> c.SessionSpec:
     """Raises InvalidRequest: a field is not valid."""
     description = await generator.describe()
-    spec = wire.from_message(command, SessionSpec)
+    spec = wire.from_message(command, c.SessionSpec)
     if spec.adapter == description.model:
         spec = replace(spec, adapter="")
-    raise_if_any(_check_open(spec, description))
+    errors.raise_if_any(_check_open(spec, description))
     return spec
 
 
-def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterator[Violation]:
+def _check_open(
+    spec: c.SessionSpec, description: c.GeneratorDescription
+) -> Iterator[errors.Violation]:
     yield from check_prompt(spec.prompt, "open.prompt")
     yield from check_candidates(spec.n, description.max_candidates, "open.n")
     limits = (description.context_tokens, description.vocabulary)
@@ -223,14 +212,14 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     candidates = spec.n or max(1, description.auto_candidates)
     yield from check_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
-        yield Violation("open.first_round_tokens", "must be 1 or more")
+        yield errors.Violation("open.first_round_tokens", "must be 1 or more")
     if not 0 < spec.weight < math.inf:
-        yield Violation("open.weight", "must be above 0")
+        yield errors.Violation("open.weight", "must be above 0")
     if not 0 <= spec.first_id <= MAX_BATCH:
-        yield Violation("open.first_id", f"must be 0 .. {MAX_BATCH}, is {spec.first_id}")
+        yield errors.Violation("open.first_id", f"must be 0 .. {MAX_BATCH}, is {spec.first_id}")
     if spec.adapter and spec.adapter not in description.adapters:
         there_are = ", ".join(description.adapters) or "none"
-        yield Violation("open.adapter", f"no such adapter, there are: {there_are}")
+        yield errors.Violation("open.adapter", f"no such adapter, there are: {there_are}")
 
 
 def _stale() -> pb.SessionResponse:

@@ -28,23 +28,8 @@ from generator_service.engine.commands import (
     Step,
     named_tokens,
 )
+from specrej import contracts as c
 from specrej.answer_form import written
-from specrej.contracts import (
-    NO_FORKS,
-    AnswerForm,
-    FinishReason,
-    Forks,
-    GeneratorDescription,
-    Prompt,
-    Pruned,
-    Report,
-    Round,
-    RoundEnd,
-    SessionSpec,
-    SlotGauge,
-    Tool,
-    ToolCall,
-)
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import refuse_images
 from specrej_models.slots import SlotLedger
@@ -73,7 +58,7 @@ class _Words:
         self._pieces = pieces
         self._text = text
 
-    def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
+    def grown(self, token_ids: Sequence[int], finish: c.FinishReason | None) -> str:
         for token_id in token_ids:
             if token_id >= len(_WORDS):
                 self._text += self._pieces[token_id - len(_WORDS)]
@@ -86,7 +71,7 @@ class _Words:
         return _Words(self._left_out, self._pieces, self._text)
 
 
-def _script(prompt: Prompt, candidate: int, form: AnswerForm, *, is_wrong: bool) -> str:
+def _script(prompt: c.Prompt, candidate: int, form: c.AnswerForm, *, is_wrong: bool) -> str:
     """What a candidate writes in place of words; empty: words."""
     tools = {tool.name: tool for tool in prompt.tools if prompt.tool_choice != "none"}
     turns = prompt.turns
@@ -108,7 +93,7 @@ def _script(prompt: Prompt, candidate: int, form: AnswerForm, *, is_wrong: bool)
     return f"The result is {', '.join(results)}." if results else ""
 
 
-def _calls(text: str) -> list[ToolCall]:
+def _calls(text: str) -> list[c.ToolCall]:
     """The calls that a text names, each with an object in JSON."""
     calls = []
     for match in _CALL.finditer(text):
@@ -116,11 +101,11 @@ def _calls(text: str) -> list[ToolCall]:
             _, end = json.JSONDecoder().raw_decode(text, match.end())
         except ValueError:
             continue
-        calls.append(ToolCall("", match[1], text[match.end() : end]))
+        calls.append(c.ToolCall("", match[1], text[match.end() : end]))
     return calls
 
 
-def _example(tool: Tool) -> ToolCall:
+def _example(tool: c.Tool) -> c.ToolCall:
     """A call with the arguments that are required."""
     schema = json.loads(tool.parameters or "{}")
     properties = {name: schema["properties"][name] for name in schema.get("required", ())}
@@ -128,7 +113,7 @@ def _example(tool: Tool) -> ToolCall:
         name: one.get("enum", [one.get("const", _EXAMPLES.get(one.get("type"), {}))])[0]
         for name, one in properties.items()
     }
-    return ToolCall("", tool.name, json.dumps(arguments))
+    return c.ToolCall("", tool.name, json.dumps(arguments))
 
 
 class ToySession:
@@ -137,13 +122,13 @@ class ToySession:
     fingerprint = ""  # the servicer has the generator's
     costly_rounds = False
 
-    def __init__(self, generator: ToyGenerator, session_id: int, spec: SessionSpec) -> None:
+    def __init__(self, generator: ToyGenerator, session_id: int, spec: c.SessionSpec) -> None:
         self.id = session_id
         self.n, self.reduced = 0, False  # until it is admitted
         self._prompt = prompt = spec.prompt
         text = prompt.text or " ".join(message.text for message in prompt.messages)
         marks = _THINKING if prompt.thinking else ()
-        self.answer_form = AnswerForm(_TOOL_FORMAT if prompt.tools else "", *marks)
+        self.answer_form = c.AnswerForm(_TOOL_FORMAT if prompt.tools else "", *marks)
         self._pieces: list[str] = []  # of all scripts; their token ids follow those of words
         # By candidate: its first tokens, and whether it ends behind them.
         self._scripts: dict[int, tuple[range, bool]] = {}
@@ -171,13 +156,13 @@ class ToySession:
         self._unreported = list(self._live)
         self.admitted.set()
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         until = min(until_tokens, self.max_tokens)
         self._generator.queue.widen(self, len(self._live))
-        ended_by = RoundEnd.DECISION_TOKEN
+        ended_by = c.RoundEnd.DECISION_TOKEN
         while self._live and self._num_tokens < until:
             if self._ledger.room_of(self.id) < len(self._live):
-                ended_by = RoundEnd.SLOTS_FULL
+                ended_by = c.RoundEnd.SLOTS_FULL
                 break
             if step_s := self._generator.step_s:
                 await asyncio.sleep(step_s)
@@ -187,11 +172,11 @@ class ToySession:
             if report and self._live and self._num_tokens < until and self._rate.is_due():
                 grown = self._live if len(self._unreported) == 1 else ()
                 report(self._round(grown, num_live=len(self._live)))
-        ended = self._round(self._unreported, ended_by if self._live else RoundEnd.ALL_FINISHED)
+        ended = self._round(self._unreported, ended_by if self._live else c.RoundEnd.ALL_FINISHED)
         self._unreported = list(self._live)
         return ended
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         live = {candidate.id: candidate for candidate in self._live}
         survivors = [live[number] for number in live if number in keep]
         freed = (len(live) - len(survivors)) * self._num_tokens
@@ -203,7 +188,7 @@ class ToySession:
         self._scripts |= {number: self._scripts[parent] for number, parent in made.items()}
         self._live = [*survivors, *(live[parent].fork(number) for number, parent in made.items())]
         self._unreported = list(self._live)
-        return Pruned(freed, self._gauge(), tuple(sorted(forks.keys() - made.keys())))
+        return c.Pruned(freed, self._gauge(), tuple(sorted(forks.keys() - made.keys())))
 
     def _step(self) -> None:
         failing = self._generator.failing_seed, _FAILING_STEP
@@ -255,24 +240,24 @@ class ToySession:
             candidate.new_top.append((ids, [logprob - rank for rank in range(len(ids))]))
         may_end = not sampling.ignore_eos and step >= sampling.min_tokens and not is_scripted
         if is_last or word in stops or (may_end and draw // 1000 % self._generator.end_every == 0):
-            candidate.finish = FinishReason.STOP
+            candidate.finish = c.FinishReason.STOP
         elif step + 1 == sampling.max_tokens:
-            candidate.finish = FinishReason.LENGTH
+            candidate.finish = c.FinishReason.LENGTH
 
     def _round(
         self,
         grown: Sequence[GrowingCandidate],
-        ended_by: RoundEnd = RoundEnd.DECISION_TOKEN,
+        ended_by: c.RoundEnd = c.RoundEnd.DECISION_TOKEN,
         num_live: int = 0,
-    ) -> Round:
+    ) -> c.Round:
         has_logprobs, position = self._sampling.logprobs, (self._num_tokens, self._gauge())
         candidates = tuple(one.report().candidate(logprobs=has_logprobs) for one in grown)
         tokens = named_tokens(candidates, self._token) if has_logprobs else ()
-        return Round(candidates, ended_by, *position, tokens, num_live=num_live)
+        return c.Round(candidates, ended_by, *position, tokens, num_live=num_live)
 
-    def _gauge(self) -> SlotGauge:
+    def _gauge(self) -> c.SlotGauge:
         own = self.prompt_tokens + self._ledger.owned_by(self.id)
-        return SlotGauge(self._ledger.capacity, self._ledger.owned, own)
+        return c.SlotGauge(self._ledger.capacity, self._ledger.owned, own)
 
 
 class ToyGenerator:
@@ -306,7 +291,7 @@ class ToyGenerator:
         )
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
         await self.check(spec)
         session = ToySession(self, next(self._ids), spec)
         self.queue.enter(session)
@@ -322,7 +307,7 @@ class ToyGenerator:
                 self.ledger.evict(session.prompt_tokens)
             self.queue.admit_waiting()
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         refuse_images(spec.prompt)
         if spec.sampling.structured_output:
             refused = "is not supported: the toy has no tokenizer"
@@ -335,12 +320,12 @@ class ToyGenerator:
 
     def load(self) -> Load:
         """Slots and sessions as of now."""
-        slots = SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
+        slots = c.SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
         return Load(slots, self.ledger.num_sessions, 0)
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         load = self.load()
-        return GeneratorDescription(
+        return c.GeneratorDescription(
             model="toy",
             fingerprint=f"toy-{self.end_every}",
             context_tokens=_CONTEXT_TOKENS,

@@ -12,31 +12,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from generator_service.engine.grammar import JSON_OPTIONS, VALUES, checked_schema
+from specrej import contracts as c
 from specrej.answer_form import CALL_MARKS
-from specrej.contracts import (
-    AnswerForm,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Prompt,
-    Regex,
-    Sampling,
-    StructuredOutput,
-    Tool,
-)
 
 _ANY = r"(.|\n)*"
 _NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
 def constrained(
-    prompt: Prompt,
-    sampling: Sampling,
-    form: AnswerForm,
+    prompt: c.Prompt,
+    sampling: c.Sampling,
+    form: c.AnswerForm,
     tokens: Mapping[str, int],
     *,
     may_repeat: bool,
-) -> StructuredOutput | None:
+) -> c.StructuredOutput | None:
     """What complete answers conform to; None: any text.
 
     `tokens`: special tokens among the marks, by text; `may_repeat`: whether the model's chat
@@ -55,13 +45,13 @@ def constrained(
         lines += writer.calls(prompt, several=may_repeat and prompt.parallel_tool_calls)
     else:
         lines += writer.output(output)
-    return Grammar("\n".join(lines))
+    return c.Grammar("\n".join(lines))
 
 
 class _Writer:
     """Writes rules; names of rules are those of the grammar's whole."""
 
-    def __init__(self, form: AnswerForm, tokens: Mapping[str, int]) -> None:
+    def __init__(self, form: c.AnswerForm, tokens: Mapping[str, int]) -> None:
         self._form, self._tokens = form, tokens
 
     def start(self, max_thinking_tokens: int) -> list[str]:
@@ -87,21 +77,21 @@ class _Writer:
             else f"LAST: /{_ANY}{_regex(end)}/",
         ]
 
-    def output(self, output: StructuredOutput | None) -> list[str]:
+    def output(self, output: c.StructuredOutput | None) -> list[str]:
         """The answer after the reasoning, of a prompt without tools."""
         match output:
-            case JsonSchema(schema):
+            case c.JsonSchema(schema):
                 return [f"answer: {_json(json.loads(checked_schema(schema)))}"]
-            case JsonObject():
+            case c.JsonObject():
                 return [f"answer: {_json({'type': 'object'})}"]
-            case Regex(pattern):
+            case c.Regex(pattern):
                 slashed = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", pattern)
                 return ["answer: ANSWER", f"ANSWER: /{slashed}/".replace("\n", r"\n")]
-            case Grammar(lark):
+            case c.Grammar(lark):
                 return [f"answer: %lark {{\n{lark}\n}}"]
         return ["answer: TEXT?", self._text()]
 
-    def calls(self, prompt: Prompt, *, several: bool) -> list[str]:
+    def calls(self, prompt: c.Prompt, *, several: bool) -> list[str]:
         """An answer that is text, or calls; with a choice, calls only."""
 
         def again(text: str) -> str:
@@ -136,7 +126,7 @@ class _Writer:
             rules += [self._text(without="" if mark == "lead" else text)]
         return [f"answer: {'TEXT? | ' if may_be_text else ''}{calls}", *rules]
 
-    def _named(self, tool: Tool) -> str:
+    def _named(self, tool: c.Tool) -> str:
         arguments = f"{self._mark('[ARGS]')}?" if "[ARGS]" in self._tokens else '"[ARGS]"?'
         return f"{json.dumps(tool.name)} {arguments} {_json(_parameters(tool))}"
 
@@ -166,7 +156,7 @@ def _json(schema: dict[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
+def _parameters(tool: c.Tool) -> dict[str, Any]:
     """A tool's schema. Raises ValueError: it is not supported, or not of objects."""
     schema: dict[str, Any] = json.loads(checked_schema(tool.parameters or _NO_ARGUMENTS))
     if schema.setdefault("type", "object") != "object":
@@ -174,7 +164,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     return schema
 
 
-def _call_schema(tools: list[Tool], key: str) -> dict[str, Any]:
+def _call_schema(tools: list[c.Tool], key: str) -> dict[str, Any]:
     """The schema of one call, with the parameters of each tool as definitions."""
     definitions, calls = {}, []
     for number, tool in enumerate(tools):

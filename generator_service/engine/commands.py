@@ -13,16 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from generator_service.admission import Demand
-from specrej.contracts import (
-    PLAIN,
-    AnswerForm,
-    Candidate,
-    FinishReason,
-    RoundEnd,
-    Sampling,
-    SlotGauge,
-    TokenText,
-)
+from specrej import contracts as c
 
 if TYPE_CHECKING:
     from generator_service.engine.grammar import CompiledGrammar
@@ -41,7 +32,7 @@ class CompletesStop(Protocol):
 class GrowingText(Protocol):
     """One candidate's text; it receives each token once, in order."""
 
-    def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
+    def grown(self, token_ids: Sequence[int], finish: c.FinishReason | None) -> str:
         """The text so far with the candidate's next tokens, without an incomplete last character.
         If they finish it: without the end token or the stop text."""
 
@@ -63,7 +54,7 @@ class OpenCommand:
 
     prompt_ids: Sequence[int]
     n: int
-    sampling: Sampling
+    sampling: c.Sampling
     first_round_tokens: int
     stop_texts: Callable[[], CompletesStop] | None = None
     cache_salt: str = ""
@@ -72,7 +63,7 @@ class OpenCommand:
     weight: float = 1.0  # of the tenant, whose sessions have equal salts
     first_id: int = 0
     images: Any = None  # of the prompt, as the program that computes wants them
-    answer_form: AnswerForm = PLAIN
+    answer_form: c.AnswerForm = c.PLAIN
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
@@ -91,17 +82,17 @@ class OpenCommand:
 
     def finish_of(
         self, candidate: GrowingCandidate, eos_ids: frozenset[int]
-    ) -> FinishReason | None:
+    ) -> c.FinishReason | None:
         """Why a candidate has finished with its newest token; None: it goes on."""
         sampling, num_tokens = self.sampling, len(candidate.token_ids)
         newest = candidate.token_ids[-1]
         stops = candidate.completes_stop and candidate.completes_stop(newest)
         if stops and num_tokens >= sampling.min_tokens:
-            return FinishReason.STOP
+            return c.FinishReason.STOP
         is_eos = newest in eos_ids and not sampling.ignore_eos
         if is_eos or newest in sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= sampling.max_tokens else None
+            return c.FinishReason.STOP
+        return c.FinishReason.LENGTH if num_tokens >= sampling.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +112,9 @@ class PrefixBatch:
     """A round's result, or a part of one, as `contracts.Round`; candidates are copies."""
 
     prefixes: tuple[GrowingCandidate, ...]
-    ended_by: RoundEnd
+    ended_by: c.RoundEnd
     num_tokens: int
-    slots: SlotGauge
+    slots: c.SlotGauge
     num_live: int = 0
 
 
@@ -145,11 +136,11 @@ class ReportRate:
 
 
 def named_tokens(
-    candidates: Sequence[Candidate], bytes_of: Callable[[int], bytes]
-) -> tuple[TokenText, ...]:
+    candidates: Sequence[c.Candidate], bytes_of: Callable[[int], bytes]
+) -> tuple[c.TokenText, ...]:
     """The bytes of every new token and every one that was most probable, each once."""
-    ids = {token for c in candidates for token in (*c.new_token_ids, *c.new_top_token_ids)}
-    return tuple(TokenText(token, bytes_of(token)) for token in sorted(ids))
+    ids = {token for one in candidates for token in (*one.new_token_ids, *one.new_top_token_ids)}
+    return tuple(c.TokenText(token, bytes_of(token)) for token in sorted(ids))
 
 
 @dataclass(slots=True)
@@ -162,7 +153,7 @@ class GrowingCandidate:
     token_ids: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)
     logprob: float = 0.0
-    finish: FinishReason | None = None
+    finish: c.FinishReason | None = None
     new_top: list[Top] = field(default_factory=list)  # only if requested
 
     @property
@@ -193,11 +184,11 @@ class GrowingCandidate:
         self.new_logprobs, self.new_top = [], []
         return reported
 
-    def candidate(self, *, logprobs: bool) -> Candidate:
+    def candidate(self, *, logprobs: bool) -> c.Candidate:
         """The candidate as reported; log-probabilities of its new tokens only if requested."""
         new_token_ids = self.token_ids[len(self.token_ids) - self.num_new :]
         text = self.text.grown(new_token_ids, self.finish) if self.text else ""
-        return Candidate(
+        return c.Candidate(
             id=self.id,
             text=text,
             num_tokens=len(self.token_ids),
@@ -218,7 +209,7 @@ class GrowingCandidate:
 class Load:
     """Slots and sessions at a moment; `waiting`: sessions that wait for slots."""
 
-    slots: SlotGauge
+    slots: c.SlotGauge
     sessions: int
     waiting: int
 

@@ -25,21 +25,7 @@ from generator_service.engine.commands import (
 from generator_service.engine.grammar import path_of, refusal
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread
-from specrej.contracts import (
-    NO_FORKS,
-    AnswerForm,
-    Forks,
-    Generator,
-    GeneratorDescription,
-    Image,
-    Prompt,
-    Pruned,
-    Report,
-    Round,
-    Sampling,
-    SessionSpec,
-    StructuredOutput,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import check_prompt_bytes, refuse_images
 from specrej.threads import WorkClock
@@ -56,7 +42,7 @@ class ReadImages(Protocol):
     """Converts a prompt's images for the program that computes."""
 
     async def __call__(
-        self, prompt_ids: Sequence[int], images: Mapping[str, Image], cache_salt: str
+        self, prompt_ids: Sequence[int], images: Mapping[str, c.Image], cache_salt: str
     ) -> tuple[Sequence[int], Any]:
         """The prompt's tokens with those of its images, and `OpenCommand.images`. No tokens: the
         program is a server that is sent messages, and counts them.
@@ -72,7 +58,7 @@ class Frontend:
     def __init__(
         self,
         text: Text,
-        card: GeneratorDescription,
+        card: c.GeneratorDescription,
         read_images: ReadImages | None = None,
         *,
         has_grammars: bool = True,
@@ -93,12 +79,12 @@ class Frontend:
         """Seconds since the oldest running tokenizer call began; 0 if none runs."""
         return self._clock.oldest_s()
 
-    def description(self, load: Load) -> GeneratorDescription:
+    def description(self, load: Load) -> c.GeneratorDescription:
         """The card with slots and sessions as in `load`."""
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
         return replace(self._card, slots=slots, sessions=sessions, waiting=waiting)
 
-    async def warm_up(self, generator: Generator) -> None:
+    async def warm_up(self, generator: c.Generator) -> None:
         """Take a few steps of the generator, whose frontend this is.
 
         So first-time work is done before the first request, and `step_growth` is measured: not on
@@ -108,7 +94,7 @@ class Frontend:
         slots = (await generator.describe()).slots.capacity
         most = max(1, min(_ROWS, self._card.max_candidates, slots // _ROW_SLOTS))
         for n in (most, 1) * _MEASUREMENTS:
-            spec = SessionSpec(Prompt(text="Hello"), n, Sampling(2, ignore_eos=True), 2)
+            spec = c.SessionSpec(c.Prompt(text="Hello"), n, c.Sampling(2, ignore_eos=True), 2)
             async with generator.open(spec) as session:
                 await session.extend(1)
                 began = time.perf_counter()
@@ -118,7 +104,7 @@ class Frontend:
         if most == _ROWS and not self._card.device.startswith("cpu"):
             self._card = replace(self._card, step_growth=seconds[most] / seconds[1])
 
-    async def command(self, spec: SessionSpec) -> OpenCommand:
+    async def command(self, spec: c.SessionSpec) -> OpenCommand:
         """A session's spec in tokens.
 
         Raises:
@@ -163,8 +149,8 @@ class Frontend:
         )
 
     def _output(
-        self, prompt: Prompt, sampling: Sampling, form: AnswerForm
-    ) -> tuple[StructuredOutput | None, str]:
+        self, prompt: c.Prompt, sampling: c.Sampling, form: c.AnswerForm
+    ) -> tuple[c.StructuredOutput | None, str]:
         """What complete answers conform to, and the field that is refused where it cannot be.
 
         Raises:
@@ -189,15 +175,15 @@ class Frontend:
         except ValueError as error:
             raise InvalidRequest([refusal(path, error)]) from None
 
-    async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+    async def round(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round:
         return await self._in_thread(lambda: self.part(batch, sampling))
 
-    def part(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+    def part(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round:
         """`round` without a thread: a part has one candidate's tokens of 50 ms."""
         has_logprobs, position = sampling.logprobs, (batch.ended_by, batch.num_tokens, batch.slots)
         candidates = tuple(prefix.candidate(logprobs=has_logprobs) for prefix in batch.prefixes)
         tokens = named_tokens(candidates, self._text.token) if has_logprobs else ()
-        return Round(candidates, *position, tokens, num_live=batch.num_live)
+        return c.Round(candidates, *position, tokens, num_live=batch.num_live)
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         def timed() -> T:
@@ -245,7 +231,7 @@ class LocalSession:
         self.max_tokens = command.sampling.max_tokens
         self.answer_form = command.answer_form
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         loop = asyncio.get_running_loop()
 
         def receive(part: PrefixBatch) -> None:
@@ -259,19 +245,19 @@ class LocalSession:
         ended = asyncio.wrap_future(growing)
         return await self._frontend.round(await ended, self._sampling)
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         return await asyncio.wrap_future(self._engine.prune(self._id, keep, forks))
 
 
 class LocalGenerator:
     """A `Generator` on an engine of this process."""
 
-    def __init__(self, engine: EngineThread, text: Text, card: GeneratorDescription) -> None:
+    def __init__(self, engine: EngineThread, text: Text, card: c.GeneratorDescription) -> None:
         self._engine = engine
         self._frontend = Frontend(text, card)
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[LocalSession]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[LocalSession]:
         command = await self._frontend.command(spec)
         session_id, opened = self._engine.open(command)
         try:
@@ -280,10 +266,10 @@ class LocalGenerator:
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         await self._frontend.command(spec)
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         return self._frontend.description(self.load())
 
     async def warm_up(self) -> None:

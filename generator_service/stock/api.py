@@ -13,18 +13,7 @@ from generator_service.engine.grammar import checked_schema
 from generator_service.engine.sampling import LEAST_LOGPROB
 from generator_service.stock.requests import Ask, Part, continues_exactly, structured_fields
 from generator_service.stock.server import encodable, reading
-from specrej.contracts import (
-    PLAIN,
-    AnswerForm,
-    CandidateForm,
-    FinishReason,
-    JsonObject,
-    JsonSchema,
-    Message,
-    Prompt,
-    Sampling,
-    StructuredOutput,
-)
+from specrej import contracts as c
 from specrej.contracts.requests import MAX_INT32
 from specrej_models.tools import JSON_CALLS, as_text, chat_message, function_of, with_tools
 
@@ -37,7 +26,7 @@ _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
 _LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
 _LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
 _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-TEXT_CALLS = AnswerForm("hermes")
+TEXT_CALLS = c.AnswerForm("hermes")
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 
 
@@ -64,10 +53,10 @@ class Abilities:
     tools: bool = False
 
     @property
-    def form(self) -> CandidateForm:
+    def form(self) -> c.CandidateForm:
         if self.ids:
-            return CandidateForm.ROUNDS
-        return CandidateForm.STREAMS if self.streams else CandidateForm.WHOLE_ANSWERS
+            return c.CandidateForm.ROUNDS
+        return c.CandidateForm.STREAMS if self.streams else c.CandidateForm.WHOLE_ANSWERS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,12 +117,12 @@ def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
     return "/chat/completions", {**fields, "messages": [chat_message(turn) for turn in turns]}
 
 
-def answer_form(prompt: Prompt, able: Abilities) -> AnswerForm:
+def answer_form(prompt: c.Prompt, able: Abilities) -> c.AnswerForm:
     """How `CallsAsText` writes the answers of chats; servers without tools are asked for JSON."""
-    return (TEXT_CALLS if able.tools else JSON_CALLS) if prompt.tools else PLAIN
+    return (TEXT_CALLS if able.tools else JSON_CALLS) if prompt.tools else c.PLAIN
 
 
-def tools_of(prompt: Prompt) -> dict[str, Any]:
+def tools_of(prompt: c.Prompt) -> dict[str, Any]:
     """The fields of a chat with tools."""
     choice: Any = prompt.tool_choice
     if prompt.tool_name:
@@ -145,17 +134,17 @@ def tools_of(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _without_tools(prompt: Prompt) -> list[Message]:
+def _without_tools(prompt: c.Prompt) -> list[c.Message]:
     turns = as_text(prompt.messages, JSON_CALLS)
     if not prompt.tools:
         return turns
     return with_tools(turns, prompt.tools, JSON_CALLS, takes_system=False)  # that is unknown
 
 
-def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
+def _sampling_fields(sampling: c.Sampling, able: Abilities) -> dict[str, Any]:
     """Fields of the body by the server's names. Servers that read defaults from the model receive
     all, others only those of OpenAI's and what differs from the defaults."""
-    is_llama, default = able.kind == "llamacpp", Sampling()
+    is_llama, default = able.kind == "llamacpp", c.Sampling()
     more = _LLAMA_NAMES if is_llama else _MORE_NAMES
     body = {name: getattr(sampling, name) for name in ("temperature", "top_p")}
     for name, theirs in {**_PENALTIES, **more}.items():
@@ -173,15 +162,15 @@ def _sampling_fields(sampling: Sampling, able: Abilities) -> dict[str, Any]:
     return body
 
 
-def structured_field(output: StructuredOutput, name: str) -> dict[str, Any]:
+def structured_field(output: c.StructuredOutput, name: str) -> dict[str, Any]:
     """The field of the body for a structured output, by the name of `Abilities.structured`."""
     if name == "structured_outputs":
         return {name: structured_fields(output)}
-    assert isinstance(output, JsonObject | JsonSchema)
+    assert isinstance(output, c.JsonObject | c.JsonSchema)
     if name == "json_schema":  # llama.cpp's, which reads patterns of x-guidance as texts
-        schema = output.schema if isinstance(output, JsonSchema) else '{"type": "object"}'
+        schema = output.schema if isinstance(output, c.JsonSchema) else '{"type": "object"}'
         return {name: json.loads(checked_schema(schema))}
-    if isinstance(output, JsonObject):
+    if isinstance(output, c.JsonObject):
         return {name: {"type": "json_object"}}
     described = {"name": "answer", "schema": json.loads(output.schema), "strict": True}
     return {name: {"type": "json_schema", "json_schema": described}}
@@ -252,7 +241,7 @@ def part_of(
         finish = choice.get("finish_reason")
         # A filtered answer is not complete.
         is_complete = finish in ("stop", "tool_calls")
-        reason = FinishReason.STOP if is_complete else FinishReason.LENGTH
+        reason = c.FinishReason.STOP if is_complete else c.FinishReason.LENGTH
         part = Part(ids, logprobs, top, text, reason if finish else None)
         if usage:
             part.prompt_tokens = _count(usage["prompt_tokens"])

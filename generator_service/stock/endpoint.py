@@ -31,21 +31,8 @@ from generator_service.stock.examiner import Examiner
 from generator_service.stock.generator import ServedText, StockGenerator
 from generator_service.stock.requests import Ask, Part
 from generator_service.stock.server import Server
+from specrej import contracts as c
 from specrej import fingerprint
-from specrej.contracts import (
-    NO_PROBE,
-    CandidateForm,
-    Generator,
-    GeneratorDescription,
-    Image,
-    JsonObject,
-    JsonSchema,
-    Prompt,
-    Round,
-    Sampling,
-    SessionSpec,
-    SlotGauge,
-)
 from specrej.contracts.errors import InternalError, Overloaded, Unavailable, Violation
 from specrej.contracts.validation import check_images, refuse_images
 from specrej_models.tools import JSON_CALLS
@@ -115,11 +102,11 @@ class EndpointRequests:
 class TextFrontend:
     """Commands and candidates of a server that is sent text; it counts and cuts tokens itself."""
 
-    def __init__(self, card: GeneratorDescription, able: Abilities) -> None:
+    def __init__(self, card: c.GeneratorDescription, able: Abilities) -> None:
         tool_format = (TEXT_CALLS if able.tools else JSON_CALLS).tool_format
         self._card, self._able = replace(card, tool_format=tool_format), able
 
-    async def command(self, spec: SessionSpec) -> OpenCommand:
+    async def command(self, spec: c.SessionSpec) -> OpenCommand:
         """As `Frontend.command`, without tokens."""
         first, salt = spec.first_round_tokens, spec.cache_salt
         return OpenCommand(
@@ -133,28 +120,28 @@ class TextFrontend:
             answer_form=answer_form(spec.prompt, self._able),
         )
 
-    async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+    async def round(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round:
         return self.part(batch, sampling)
 
-    def part(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+    def part(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round:
         """Its candidates have no token ids."""
         made = (prefix.candidate(logprobs=False) for prefix in batch.prefixes)
         candidates = tuple(replace(one, new_token_ids=()) for one in made)
         position = batch.ended_by, batch.num_tokens, batch.slots
-        return Round(candidates, *position, num_live=batch.num_live)
+        return c.Round(candidates, *position, num_live=batch.num_live)
 
-    def description(self, load: Load) -> GeneratorDescription:
+    def description(self, load: Load) -> c.GeneratorDescription:
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
         return replace(self._card, slots=slots, sessions=sessions, waiting=waiting)
 
-    async def warm_up(self, generator: Generator) -> None:
+    async def warm_up(self, generator: c.Generator) -> None:
         """Nothing is to be prepared."""
 
     def heartbeat_s(self) -> float:
         return 0.0
 
 
-def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
+def refusals(spec: c.SessionSpec, able: Abilities) -> Iterator[Violation]:
     """What a session's spec requires of the server that it cannot do.
 
     Raises:
@@ -177,7 +164,7 @@ def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
     if not able.structured:
         lacks["structured_output"] = "the endpoint has no structured outputs"
     elif able.structured != "structured_outputs" and not isinstance(
-        output, JsonObject | JsonSchema
+        output, c.JsonObject | c.JsonSchema
     ):
         lacks["structured_output"] = "the endpoint takes JSON schemas only"
     for name, why in lacks.items():
@@ -185,7 +172,7 @@ def refusals(spec: SessionSpec, able: Abilities) -> Iterator[Violation]:
             yield Violation(f"sampling.{name}", f"must be absent: {why}")
 
 
-def _refusals_of(prompt: Prompt, able: Abilities) -> Iterator[Violation]:
+def _refusals_of(prompt: c.Prompt, able: Abilities) -> Iterator[Violation]:
     """What is refused where the server renders the prompt."""
     if able.ids and not prompt.images:
         return
@@ -198,7 +185,7 @@ def _refusals_of(prompt: Prompt, able: Abilities) -> Iterator[Violation]:
 
 
 async def _as_messages(
-    prompt_ids: Sequence[int], images: Mapping[str, Image], cache_salt: str
+    prompt_ids: Sequence[int], images: Mapping[str, c.Image], cache_salt: str
 ) -> tuple[Sequence[int], Any]:
     """As `ReadImages`, for a server, which alone knows how many tokens an image has."""
     return (), images
@@ -230,7 +217,7 @@ async def open_endpoint(
     context_tokens = settings.context_tokens or able.context_tokens or _UNKNOWN_CONTEXT
     slots = settings.kv_slots or settings.max_candidates * context_tokens
     about = {"url": server.url, "model": settings.model, "version": able.version}
-    card = GeneratorDescription(
+    card = c.GeneratorDescription(
         model=settings.model,
         fingerprint=fingerprint.of_values(**about, form=able.form.value),
         context_tokens=context_tokens,
@@ -238,10 +225,10 @@ async def open_endpoint(
         vocabulary=examined.probe.vocabulary if examined else _UNKNOWN_VOCABULARY,
         slot_bytes=0,
         device=f"remote {able.kind}",
-        slots=SlotGauge(slots, 0, 0),
+        slots=c.SlotGauge(slots, 0, 0),
         auto_candidates=min(settings.auto_candidates or _AUTO_CANDIDATES, settings.max_candidates),
-        can_fork=able.form is CandidateForm.ROUNDS,
-        probe=examined.probe if examined else NO_PROBE,
+        can_fork=able.form is c.CandidateForm.ROUNDS,
+        probe=examined.probe if examined else c.NO_PROBE,
         form=able.form,
         ignores_seeds=not able.seeds,
         abilities=able.names,

@@ -33,21 +33,7 @@ from generator_service.engine.commands import (
     Step,
 )
 from generator_service.stock.requests import Ask, Part, Requests, continues_exactly
-from specrej.contracts import (
-    NO_FORKS,
-    CandidateForm,
-    FinishReason,
-    Forks,
-    Generator,
-    GeneratorDescription,
-    Pruned,
-    Report,
-    Round,
-    RoundEnd,
-    Sampling,
-    SessionSpec,
-    SlotGauge,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import OutOfOrder, SessionExpired, Violation, raise_if_any
 from specrej_models.slots import SlotLedger
 
@@ -58,11 +44,11 @@ _INTERVAL = 32
 class Frontend(Protocol):
     """Converts prompts to commands, and prefixes to candidates."""
 
-    async def command(self, spec: SessionSpec) -> OpenCommand: ...
-    async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round: ...
-    def part(self, batch: PrefixBatch, sampling: Sampling) -> Round: ...
-    def description(self, load: Load) -> GeneratorDescription: ...
-    async def warm_up(self, generator: Generator) -> None: ...
+    async def command(self, spec: c.SessionSpec) -> OpenCommand: ...
+    async def round(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round: ...
+    def part(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round: ...
+    def description(self, load: Load) -> c.GeneratorDescription: ...
+    async def warm_up(self, generator: c.Generator) -> None: ...
     def heartbeat_s(self) -> float: ...
 
 
@@ -84,7 +70,7 @@ class Stream:
         while not self._ahead:
             if self._reading.done():
                 self._reading.result()
-                return Part((), (), finish=FinishReason.LENGTH)
+                return Part((), (), finish=c.FinishReason.LENGTH)
             self._arrived.clear()
             await self._arrived.wait()
         part = self._ahead.pop(0)
@@ -113,7 +99,7 @@ class StockSession:
     """A `Session` of requests; one call at a time."""
 
     def __init__(
-        self, generator: StockGenerator, session_id: int, spec: SessionSpec, command: OpenCommand
+        self, generator: StockGenerator, session_id: int, spec: c.SessionSpec, command: OpenCommand
     ) -> None:
         self.id = session_id
         self.command = command
@@ -125,9 +111,9 @@ class StockSession:
         self.blocks = Blocks(generator.block_tokens, max(1, self.prompt_tokens))
         self.form = generator.form_of(command)
         self.answer_form = command.answer_form
-        self.costly_rounds = self.form is CandidateForm.ROUNDS
+        self.costly_rounds = self.form is c.CandidateForm.ROUNDS
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
-        if self.form is not CandidateForm.ROUNDS:  # a stream may reach its end in the first round
+        if self.form is not c.CandidateForm.ROUNDS:  # a stream may reach its end in the first round
             self.demand = replace(self.demand, first_round_tokens=self.max_tokens)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.live: list[GrowingCandidate] = []
@@ -150,13 +136,13 @@ class StockSession:
         self.live = self.command.candidates(n)
         self.admitted.set_result(None)
 
-    async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
+    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
         """As `Session.extend`; a failure or a cancellation ends the session."""
         reported = list(self.live)
         self._enter()
         try:
             until = min(until_tokens, self.max_tokens)
-            if self.form is CandidateForm.WHOLE_ANSWERS:
+            if self.form is c.CandidateForm.WHOLE_ANSWERS:
                 until = self.max_tokens
             ended_by = await self._grow(until, report)
             self._generator.queue.admit_waiting()  # finished candidates have left slots
@@ -165,7 +151,7 @@ class StockSession:
             raise
         finally:
             self._is_busy = False
-        longest = max((len(c.token_ids) for c in reported), default=self.num_tokens)
+        longest = max((len(one.token_ids) for one in reported), default=self.num_tokens)
         num_tokens = self.num_tokens if self.live else max(self.num_tokens, longest)
         prefixes = tuple(candidate.report() for candidate in reported)
         batch = PrefixBatch(prefixes, ended_by, num_tokens, self._gauge())
@@ -176,7 +162,7 @@ class StockSession:
         prefilled, self._prefilled = self._prefilled, 0
         return replace(ended, prefilled_tokens=prefilled)
 
-    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
         """As `Session.prune`; streams refuse forks."""
         self._enter()
         try:
@@ -187,7 +173,7 @@ class StockSession:
             own, queue = self._own(self.num_tokens), self._generator.queue
             self._ledger.give_back(self.id, freed := len(rejected) * own)
             queue.narrow(self, len(self.live), self.num_tokens)
-            possible = forks if self.form is CandidateForm.ROUNDS else NO_FORKS
+            possible = forks if self.form is c.CandidateForm.ROUNDS else c.NO_FORKS
             made = queue.with_room(self, possible, live, len(self.live), self.num_tokens)
             self._ledger.take(self.id, len(made) * own)
             self.live += [live[parent].fork(number) for number, parent in made.items()]
@@ -196,7 +182,7 @@ class StockSession:
             self._is_busy = False
         discarded, self._discarded = self._discarded, 0
         refused = tuple(sorted(forks.keys() - made.keys()))
-        return Pruned(freed, self._gauge(), refused, discarded)
+        return c.Pruned(freed, self._gauge(), refused, discarded)
 
     async def close(self) -> None:
         """Free everything, whether it was admitted or not."""
@@ -208,19 +194,19 @@ class StockSession:
         finally:
             self._generator.leave(self)
 
-    async def _grow(self, until: int, report: Report | None) -> RoundEnd:
+    async def _grow(self, until: int, report: c.Report | None) -> c.RoundEnd:
         while self.live and self.num_tokens < until:
             self._generator.queue.widen(self, len(self.live))
             reach = until
-            if self.form is CandidateForm.ROUNDS:
+            if self.form is c.CandidateForm.ROUNDS:
                 room = self._ledger.share_of(self.id) // len(self.live)
                 reach = min(until, self.blocks.reach(room))
             if reach <= self.num_tokens:
-                return RoundEnd.SLOTS_FULL
+                return c.RoundEnd.SLOTS_FULL
             await self._grow_to(reach, report)
-        return RoundEnd.DECISION_TOKEN if self.live else RoundEnd.ALL_FINISHED
+        return c.RoundEnd.DECISION_TOKEN if self.live else c.RoundEnd.ALL_FINISHED
 
-    async def _grow_to(self, until: int, report: Report | None) -> None:
+    async def _grow_to(self, until: int, report: c.Report | None) -> None:
         """All live candidates to `until` tokens, for which there is room."""
         growing, self._first = list(self.live), self.live[0].id
         own = self._own(until)
@@ -239,10 +225,10 @@ class StockSession:
         self._ledger.give_back(self.id, len(finished) * own)
 
     async def _receive(
-        self, candidate: GrowingCandidate, until: int, report: Report | None
+        self, candidate: GrowingCandidate, until: int, report: c.Report | None
     ) -> None:
         """Append the tokens of a candidate up to `until`, or until it has finished."""
-        if self.form is CandidateForm.ROUNDS:
+        if self.form is c.CandidateForm.ROUNDS:
             ask = self._ask(candidate, until, is_read=report is not None)
             async with aclosing(self._generator.requests.generate(ask)) as parts:
                 async for part in parts:
@@ -250,7 +236,7 @@ class StockSession:
                     if candidate.finish:
                         return
             if len(candidate.token_ids) < until:
-                candidate.finish = FinishReason.LENGTH  # a limit of the program
+                candidate.finish = c.FinishReason.LENGTH  # a limit of the program
             return
         stream = self._streams.get(candidate.id)
         if stream is None:
@@ -263,7 +249,7 @@ class StockSession:
     def _ask(self, candidate: GrowingCandidate, until: int, *, is_read: bool) -> Ask:
         has_stop_texts = self.command.stop_texts is not None
         is_shown = is_read and candidate.id == self._first
-        streams = self.form is CandidateForm.STREAMS
+        streams = self.form is c.CandidateForm.STREAMS
         return Ask(
             self.command,
             self._spec.prompt,
@@ -275,7 +261,7 @@ class StockSession:
         )
 
     def _append(
-        self, candidate: GrowingCandidate, part: Part, until: int, report: Report | None
+        self, candidate: GrowingCandidate, part: Part, until: int, report: c.Report | None
     ) -> None:
         """Append a part's tokens, up to the one that finishes the candidate."""
         if isinstance(candidate.text, ServedText):
@@ -289,39 +275,39 @@ class StockSession:
             if candidate.finish:
                 self._discarded += len(part.token_ids) - step - 1
                 break
-        is_cut = len(candidate.token_ids) < until and part.finish is FinishReason.LENGTH
-        if part.finish is FinishReason.STOP or (is_cut and not candidate.finish):
+        is_cut = len(candidate.token_ids) < until and part.finish is c.FinishReason.LENGTH
+        if part.finish is c.FinishReason.STOP or (is_cut and not candidate.finish):
             candidate.finish = part.finish
         self._prefilled += part.prefilled_tokens
         self._prompt_tokens = self._prompt_tokens or part.prompt_tokens
         self._generator.count(part)
         self._report(candidate, report)
 
-    def _report(self, candidate: GrowingCandidate, report: Report | None) -> None:
+    def _report(self, candidate: GrowingCandidate, report: c.Report | None) -> None:
         """Report a part of the round, if it is due: of its only candidate, or of the first."""
         is_only = len(self.live) == 1
         if not report or candidate.finish or not (is_only or candidate.id == self._first):
             return
         if self._rate.is_due():
             parts = (candidate.report(),) if is_only else ()
-            position = RoundEnd.DECISION_TOKEN, len(candidate.token_ids), self._gauge()
+            position = c.RoundEnd.DECISION_TOKEN, len(candidate.token_ids), self._gauge()
             part = PrefixBatch(parts, *position, num_live=len(self.live))
             report(self._generator.frontend.part(part, self.command.sampling))
 
     def _own(self, tokens: int) -> int:
         """Slots of one candidate; a stream's are those of its whole answer."""
-        is_stream = self.form is not CandidateForm.ROUNDS
+        is_stream = self.form is not c.CandidateForm.ROUNDS
         return self.blocks.own(self.max_tokens if tokens and is_stream else tokens)
 
     async def _close_streams(self, candidates: Sequence[GrowingCandidate]) -> None:
-        streams = [self._streams.pop(c.id) for c in candidates if c.id in self._streams]
+        streams = [self._streams.pop(one.id) for one in candidates if one.id in self._streams]
         # They are not listed any more, so a cancellation must not skip this.
         closing = asyncio.gather(*(stream.close() for stream in streams))
         self._discarded += sum(await asyncio.shield(closing))
 
-    def _gauge(self) -> SlotGauge:
+    def _gauge(self) -> c.SlotGauge:
         own = self.blocks.shared + self._ledger.owned_by(self.id)
-        return SlotGauge(self._ledger.capacity, self._ledger.owned, own)
+        return c.SlotGauge(self._ledger.capacity, self._ledger.owned, own)
 
     def _enter(self) -> None:
         if self._is_closed:
@@ -347,7 +333,7 @@ class ServedText:
         else:
             self._pieces[-1] += text
 
-    def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
+    def grown(self, token_ids: Sequence[int], finish: c.FinishReason | None) -> str:
         """As `GrowingText.grown`."""
         self._num_grown += len(token_ids)
         return "".join(self._pieces[: self._num_grown + 1])
@@ -364,12 +350,12 @@ class StockGenerator:
         requests: Requests,
         frontend: Frontend,
         end_ids: frozenset[int],
-        card: GeneratorDescription,
+        card: c.GeneratorDescription,
         *,
         block_tokens: int = 1,
         can_stream: bool = True,
         max_waiting: int = 64,
-        refusals: Callable[[SessionSpec], Iterable[Violation]] = lambda _: (),
+        refusals: Callable[[c.SessionSpec], Iterable[Violation]] = lambda _: (),
         on_step: OnStep | None = None,
     ) -> None:
         """`card`: the frontend's, with the capacity in slots, which are counted in whole blocks.
@@ -397,7 +383,7 @@ class StockGenerator:
         self._sessions: dict[int, StockSession] = {}
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[StockSession]:
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[StockSession]:
         raise_if_any(self._refusals(spec))
         command = await self.frontend.command(spec)
         session = StockSession(self, next(self._ids), spec, command)
@@ -408,16 +394,16 @@ class StockGenerator:
         finally:
             await session.close()
 
-    async def check(self, spec: SessionSpec) -> None:
+    async def check(self, spec: c.SessionSpec) -> None:
         raise_if_any(self._refusals(spec))
         await self.frontend.command(spec)
 
-    async def describe(self) -> GeneratorDescription:
+    async def describe(self) -> c.GeneratorDescription:
         return self.frontend.description(self.load())
 
     def load(self) -> Load:
         """Slots and sessions as of now."""
-        gauge = SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
+        gauge = c.SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
         return Load(gauge, len(self._sessions), len(self.queue))
 
     async def warm_up(self) -> None:
@@ -432,11 +418,11 @@ class StockGenerator:
         """End the program, or the connections to it."""
         await self.requests.close()
 
-    def form_of(self, command: OpenCommand) -> CandidateForm:
+    def form_of(self, command: OpenCommand) -> c.CandidateForm:
         """The form of a session's candidates; messages with images cannot be continued."""
         continues = continues_exactly(command.sampling) and command.prompt_ids
-        if self._form is CandidateForm.ROUNDS and not continues:
-            return CandidateForm.STREAMS if self._can_stream else CandidateForm.WHOLE_ANSWERS
+        if self._form is c.CandidateForm.ROUNDS and not continues:
+            return c.CandidateForm.STREAMS if self._can_stream else c.CandidateForm.WHOLE_ANSWERS
         return self._form
 
     def count(self, part: Part) -> None:

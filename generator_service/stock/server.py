@@ -15,15 +15,7 @@ import httpx2
 
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.requests import Places
-from specrej.contracts.errors import (
-    InternalError,
-    InvalidRequest,
-    Overloaded,
-    RetryableError,
-    SpecrejError,
-    Unavailable,
-    Violation,
-)
+from specrej.contracts import errors
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
 from specrej.server.serving import time_left_s
@@ -101,14 +93,14 @@ class Server:
                 return
             except _Failed as failed:
                 if has_begun:
-                    raise Unavailable("the endpoint broke off a stream") from failed
+                    raise errors.Unavailable("the endpoint broke off a stream") from failed
                 error = failed.error(attempt)
                 delay_s = error.retry_after_s or 0.0
                 if not attempt and failed.reason in _STALE:
                     delay_s = 0.0
                 left_s = time_left_s()
                 longest_s = _MAX_DELAY_S if left_s is None else left_s
-                is_last = attempt + 1 == _ATTEMPTS or not isinstance(error, RetryableError)
+                is_last = attempt + 1 == _ATTEMPTS or not isinstance(error, errors.RetryableError)
                 if is_last or delay_s > longest_s:
                     raise error from failed
                 log.info("%s; again in %.1f s", error.message, delay_s)
@@ -178,20 +170,20 @@ class _Failed(Exception):
         self.status = status
         self._retry_after_s = retry_after_s
 
-    def error(self, attempt: int) -> SpecrejError:
+    def error(self, attempt: int) -> errors.SpecrejError:
         """What callers receive; if another attempt may succeed, with the time until then."""
         status = self.status
         if status in (401, 403):
-            return InternalError(f"the endpoint refuses the key: status {status}")
+            return errors.InternalError(f"the endpoint refuses the key: status {status}")
         if status not in (0, 408, 409, 429) and status < 500:
             reason = f"the endpoint refuses it with status {status}: {self.reason}"
-            return InvalidRequest([Violation("sampling", reason)])
+            return errors.InvalidRequest([errors.Violation("sampling", reason)])
         delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
         delay_s = max(delay_s, self._retry_after_s)
         if status == 429:
-            return Overloaded("the endpoint limits requests", retry_after_s=delay_s)
+            return errors.Overloaded("the endpoint limits requests", retry_after_s=delay_s)
         reason = f"answers with status {status}" if status else f"does not answer: {self.reason}"
-        return Unavailable(f"the endpoint {reason}", retry_after_s=delay_s)
+        return errors.Unavailable(f"the endpoint {reason}", retry_after_s=delay_s)
 
 
 def encodable(text: str) -> str:
@@ -206,7 +198,7 @@ def reading() -> Iterator[None]:
         yield
     except _MISFITS as error:
         reason = encodable(f"{type(error).__name__} {error}"[:200])
-        raise InternalError(f"the endpoint's answer cannot be read: {reason}") from error
+        raise errors.InternalError(f"the endpoint's answer cannot be read: {reason}") from error
 
 
 def _parsed(data: bytes | bytearray) -> Any:
@@ -238,7 +230,7 @@ async def _lines(response: httpx2.Response) -> AsyncIterator[bytearray]:
 
 def _check_length(received: bytearray) -> None:
     if len(received) > _MOST_BYTES:
-        raise InternalError(f"the endpoint's answer has more than {_MOST_BYTES} bytes")
+        raise errors.InternalError(f"the endpoint's answer has more than {_MOST_BYTES} bytes")
 
 
 def _retry_after_s(text: str) -> float:

@@ -37,13 +37,7 @@ from generator_service.loading import vllm_fingerprint
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.generator import StockGenerator
 from generator_service.stock.requests import Ask, Part, Places, structured_fields
-from specrej.contracts import (
-    CandidateForm,
-    FinishReason,
-    GeneratorDescription,
-    Image,
-    SlotGauge,
-)
+from specrej import contracts as c
 from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable, Violation
 from specrej.images import checked, opened
 from specrej_models.probe import check_tensors, examine
@@ -172,7 +166,7 @@ def _part(output: Any, most: int) -> Part:
         raise InternalError("the model's logits are not finite")
     if output.finish_reason not in (None, "stop", "length"):
         raise InternalError(f"vLLM ended a candidate by {output.finish_reason}")
-    finish = FinishReason(output.finish_reason) if output.finish_reason else None
+    finish = c.FinishReason(output.finish_reason) if output.finish_reason else None
     top = [_top(flat, start, most) for start in starts] if most else ()
     return Part(output.token_ids, logprobs, top, finish=finish)
 
@@ -191,7 +185,7 @@ class PromptImages:
     """
 
     def __init__(
-        self, renderer: Any, ids: Sequence[int], images: Collection[Image], salt: str
+        self, renderer: Any, ids: Sequence[int], images: Collection[c.Image], salt: str
     ) -> None:
         self._renderer = renderer
         self._ids, self._images, self._salt = ids, images, salt
@@ -219,7 +213,7 @@ class Processor:
         self._renderer = llm.renderer
 
     async def __call__(
-        self, prompt_ids: Sequence[int], images: Mapping[str, Image], cache_salt: str
+        self, prompt_ids: Sequence[int], images: Mapping[str, c.Image], cache_salt: str
     ) -> tuple[Sequence[int], PromptImages]:
         """As `ReadImages`: images are checked, and counted in tokens."""
         await asyncio.to_thread(checked, images)
@@ -263,7 +257,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
     block_tokens = config.cache_config.block_size
     capacity = (config.cache_config.num_gpu_blocks - SPARE_BLOCKS) * block_tokens
     device, template = current_platform.device_name, examined.template
-    card = GeneratorDescription(
+    card = c.GeneratorDescription(
         model=settings.files.name,
         fingerprint=vllm_fingerprint(settings, shape.dtype, vllm.__version__),
         context_tokens=shape.context_tokens,
@@ -271,11 +265,11 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         vocabulary=shape.vocabulary,
         slot_bytes=shape.slot_bytes,
         device=f"vllm {device} {shape.dtype}",
-        slots=SlotGauge(capacity, 0, 0),
+        slots=c.SlotGauge(capacity, 0, 0),
         auto_candidates=settings.auto_candidates_of(device),
         can_fork=True,
         probe=examined.probe,
-        form=CandidateForm.ROUNDS,
+        form=c.CandidateForm.ROUNDS,
         takes_images=_takes_images(llm) and bool(template and template.takes_images),
     )
     return StockGenerator(
