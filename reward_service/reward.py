@@ -12,22 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from specrej import contracts as c
 from specrej.answer_form import written
-from specrej.contracts import (
-    NO_PROBE,
-    AnswerForm,
-    Candidate,
-    FinishReason,
-    Message,
-    ModelProbe,
-    Prompt,
-    Scores,
-)
 from specrej.threads import settle
 
 T = TypeVar("T", bound=Hashable)
 
-_CALLS = AnswerForm("json")
+_CALLS = c.AnswerForm("json")
 
 
 class RewardLost(Exception):
@@ -37,7 +28,9 @@ class RewardLost(Exception):
 class Task:
     """A batch under way; its pieces are computed in the order in which they are taken."""
 
-    def __init__(self, pieces: Iterable[tuple[int, Any]], finish: Callable[[int], Scores]) -> None:
+    def __init__(
+        self, pieces: Iterable[tuple[int, Any]], finish: Callable[[int], c.Scores]
+    ) -> None:
         """pieces: the number of tokens of each, at least 1, and the piece. Each is made when the
         one before it is taken, the first one here. finish: from the number of tokens taken to one
         finite score per candidate, once every piece is computed.
@@ -60,7 +53,7 @@ class Task:
         self._num_taken += num_tokens
         return piece
 
-    def scores(self) -> Scores:
+    def scores(self) -> c.Scores:
         """One finite score per candidate."""
         return self._finish(self._num_taken)
 
@@ -75,14 +68,14 @@ class Reward:
     name: str  # in requests
     fingerprint: str  # digest of weights and settings
     description: str  # what it measures, in a sentence
-    probe: ModelProbe = NO_PROBE
+    probe: c.ModelProbe = c.NO_PROBE
     token_budget: int = 1  # most tokens per `compute`, unless a single piece has more
     takes_data: bool = False  # whether sessions are opened by `open_with`
     sample_data: str = ""  # that `open_with` accepts
     is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
     images: str = "text"  # as in its spec
 
-    def open(self, prompt: Prompt, *, once: bool = False) -> Any:
+    def open(self, prompt: c.Prompt, *, once: bool = False) -> Any:
         """A session that keeps nothing yet; `once`: it gets a single batch.
 
         Raises:
@@ -90,7 +83,7 @@ class Reward:
         """
         return prompt
 
-    def open_with(self, prompt: Prompt, data: str) -> Any:
+    def open_with(self, prompt: c.Prompt, data: str) -> Any:
         """A session of a reward that takes data: JSON, or an empty text.
 
         Raises:
@@ -98,9 +91,9 @@ class Reward:
         """
         raise NotImplementedError
 
-    def begin(self, session: Any, candidates: Sequence[Candidate]) -> Task:
+    def begin(self, session: Any, candidates: Sequence[c.Candidate]) -> Task:
         """A task for this batch; what the session keeps of other candidates is freed."""
-        scores: Future[Scores] = Future()  # if it fails, the other batches of its pass do not
+        scores: Future[c.Scores] = Future()  # if it fails, the other batches of its pass do not
         piece = partial(settle, scores, partial(self.score, session, candidates))
         return Task([(1, piece)], lambda _: scores.result())
 
@@ -116,7 +109,7 @@ class Reward:
     def free(self, session: Any) -> None:
         """Free what a session keeps; if it is used again, it computes that again."""
 
-    def score(self, session: Any, candidates: Sequence[Candidate]) -> Scores:
+    def score(self, session: Any, candidates: Sequence[c.Candidate]) -> c.Scores:
         """One finite score per candidate, higher is better; texts may be empty. `session`: what
         `open` returned, the prompt by default."""
         raise NotImplementedError
@@ -128,15 +121,15 @@ class RemoteReward(Protocol):
     name: str
     fingerprint: str
     description: str
-    probe: ModelProbe
+    probe: c.ModelProbe
     takes_data: bool
     sample_data: str
     is_cheap: bool
     images: str
 
     async def answer(
-        self, prompt: Prompt, candidates: Sequence[Candidate], data: str = ""
-    ) -> Scores:
+        self, prompt: c.Prompt, candidates: Sequence[c.Candidate], data: str = ""
+    ) -> c.Scores:
         """One score per candidate.
 
         Raises:
@@ -167,7 +160,7 @@ def take_fairly(tasks: Sequence[Task], token_budget: int) -> list[Any]:
     return pieces
 
 
-def score_batch(session: Any, reward: Reward, candidates: Sequence[Candidate]) -> Scores:
+def score_batch(session: Any, reward: Reward, candidates: Sequence[c.Candidate]) -> c.Scores:
     """Scores of a batch that shares its passes with no other."""
     try:
         task = reward.begin(session, candidates)
@@ -179,26 +172,26 @@ def score_batch(session: Any, reward: Reward, candidates: Sequence[Candidate]) -
         raise
 
 
-def score(reward: Reward, prompt: Prompt, texts: Sequence[str], data: str = "") -> Scores:
+def score(reward: Reward, prompt: c.Prompt, texts: Sequence[str], data: str = "") -> c.Scores:
     """Scores of complete answers, in a session of their own."""
     if reward.takes_data:
         session = reward.open_with(prompt, data)
     else:
         session = reward.open(prompt, once=True)
     try:
-        return score_batch(session, reward, as_candidates(texts, FinishReason.STOP))
+        return score_batch(session, reward, as_candidates(texts, c.FinishReason.STOP))
     finally:
         reward.free(session)
 
 
-def text_of(turn: Message) -> str:
+def text_of(turn: c.Message) -> str:
     """All that a turn says, its calls in JSON."""
     return "\n".join(filter(None, (turn.text, written(turn.tool_calls, _CALLS))))
 
 
-def as_candidates(texts: Sequence[str], finish: FinishReason | None = None) -> list[Candidate]:
+def as_candidates(texts: Sequence[str], finish: c.FinishReason | None = None) -> list[c.Candidate]:
     """Texts as candidates, with their indices as ids."""
-    return [Candidate(i, text, 0, 0.0, finish) for i, text in enumerate(texts)]
+    return [c.Candidate(i, text, 0, 0.0, finish) for i, text in enumerate(texts)]
 
 
 def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:
@@ -226,8 +219,8 @@ def text_task(
     where: each candidate's index among the texts; to_scores: from their results to scores.
     """
 
-    def finish(_: int) -> Scores:
+    def finish(_: int) -> c.Scores:
         values = to_scores([texts[place].result for place in where])
-        return Scores(tuple(values), sum(text.num_computed for text in texts))
+        return c.Scores(tuple(values), sum(text.num_computed for text in texts))
 
     return Task(((len(text.token_ids), text) for text in texts), finish)

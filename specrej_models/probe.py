@@ -20,17 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from specrej import contracts as c
 from specrej.answer_form import parts_of
-from specrej.contracts import (
-    AnswerForm,
-    Image,
-    Message,
-    ModelProbe,
-    Prompt,
-    TextPart,
-    Tool,
-    ToolCall,
-)
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej_models.tools import as_text, call_fields, function_of, with_tools
 
@@ -53,7 +44,7 @@ _ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # A turn with a call, beside roles, and the tool that it calls.
 _CALLS = "calls"
-_TOOL = Tool(
+_TOOL = c.Tool(
     "probe_tool", "A probe.", '{"type": "object", "properties": {"probe": {"type": "string"}}}'
 )
 # Errors whose texts are sentences; others need the names of their types.
@@ -70,7 +61,7 @@ class Examined:
     tokenizer: Any
     template: ChatTemplate | None
     end_ids: frozenset[int]
-    probe: ModelProbe
+    probe: c.ModelProbe
 
 
 def examine(
@@ -107,7 +98,7 @@ def examine(
         listed += [tokenizer.eos_token_id, template.end_id if template else None]
         end_ids, dropped = _find_ends(directory, config, listed, gguf_file)
         warnings += dropped
-    probe = ModelProbe(
+    probe = c.ModelProbe(
         ends=tuple(_token(tokenizer, id_) for id_ in sorted(end_ids)),
         template=template.form if template else "",
         takes_system=bool(template and template.takes_system),
@@ -313,7 +304,7 @@ class ChatTemplate:
         if thinking_marks != "auto":
             marks = [(begin, end) for begin, _, end in [thinking_marks.partition(" ")] if end]
         begin, end = marks[0] if marks else ("", "")
-        self.answer_form = AnswerForm(self.tool_format, begin, end)
+        self.answer_form = c.AnswerForm(self.tool_format, begin, end)
         self.can_choose_thinking = "enable_thinking" in source
         # Whether turns can have several calls.
         self.repeats_calls = not self._takes_tools or self._can_write(self._turn(_CALLS, 1, 2))
@@ -321,11 +312,11 @@ class ChatTemplate:
     @property
     def takes_images(self) -> bool:
         """Whether it writes something for an image, between the texts that are around it."""
-        first, second = TextPart(_text(0)), TextPart(_text(1))
+        first, second = c.TextPart(_text(0)), c.TextPart(_text(1))
         written = []
-        for parts in ((first, Image(), second), (first, second)):
+        for parts in ((first, c.Image(), second), (first, second)):
             try:
-                (text,) = self._write([[Message("user", parts=parts)]], answers=True)
+                (text,) = self._write([[c.Message("user", parts=parts)]], answers=True)
             except Exception:  # templates may do anything with what they do not know
                 return False
             written.append(text.partition(first.text)[2].partition(second.text))
@@ -334,11 +325,11 @@ class ChatTemplate:
 
     def write(
         self,
-        conversations: Sequence[Sequence[Message]],
+        conversations: Sequence[Sequence[c.Message]],
         *,
         answers: bool = False,
         continues: bool = False,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[c.Tool] = (),
         **variables: Any,
     ) -> list[str]:
         """Conversations as text; `answers`: up to where an answer begins; `continues`: up to the
@@ -366,7 +357,7 @@ class ChatTemplate:
         except Exception as error:
             raise InvalidRequest([self._refused((), error)]) from error
 
-    def write_prompt(self, prompt: Prompt) -> tuple[str, AnswerForm]:
+    def write_prompt(self, prompt: c.Prompt) -> tuple[str, c.AnswerForm]:
         """A conversation up to where its answer begins or goes on, and how that marks its parts.
 
         Raises:
@@ -389,21 +380,21 @@ class ChatTemplate:
         begin = form.thinking_begin
         thinks = bool(begin) and not continues and written.rstrip().endswith(begin)
         kind = form.tool_format if prompt.tools else ""
-        return written, AnswerForm(kind, begin, form.thinking_end, thinks)
+        return written, c.AnswerForm(kind, begin, form.thinking_end, thinks)
 
     def _write(
         self,
-        conversations: Sequence[Sequence[Message]],
-        tools: Sequence[Tool] = (),
+        conversations: Sequence[Sequence[c.Message]],
+        tools: Sequence[c.Tool] = (),
         answers: bool = False,
         continues: bool = False,
         **variables: Any,
     ) -> list[str]:
-        def content(turn: Message) -> Any:
-            if any(isinstance(part, Image) for part in turn.parts):
+        def content(turn: c.Message) -> Any:
+            if any(isinstance(part, c.Image) for part in turn.parts):
                 return [
                     {"type": "text", "text": part.text}
-                    if isinstance(part, TextPart)
+                    if isinstance(part, c.TextPart)
                     else {"type": "image"}
                     for part in turn.parts
                 ]
@@ -442,7 +433,7 @@ class ChatTemplate:
         key = "parameters" if '"parameters"' in answer else "arguments"
         names = ("hermes", "mistral", "llama3" if key == "parameters" else "json")
         for name in names if not self._violation(("user", _CALLS, "tool")) else ():
-            parts = parts_of(answer, AnswerForm(name), complete=True)
+            parts = parts_of(answer, c.AnswerForm(name), complete=True)
             calls = parts.tool_calls if parts else ()
             if [(one.name, json.loads(one.arguments)) for one in calls] == [
                 (one.name, json.loads(one.arguments)) for one in call.tool_calls
@@ -451,21 +442,21 @@ class ChatTemplate:
         self.warnings.append("the chat template's form of calls is unknown: they are JSON")
         return ""
 
-    def _can_write(self, turn: Message) -> bool:
+    def _can_write(self, turn: c.Message) -> bool:
         try:
             self._write([[self._turn("user", 0), turn]], [_TOOL])
         except Exception:
             return False
         return True
 
-    def _turn(self, role: str, number: int, num_calls: int = 1) -> Message:
+    def _turn(self, role: str, number: int, num_calls: int = 1) -> c.Message:
         """A turn of a known text: in the arguments of its calls, or else its content."""
         text = _text(number)
         if role == _CALLS:
             arguments = json.dumps({"probe": text})
-            calls = [ToolCall(str(index), _TOOL.name, arguments) for index in range(num_calls)]
-            return Message("assistant", tool_calls=tuple(calls))
-        return Message(role, text, tool_call_id="0" if role == "tool" else "")
+            calls = [c.ToolCall(str(index), _TOOL.name, arguments) for index in range(num_calls)]
+            return c.Message("assistant", tool_calls=tuple(calls))
+        return c.Message(role, text, tool_call_id="0" if role == "tool" else "")
 
     def _find_violation(self, roles: tuple[str, ...]) -> Violation | None:
         """What prevents a conversation of these roles, if anything does."""
