@@ -63,7 +63,7 @@ async def to_the_end(
     for until_tokens in rounds:
         ended = await session.extend(until_tokens)
         add(tokens, ended)
-        live = [c.id for c in ended.candidates if c.finish is None]
+        live = [one.id for one in ended.candidates if one.finish is None]
         for candidate in ended.candidates:
             assert candidate.id not in finished, "a finished candidate came back"
             if candidate.finish:

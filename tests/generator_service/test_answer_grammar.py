@@ -24,19 +24,8 @@ from generator_service.engine.grammar import (
     _source,
     unpacked,
 )
+from specrej import contracts as c
 from specrej.answer_form import MARKS, parts_of
-from specrej.contracts import (
-    AnswerForm,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Message,
-    Prompt,
-    Regex,
-    Sampling,
-    StructuredOutput,
-    Tool,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,7 +37,7 @@ CITY = {
     "additionalProperties": False,
     "$defs": {"City": {"enum": ["Oslo", "Rome"]}},
 }
-TOOLS = (Tool("get_weather", "Weather.", json.dumps(CITY)), Tool("now", "The time."))
+TOOLS = (c.Tool("get_weather", "Weather.", json.dumps(CITY)), c.Tool("now", "The time."))
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 NOW = '{"name": "now", "arguments": {}}'
 WRONG = WEATHER.replace("Rome", "Rom")
@@ -114,16 +103,16 @@ def vocabulary(has_marks: bool) -> Vocabulary:
 
 
 def compiled(
-    form: AnswerForm,
-    sampling: Sampling | None = None,
+    form: c.AnswerForm,
+    sampling: c.Sampling | None = None,
     *,
     has_marks: bool,
     may_repeat: bool = True,
     **of_prompt: Any,
 ) -> Matchers:
-    prompt = Prompt((Message("user", "Hi"),), **of_prompt)
+    prompt = c.Prompt((c.Message("user", "Hi"),), **of_prompt)
     tokens = mark_ids(has_marks)
-    output = constrained(prompt, sampling or Sampling(), form, tokens, may_repeat=may_repeat)
+    output = constrained(prompt, sampling or c.Sampling(), form, tokens, may_repeat=may_repeat)
     assert output
     return CompiledGrammar.of(_source(output), vocabulary(has_marks)).matchers()
 
@@ -165,9 +154,9 @@ def test_answers_conform_exactly_if_their_calls_do(
     tool_format: str, thinks: bool | None, has_marks: bool
 ) -> None:
     """Guards calls of other tools or arguments, and refusals of what models write."""
-    form = AnswerForm(tool_format)
+    form = c.AnswerForm(tool_format)
     if thinks is not None:
-        form = AnswerForm(tool_format, *THINKING, thinks)
+        form = c.AnswerForm(tool_format, *THINKING, thinks)
     reasoning = {None: [""], False: ["", "<think>Hm.</think>"], True: ["Hm.</think>\n\n"]}[thinks]
     # What is required and how often does not depend on reasoning.
     calls = [*product(("auto", "required"), (True, False))]
@@ -193,7 +182,7 @@ def test_answers_conform_exactly_if_their_calls_do(
 @pytest.mark.parametrize("tool_format", ANSWERS)
 def test_random_answers_are_valid(tool_format: str, has_marks: bool) -> None:
     """Any tokens that may be drawn, with marks likely among them: all calls are valid."""
-    random, form, made = Random(7), AnswerForm(tool_format), tokenizer(has_marks)
+    random, form, made = Random(7), c.AnswerForm(tool_format), tokenizer(has_marks)
     # Random characters hardly spell a mark.
     choice = "auto" if has_marks else "required"
     states = compiled(form, has_marks=has_marks, tools=TOOLS, tool_choice=choice)
@@ -221,12 +210,12 @@ def test_random_answers_are_valid(tool_format: str, has_marks: bool) -> None:
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        (AnswerForm("hermes"), "Oh <tool_call>x"),
-        (AnswerForm("mistral"), "Oh [TOOL_CALLS]x"),
-        (AnswerForm("hermes", *THINKING, is_thinking=True), "Hm </think>x"),
+        (c.AnswerForm("hermes"), "Oh <tool_call>x"),
+        (c.AnswerForm("mistral"), "Oh [TOOL_CALLS]x"),
+        (c.AnswerForm("hermes", *THINKING, is_thinking=True), "Hm </think>x"),
     ],
 )
-def test_marks_that_are_tokens_are_not_spelled(form: AnswerForm, text: str) -> None:
+def test_marks_that_are_tokens_are_not_spelled(form: c.AnswerForm, text: str) -> None:
     """They would be read as marks, with anything after them."""
     states = compiled(form, has_marks=True, tools=TOOLS)
     ids = tokenizer(False)(text, add_special_tokens=False)["input_ids"]
@@ -237,13 +226,15 @@ def test_marks_that_are_tokens_are_not_spelled(form: AnswerForm, text: str) -> N
 
 def test_a_chosen_tool_is_called_once_where_the_template_has_one_call() -> None:
     choice: dict[str, Any] = {"tool_choice": "required", "tool_name": "now"}
-    states = compiled(AnswerForm("json"), has_marks=False, may_repeat=False, tools=TOOLS, **choice)
+    states = compiled(
+        c.AnswerForm("json"), has_marks=False, may_repeat=False, tools=TOOLS, **choice
+    )
     assert conforms(states, NOW, has_marks=False)
     assert not conforms(states, WEATHER, has_marks=False)
     assert not conforms(states, f"{NOW}\n{NOW}", has_marks=False)
 
 
-SEVEN = JsonSchema(
+SEVEN = c.JsonSchema(
     '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"],'
     ' "additionalProperties": false}'
 )
@@ -253,23 +244,23 @@ SEVEN = JsonSchema(
     ("output", "answer", "other"),
     [
         (SEVEN, '{"a": 7}', '{"a": 8}'),
-        (JsonObject(), "{}", "[]"),
-        (Regex(r"a/b\/[0-9]+\\"), "a/b/12\\", "a"),
-        (Grammar('start: A "-" B\nA: /x+/\nB: "y"'), "xx-y", "xx-x"),
+        (c.JsonObject(), "{}", "[]"),
+        (c.Regex(r"a/b\/[0-9]+\\"), "a/b/12\\", "a"),
+        (c.Grammar('start: A "-" B\nA: /x+/\nB: "y"'), "xx-y", "xx-x"),
         (None, "Hi there", ""),
     ],
 )
 @pytest.mark.parametrize("most", [0, 3])
 def test_structured_outputs_follow_the_reasoning(
-    output: StructuredOutput | None, answer: str, other: str, most: int
+    output: c.StructuredOutput | None, answer: str, other: str, most: int
 ) -> None:
     """And reasoning has at most so many tokens: then its end comes."""
-    sampling = Sampling(structured_output=output, max_thinking_tokens=most)
+    sampling = c.Sampling(structured_output=output, max_thinking_tokens=most)
     if not output and not most:
-        prompt = Prompt((Message("user", "Hi"),))
-        assert not constrained(prompt, sampling, AnswerForm("", *THINKING), {}, may_repeat=True)
+        prompt = c.Prompt((c.Message("user", "Hi"),))
+        assert not constrained(prompt, sampling, c.AnswerForm("", *THINKING), {}, may_repeat=True)
         return
-    states = compiled(AnswerForm("", *THINKING), sampling, has_marks=True)
+    states = compiled(c.AnswerForm("", *THINKING), sampling, has_marks=True)
     for before in ("", "<think>a b</think>\n\n"):
         assert conforms(states, before + answer, has_marks=True)
         assert not other or not conforms(states, before + other, has_marks=True)
@@ -288,6 +279,6 @@ def test_structured_outputs_follow_the_reasoning(
 
 @pytest.mark.parametrize("parameters", ['{"type": "string"}', '{"minimum": 9007199254740993}'])
 def test_parameters_that_are_not_supported(parameters: str) -> None:
-    prompt = Prompt((Message("user", "Hi"),), tools=(Tool("f", "", parameters),))
+    prompt = c.Prompt((c.Message("user", "Hi"),), tools=(c.Tool("f", "", parameters),))
     with pytest.raises(ValueError, match=r"type object|15 digits"):
-        constrained(prompt, Sampling(), AnswerForm("json"), {}, may_repeat=True)
+        constrained(prompt, c.Sampling(), c.AnswerForm("json"), {}, may_repeat=True)

@@ -10,50 +10,41 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator, load_toy
+from specrej import contracts as c
 from specrej.answer_form import parts_of
-from specrej.contracts import (
-    AnswerParts,
-    FinishReason,
-    Message,
-    Prompt,
-    Sampling,
-    SessionSpec,
-    Tool,
-    ToolCall,
-)
 from specrej.contracts.errors import Overloaded
 from tests.serving import until
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
-TOOLS = (Tool("add", "", json.dumps(SCHEMA)), Tool("now"))
-ASKED = Message("user", 'Please call add {"a": 1} and call now {} then call now {"b": [2]}')
+TOOLS = (c.Tool("add", "", json.dumps(SCHEMA)), c.Tool("now"))
+ASKED = c.Message("user", 'Please call add {"a": 1} and call now {} then call now {"b": [2]}')
 
 
 async def answers(
-    *turns: Message, toy: ToyGenerator | None = None, n: int = 4, **of_prompt: Any
-) -> list[AnswerParts]:
+    *turns: c.Message, toy: ToyGenerator | None = None, n: int = 4, **of_prompt: Any
+) -> list[c.AnswerParts]:
     """What its candidates answer, grown in two rounds, the last of which is a fork's."""
-    prompt = Prompt(turns, **of_prompt)
-    spec = SessionSpec(prompt, n, Sampling(200, logprobs=True), 4)
+    prompt = c.Prompt(turns, **of_prompt)
+    spec = c.SessionSpec(prompt, n, c.Sampling(200, logprobs=True), 4)
     async with (toy or ToyGenerator()).open(spec) as session:
         await session.extend(4)
         await session.prune(range(n), {n: 1})
         ended = await session.extend(200)
     made = {one.id: one for one in ended.candidates}
-    assert all(one.finish is FinishReason.STOP for one in made.values())
+    assert all(one.finish is c.FinishReason.STOP for one in made.values())
     spelled = {token.token_id: token.token.decode() for token in ended.token_texts}
     for one in made.values():
         spelled_text = "".join(spelled[token_id] for token_id in one.new_token_ids)
         assert "".join(one.text.split()).endswith("".join(spelled_text.split()))
     form = session.answer_form
     parts = [parts_of(made[i].text, form, complete=True, candidate=1) for i in range(n + 1)]
-    answers = [one or AnswerParts(made[i].text) for i, one in enumerate(parts)]
+    answers = [one or c.AnswerParts(made[i].text) for i, one in enumerate(parts)]
     fork = answers.pop()
     assert not answers[1].tool_calls or fork == answers[1]
     return answers
 
 
-def calls(parts: AnswerParts) -> list[tuple[str, str]]:
+def calls(parts: c.AnswerParts) -> list[tuple[str, str]]:
     return [(call.name, call.arguments) for call in parts.tool_calls]
 
 
@@ -62,13 +53,13 @@ async def test_it_makes_the_calls_of_each_step_and_answers_with_results() -> Non
     made = await answers(ASKED, tools=TOOLS)
     assert [calls(one) for one in made] == [first] * 4
     assert [one.content for one in made] == ["", "Let me see."] * 2
-    done = Message("assistant", "", (ToolCall("x", "now", "{}"),))
-    turns = [ASKED, done, Message("tool", "sunny", tool_call_id="x")]
+    done = c.Message("assistant", "", (c.ToolCall("x", "now", "{}"),))
+    turns = [ASKED, done, c.Message("tool", "sunny", tool_call_id="x")]
     assert [calls(one) for one in await answers(*turns, tools=TOOLS)] == [second] * 4
     # Some callers offer one tool at a time.
     in_turn = replace(ASKED, content='call add {"a": 1} then call now {}')
     assert calls((await answers(in_turn, *turns[1:], tools=TOOLS[1:]))[0]) == [("now", "{}")]
-    turns += [done, Message("tool", "warm", tool_call_id="x")]
+    turns += [done, c.Message("tool", "warm", tool_call_id="x")]
     assert (await answers(*turns, tools=TOOLS))[0].content == "The result is sunny, warm."
 
 
@@ -77,7 +68,7 @@ async def test_it_follows_the_choice() -> None:
     assert calls(one[0]) == [("add", '{"a": 1}')]
     named = await answers(ASKED, tools=TOOLS, tool_choice="required", tool_name="now")
     assert [calls(one) for one in named] == [[("now", "{}")]] * 4
-    asked = Message("user", "Hi")
+    asked = c.Message("user", "Hi")
     required = await answers(asked, tools=TOOLS, tool_choice="required")
     assert calls(required[0]) == [("add", '{"a": 7}')]
     text = await answers(ASKED, tools=TOOLS, tool_choice="none")
@@ -93,7 +84,7 @@ async def test_some_candidates_are_wrong_by_option() -> None:
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
-async def test_it_reasons_first(tools: tuple[Tool, ...]) -> None:
+async def test_it_reasons_first(tools: tuple[c.Tool, ...]) -> None:
     made = await answers(ASKED, tools=tools, thinking=True)
     assert [len(one.reasoning.split()) for one in made] == [8] * 4
     assert made[0].reasoning != made[1].reasoning
@@ -102,7 +93,7 @@ async def test_it_reasons_first(tools: tuple[Tool, ...]) -> None:
 
 async def test_sessions_wait_for_slots_until_a_cut_or_an_end_frees_them() -> None:
     toy = ToyGenerator(64, max_waiting=2)
-    spec = SessionSpec(Prompt.from_user("x"), 4, Sampling(12, ignore_eos=True), 4)
+    spec = c.SessionSpec(c.Prompt.from_user("x"), 4, c.Sampling(12, ignore_eos=True), 4)
     opened: list[int] = []
 
     async def one() -> None:
