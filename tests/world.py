@@ -136,17 +136,13 @@ class HeldGenerator:
     """A toy generator with a gate before each method; counts opened sessions."""
 
     def __init__(
-        self, capacity_slots: int = 100_000, *, end_every: int = 40, max_candidates: int = 1024
+        self, capacity_slots: int = 100_000, *, end_every: int = 40, **described: Any
     ) -> None:
+        """`described`: fields of its description that differ from the toy's."""
         self.toy = ToyGenerator(capacity_slots, end_every=end_every)
-        self.max_candidates = max_candidates
+        self.described = described
         self.num_opened = 0
         self.salts: list[str] = []
-        self.adapters: tuple[str, ...] = ()
-        self.can_fork = True
-        self.form = c.CandidateForm.IN_PLACE
-        self.ignores_seeds = False
-        self.max_prompt_bytes = 0
         self.opened_adapters: list[str] = []
         self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in _VERBS}
@@ -177,16 +173,7 @@ class HeldGenerator:
 
     async def describe(self) -> c.GeneratorDescription:
         await self.gates["describe"].passed()
-        described = await self.toy.describe()
-        return replace(
-            described,
-            max_candidates=self.max_candidates,
-            adapters=self.adapters,
-            can_fork=self.can_fork,
-            form=self.form,
-            ignores_seeds=self.ignores_seeds,
-            max_prompt_bytes=self.max_prompt_bytes,
-        )
+        return replace(await self.toy.describe(), **self.described)
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""The run loop on toys: its invariants for all sizes."""
+"""The run loop on toys: its invariants for all sizes, stages, stops, waves and votes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -23,11 +24,12 @@ from orchestrator.loop.run_state import RunState
 from orchestrator.loop.schedule import first_round_tokens, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej import contracts as c
-from specrej.contracts.errors import InternalError, RewardInvalid, Unavailable
+from specrej.contracts.errors import InternalError, Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import names
 from tests.orchestrator.runs import (
     PROMPT,
     REQUESTS,
+    FaultyGenerator,
     FaultyScorer,
     FixedScorer,
     LetterScorer,
@@ -133,9 +135,7 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     assert first_round_tokens(schedule_of(whole), 60) == 60
 
 
-async def test_the_candidates_in_an_answers_rounds_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_candidates_in_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against 1,024 rounds of 1,024 candidates each: 100 MB in answer, cache and record."""
     monkeypatch.setattr(run_state, "MAX_TRACED", 100)
     whole = await answer(
@@ -155,9 +155,7 @@ async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     """Live candidates may rank it out, and it can still be the best answer."""
     scorer = FixedScorer(lambda made: -made.id if made.finish else 100.0 - made.id)
     generation = await answer(
-        request(16, schedule=c.Schedule(first=4), alpha=0.75),
-        ToyGenerator(end_every=9),
-        scorer,
+        request(16, schedule=c.Schedule(first=4), alpha=0.75), ToyGenerator(end_every=9), scorer
     )
     assert len(scorer.seen) == len(set(scorer.seen))
     assert generation.best.score == max(made.score for made in generation.candidates)
@@ -398,9 +396,7 @@ class ComparingScorer(FixedScorer):
 
 
 @pytest.mark.parametrize("branching", [None, c.Branching(8, 4)])
-async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
-    branching: c.Branching | None,
-) -> None:
+async def test_answers_of_all_rounds_are_compared(branching: c.Branching | None) -> None:
     """Guards against scores of different batches in one ranking: the last candidate, which is
     better than all, would have 0.5, and an early answer of a weak batch more."""
     for seed in range(12):
@@ -468,9 +464,7 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
 
 
 @pytest.mark.parametrize("n", [8, 640])
-async def test_the_last_stretch_streams_within_one_extend(
-    n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_last_stretch_is_one_extend(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the moment one candidate is left and none has ended; before that nothing is certain.
     Guards against a call per token, and against all texts again in each report."""
     monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
@@ -508,9 +502,7 @@ async def test_the_last_live_candidate_is_not_certain_to_win() -> None:
     assert not any(isinstance(event, c.TextDelta) for event in within)
 
 
-async def test_growth_is_reported_at_once_then_some_twenty_times_a_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_growth_is_reported_twenty_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a message per token of a fast engine, and a first token that waits."""
     now_s = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
@@ -536,3 +528,237 @@ async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
         grown = c.Round((candidate,), c.RoundEnd.DECISION_TOKEN, 1, c.SlotGauge(1, 1, 1))
         reporter.report(grown, is_certain=True)
     assert [event.text for event in sent if isinstance(event, c.TextDelta)] == ["a b ", "E", "Nd."]
+
+
+BEST_OF_N = c.Algorithm.BEST_OF_N
+# Right answers of the toy, about one in four, and what answers vote for.
+RIGHT = FixedScorer(lambda made: float(made.text.count("elm") % 4 == 1))
+
+
+async def answers_of(generator: ToyGenerator | None = None, **options: Any) -> c.Generation:
+    """The answer of a toy, whose slots are free afterwards."""
+    generator = generator or ToyGenerator()
+    sampling = {"seed": options.pop("seed", 1)}
+    run_options = {key: options.pop(key) for key in ("cheap", "extract") if key in options}
+    scorers = options.pop("scorers", None) or [RIGHT] * len(options.get("rewards", "1"))
+    generation = await answer(
+        request(sampling=sampling, **options), generator, scorers, **run_options
+    )
+    assert generator.ledger.owned == 0
+    return generation
+
+
+def rejected_of(generation: c.Generation) -> set[int]:
+    fates = [made for trace in generation.rounds for made in trace.candidates]
+    return {made.id for made in fates if made.fate is c.Fate.REJECTED}
+
+
+def texts_of(generation: c.Generation) -> dict[int, str]:
+    return {one.id: one.text for one in generation.candidates}
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.sampled_from([0, 1, 2, 3, 8, 20]))
+async def test_waves_that_end_at_the_first_right_answer(seed: int, n: int, waves: int) -> None:
+    """Guards the pass rate of Best-of-N: a candidate is the same in whichever wave, and a right one
+    is returned exactly if there is one among all n."""
+    every = await answers_of(seed=seed, n=n, algorithm=BEST_OF_N)
+    some = await answers_of(seed=seed, n=n, algorithm=BEST_OF_N, waves=waves, stop_at=1.0)
+    assert (some.best.score == 1) == (every.best.score == 1)
+    assert some.stopped_by in (None, c.StopReason.SCORE)
+    assert texts_of(some).items() <= texts_of(every).items()
+    assert some.usage.generated_tokens <= every.usage.generated_tokens
+    if some.best.score < 1:
+        assert (some.num_begun, texts_of(some)) == (n, texts_of(every))
+    assert some.n == n
+    assert some.num_begun <= n
+
+
+async def test_the_rounds_of_waves_say_which_one_they_belong_to() -> None:
+    generation = await answers_of(n=6, waves=2, algorithm=BEST_OF_N)
+    assert [(trace.wave, trace.num_started) for trace in generation.rounds] == [
+        (1, 2),
+        (2, 2),
+        (3, 2),
+    ]
+
+
+async def test_an_answer_ends_the_request_within_one_stride() -> None:
+    """Guards slots that are held until the next decision token, 60 tokens away."""
+    generator = ToyGenerator(end_every=40)
+    right = FixedScorer(lambda made: 1.0 if made.finish else 0.0)
+    generation = await answers_of(
+        generator, scorers=[right], n=16, algorithm=BEST_OF_N, stop_at=1.0, max_tokens=500
+    )
+    (trace,) = generation.rounds
+    assert generation.stopped_by is c.StopReason.SCORE
+    assert (trace.is_check, trace.decision_token) == (True, 16)
+    assert generation.usage.generated_tokens <= 16 * 16
+
+
+async def test_some_vote_ends_early() -> None:
+    generation = await answers_of(
+        n=16, algorithm=BEST_OF_N, waves=4, vote=c.Vote(), extract=lambda _: "yes"
+    )
+    assert generation.stopped_by is c.StopReason.VOTE
+    assert generation.num_begun == 12, "9 of 16 must agree, in waves of 4"
+    assert generation.votes[0].answer == generation.best.vote == "yes"
+    assert (generation.votes[0].share, generation.num_distinct) == (1.0, 1)
+
+
+async def test_candidates_without_a_vote_are_answers_of_last_resort() -> None:
+    scorer = FixedScorer(lambda made: float(len(made.text)))
+    voting: dict[str, Any] = {"n": 8, "algorithm": BEST_OF_N, "vote": c.Vote(), "seed": 3}
+    voting["scorers"] = [scorer]
+    generation = await answers_of(**voting, extract=lambda t: "short" if len(t) < 60 else None)
+    assert generation.best.vote == "short"
+    assert max(one.score for one in generation.candidates) > generation.best.score
+    none = await answers_of(**voting, extract=lambda _: None)
+    assert (none.best.vote, none.votes, none.num_distinct) == (None, (), 0)
+    assert none.best.score == max(one.score for one in none.candidates)
+
+
+async def test_a_reward_of_the_end_scores_only_what_ends_without_a_veto() -> None:
+    """Guards the cost of a judge, and the order of answers by what chooses them."""
+    judge = FixedScorer(lambda made: -float(len(made.text)))
+    asked: list[c.Candidate] = []
+    judge_score = judge.score
+
+    async def score(candidates: Any) -> Any:
+        asked.extend(candidates)
+        return await judge_score(candidates)
+
+    judge.score = score  # type: ignore[method-assign]
+    short = FixedScorer(lambda made: float(len(made.text) < 200))
+    rewards = (
+        c.WeightedReward("short", stage="cuts", veto_below=1.0),
+        c.WeightedReward("judge", stage="end"),
+    )
+    generation = await answers_of(rewards=rewards, scorers=[short, judge], n=16, alpha=0.0, seed=3)
+    assert all(one.finish and len(one.text) < 200 for one in asked)
+    assert len({one.id for one in asked}) == len(asked)
+    good = [one for one in generation.candidates if not one.vetoed]
+    assert len(good) == len(asked) < 16
+    by_length = sorted(good, key=lambda one: len(one.text))
+    assert [one.score for one in good] == [-float(len(one.text)) for one in by_length]
+    vetoed = [one for one in generation.candidates if one.vetoed]
+    assert all(one.rewards[0] == 0 and math.isnan(one.rewards[1]) for one in vetoed)
+
+
+async def test_without_a_reward_for_cuts_nothing_is_rejected() -> None:
+    rewards = (c.WeightedReward("judge", stage="end"),)
+    generation = await answers_of(rewards=rewards, n=8, alpha=0.5)
+    assert len(generation.candidates) == 8
+    assert sum(trace.num_rejected for trace in generation.rounds) == 0
+
+
+async def test_a_reward_of_cuts_does_not_choose_the_answer() -> None:
+    cuts = FixedScorer(lambda made: float(made.id))
+    rewards = (c.WeightedReward("cuts", stage="cuts"), c.WeightedReward("end", stage="end"))
+    end = FixedScorer(lambda made: -float(made.id))
+    generation = await answers_of(rewards=rewards, scorers=[cuts, end], n=8, alpha=0.5, seed=3)
+    ended = [one.id for one in generation.candidates]
+    assert ended == sorted(ended)
+    assert len(ended) < 8, "the cuts rejected some, by their own scores"
+    rejected = rejected_of(generation)
+    assert rejected and min(rejected) < max(ended)
+
+
+@pytest.mark.parametrize("cheap", [{"bound"}, set()])
+async def test_a_cheap_reward_vetoes_within_rounds(cheap: set[str]) -> None:
+    """Guards tokens of candidates that no further text can repair."""
+    bound = FixedScorer(lambda made: float(made.id % 2 == 0 or made.num_tokens < 5))
+    other = FixedScorer()
+    rewards = (c.WeightedReward("bound", veto_below=1.0), c.WeightedReward("other", stage="end"))
+    generation = await answers_of(
+        rewards=rewards, scorers=[bound, other], n=8, algorithm=BEST_OF_N, cheap=cheap
+    )
+    first = generation.rounds[0]
+    assert first.is_check == bool(cheap)
+    assert (first.decision_token == 16) == bool(cheap)
+    assert generation.best.id % 2 == 0
+    if cheap:
+        assert all(one.id % 2 == 0 or one.num_tokens <= 16 for one in generation.candidates)
+
+
+async def test_less_confident_candidates_of_later_waves_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Odd candidates of the later waves are not confident."""
+    extend = ToySession.extend
+
+    async def doubting(session: ToySession, *arguments: Any) -> c.Round:
+        assert session._sampling.top_logprobs == 5
+        ended = await extend(session, *arguments)
+        candidates = [
+            replace(made, new_top_logprobs=(0.0,) * len(made.new_top_logprobs))
+            if made.id >= 4 and made.id % 2
+            else made
+            for made in ended.candidates
+        ]
+        return replace(ended, candidates=tuple(candidates))
+
+    monkeypatch.setattr(ToySession, "extend", doubting)
+    generation = await answers_of(
+        ToyGenerator(end_every=200),
+        n=8,
+        waves=4,
+        alpha=0.0,
+        confidence_cut=c.ConfidenceCut(0.9, 8),
+    )
+    ended = {one.id for one in generation.candidates}
+    assert {0, 1, 2, 3} <= ended, "the first wave is whole"
+    assert {5, 7} <= rejected_of(generation)
+    assert not any(one.logprobs or one.token_ids for one in generation.candidates)
+
+
+async def test_a_wave_that_would_be_late_does_not_begin() -> None:
+    generator = FaultyGenerator(token_s=1.0, end_every=10_000)
+    asking = request(n=8, max_tokens=20, waves=2, algorithm=BEST_OF_N)
+    events = await events_of(asking, generator, RIGHT, time_left_s=50.0, clock=generator.clock)
+    generation = events[-1].generation  # type: ignore[union-attr]
+    assert (generation.num_begun, generation.hurried, generation.degraded) == (4, True, False)
+    assert len(generation.candidates) == 4
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("away")])
+async def test_a_wave_without_a_session_leaves_the_answers_so_far(error: Exception) -> None:
+    class Full(ToyGenerator):
+        @asynccontextmanager
+        async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
+            if spec.first_id:
+                raise error
+            async with super().open(spec) as session:
+                yield session
+
+    generation = await answers_of(Full(), n=8, waves=2, algorithm=BEST_OF_N)
+    assert (generation.num_begun, generation.reduced) == (2, True)
+
+
+async def test_a_generator_lost_in_a_later_wave_is_replaced() -> None:
+    """Guards against waves that begin again after the one that was lost."""
+
+    class Losing(FaultyGenerator):
+        @asynccontextmanager
+        async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
+            self.breaks_at = 5 if spec.first_id and not self.num_broken else 10**9
+            async with super().open(spec) as session:
+                yield session
+
+    generator = Losing(error=c.GeneratorLost)
+    whole = await answers_of(n=4, waves=2, algorithm=BEST_OF_N)
+    generation = await answers_of(generator, n=4, waves=2, algorithm=BEST_OF_N)
+    assert generator.num_broken == 1
+    assert texts_of(generation) == texts_of(whole)
+
+
+async def test_a_failed_judge_falls_back_to_likelihoods_which_stop_nothing() -> None:
+    rewards = (c.WeightedReward("judge", stage="end"),)
+    asking = request(n=4, rewards=rewards, stop_at=-1e6, allow_degraded=True, sampling={"seed": 1})
+    events = await events_of(asking, ToyGenerator(), FaultyScorer(1, Unavailable("away")))
+    assert isinstance(events[-1], c.Finished)
+    generation = events[-1].generation
+    assert generation.degradations == (c.Degradation.REWARD,)
+    assert generation.stopped_by is None
+    assert len(generation.candidates) == 4
+    traces = [event.trace for event in events if isinstance(event, c.RoundCompleted)]
+    assert sum(trace.num_finished for trace in traces) == 4

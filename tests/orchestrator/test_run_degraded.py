@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -44,9 +44,7 @@ lenient = partial(request, allow_degraded=True)
 @pytest.mark.parametrize("algorithm", list(c.Algorithm))
 # Long steps: the real time of a step must never reach what is left on the generator's clock.
 @pytest.mark.parametrize("time_left_s", [400.0, 500.0, 2000.0])
-async def test_a_short_deadline_still_gives_a_complete_answer(
-    algorithm: c.Algorithm, time_left_s: float
-) -> None:
+async def test_short_deadlines_give_an_answer(algorithm: c.Algorithm, time_left_s: float) -> None:
     """The answer is in time, and flagged if the deadline changed it."""
     ten_percent = request(alpha=0.1, algorithm=algorithm, prefer_complete=True)
     planned = await answer(ten_percent, FaultyGenerator(10.0), FixedScorer())
@@ -79,41 +77,37 @@ async def test_a_deadline_costs_best_of_n_no_more_candidates_than_it_must() -> N
 
 
 @pytest.mark.parametrize("allow_degraded", [True, False])
-async def test_a_deadline_before_the_promised_answers_are_complete(allow_degraded: bool) -> None:
-    """Guards against fewer answers than promised, and against a cut to fewer to be in time."""
-    promised = request(16, min_answers=8, allow_degraded=allow_degraded)
-    generator = FaultyGenerator(10.0)
-    answering = answer(promised, generator, FixedScorer(), time_left_s=300.0, clock=generator.clock)
+@pytest.mark.parametrize(
+    ("token_s", "time_left_s", "num_answers", "changes"),
+    [(10.0, 300.0, 8, {"min_answers": 8}), (100.0, 2000.0, 1, {"sampling": {"min_tokens": 60}})],
+    ids=["fewer than promised", "none"],
+)
+async def test_a_deadline_before_the_answers_are_complete(
+    token_s: float,
+    time_left_s: float,
+    num_answers: int,
+    changes: dict[str, Any],
+    allow_degraded: bool,
+) -> None:
+    """With `allow_degraded` the best texts so far are the answer. Guards against fewer answers than
+    promised, and against a cut to fewer to be in time."""
+    asked = request(allow_degraded=allow_degraded, **changes)
+    generator = FaultyGenerator(token_s)
+    began_s, options = generator.clock(), {"clock": generator.clock}
+    answering = answer(asked, generator, FixedScorer(), time_left_s=time_left_s, **options)
     if allow_degraded:
         generation = await answering
         assert generation.degradations == (c.Degradation.DEADLINE,)
-        assert len(generation.candidates) >= 8
+        assert len(generation.candidates) >= num_answers
+        if num_answers == 1:
+            assert generation.best.finish is c.FinishReason.LENGTH
+            assert 0 < generation.best.num_tokens <= 20
     else:
         with pytest.raises(DeadlineExceeded):
             await answering
-    ample = await answer(
-        promised, generator, FixedScorer(), time_left_s=2000.0, clock=generator.clock
-    )
-    assert len(ample.candidates) >= 8 and not ample.degraded
-    assert generator.ledger.owned == 0
-
-
-@pytest.mark.parametrize("allow_degraded", [True, False])
-async def test_a_deadline_before_any_answer_is_complete(allow_degraded: bool) -> None:
-    """With `allow_degraded` the best text so far is the answer."""
-    generator = FaultyGenerator(100.0)
-    clock, began_s = generator.clock, generator.clock()
-    long = request(sampling={"min_tokens": 60}, allow_degraded=allow_degraded)
-    running = answer(long, generator, FixedScorer(), time_left_s=2000.0, clock=clock)
-    if allow_degraded:
-        generation = await running
-        assert generation.degradations == (c.Degradation.DEADLINE,)
-        assert generation.best.finish is c.FinishReason.LENGTH
-        assert 0 < generation.best.num_tokens <= 20
-    else:
-        with pytest.raises(DeadlineExceeded):
-            await running
-    assert clock() - began_s <= 2000
+    assert generator.clock() - began_s <= time_left_s
+    ample = await answer(asked, generator, FixedScorer(), time_left_s=7 * time_left_s, **options)
+    assert len(ample.candidates) >= num_answers and not ample.degraded
     assert generator.ledger.owned == 0
 
 
@@ -192,21 +186,16 @@ async def test_the_likelihood_replaces_scores_whose_sum_overflows() -> None:
 async def test_rewards_read_the_beginning_as_a_part_of_the_answers() -> None:
     """Guards against rewards that judge the second half of a sentence, and a prompt that ends with
     an assistant's turn, which their templates would close."""
-    seen: list[Any] = []
-
-    @asynccontextmanager
-    async def scorer(prompt: c.Prompt) -> AsyncIterator[Any]:
-        async def score(candidates: Sequence[c.Candidate]) -> c.Scores:
-            seen.append((prompt, [candidate.text for candidate in candidates]))
-            return c.Scores((0.5,) * len(candidates))
-
-        yield SimpleNamespace(score=score)
-
+    scoring = AsyncMock(return_value=c.Scores((0.5,)))
+    scorer = MagicMock()
+    scorer.return_value.__aenter__.return_value.score = scoring
     user = c.Message("user", "Why?")
     begun = c.Prompt((user, c.Message("assistant", "Because ")), continue_final=True)
     async with RequestScorer([scorer], begun) as session:
         await session.score([c.Candidate(0, "it rains.", 3, -1.0)])
-    assert seen == [(c.Prompt((user,)), ["Because it rains."])]
+    scorer.assert_called_once_with(c.Prompt((user,)))
+    (batch,) = scoring.await_args_list
+    assert [candidate.text for candidate in batch.args[0]] == ["Because it rains."]
 
 
 async def test_a_failing_reward_cancels_the_others() -> None:
@@ -225,20 +214,17 @@ async def test_an_answer_has_the_fingerprints_of_all_versions_of_a_reward() -> N
     class ChangingScorer(FixedScorer):
         """Sends the next of its fingerprints with each batch."""
 
-        def __init__(self, *fingerprints: str) -> None:
-            super().__init__()
-            self._fingerprints = cycle(fingerprints)
+        fingerprints = cycle(("old", "new"))
 
         async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
-            return replace(await super().score(candidates), fingerprint=next(self._fingerprints))
+            return replace(await super().score(candidates), fingerprint=next(self.fingerprints))
 
-    generation = await answer(request(), ToyGenerator(), ChangingScorer("old", "new"))
-    fingerprints = {
-        (await answer(request(), ToyGenerator(), ChangingScorer(name))).reward_fingerprint
-        for name in ("old", "new")
-    }
-    assert generation.reward_fingerprint == "+".join(sorted(fingerprints))
-    assert len(fingerprints) == 2
+    scorer, of_one = ChangingScorer(), set[str]()
+    generation = await answer(request(), ToyGenerator(), scorer)
+    for name in ("old", "new"):
+        scorer.fingerprints = cycle((name,))
+        of_one.add((await answer(request(), ToyGenerator(), scorer)).reward_fingerprint)
+    assert generation.reward_fingerprint == "+".join(sorted(of_one)) and len(of_one) == 2
 
 
 @pytest.mark.parametrize("fault", [{"hangs_at": 17}, {"breaks_at": 17}], ids=["hangs", "breaks"])
@@ -272,9 +258,7 @@ async def test_forks_that_have_not_grown_are_no_answers() -> None:
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-async def test_a_failed_prune_costs_no_round(
-    is_last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_prunes_cost_no_round(is_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against complete answers that are lost with the last prune, and untraced rounds."""
     early, toy = lenient(schedule=c.Schedule(first=8)), ToyGenerator(end_every=12)
     scorer = FixedScorer(lambda candidate: float(is_last and candidate.finish is not None))
@@ -313,9 +297,7 @@ async def test_a_backend_that_hangs_holds_no_answer(verb: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [(), ("no such text",)])
-async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs(
-    stop: tuple[str, ...],
-) -> None:
+async def test_streamed_text_is_in_the_answer_if_a_stride_hangs(stop: tuple[str, ...]) -> None:
     sent: list[Any] = []
     sampling = {"min_tokens": 60, "stop": stop}
     single = lenient(1, schedule=c.Schedule(first=8), sampling=sampling)
@@ -398,18 +380,16 @@ async def test_a_request_starts_again_once() -> None:
 async def test_text_that_was_sent_is_not_taken_back(shows_text: bool) -> None:
     """Guards a reader's text against the draws of another model or another rounding."""
     single = request(1, 64, schedule=c.Schedule(first=8), sampling={"min_tokens": 64})
-    generator = LostOnce(20)
-    generator.again = lambda spec: ToyGenerator.open(
-        generator, replace(spec, sampling=replace(spec.sampling, seed=99))
-    )
+    generator, other = LostOnce(20), replace(single.sampling, seed=99)
+    generator.again = lambda spec: ToyGenerator.open(generator, replace(spec, sampling=other))
     within = WithinRounds(lambda _: None) if shows_text else None
     answering = answer(single, generator, FixedScorer(), within=within)
     if shows_text:
         with pytest.raises(Unavailable, match="text of the other one differs"):
             await answering
     else:
-        other = replace(single, sampling=replace(single.sampling, seed=99))
-        assert (await answering).best == (await answer(other, ToyGenerator(), FixedScorer())).best
+        of_other = await answer(replace(single, sampling=other), ToyGenerator(), FixedScorer())
+        assert (await answering).best == of_other.best
     assert generator.ledger.owned == 0
 
 
@@ -432,9 +412,7 @@ async def refusing(error: Exception | None) -> AsyncIterator[None]:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_the_complete_answers_remain_if_no_other_generator_answers(
-    error: Exception | None,
-) -> None:
+async def test_complete_answers_remain_if_no_generator_is_left(error: Exception | None) -> None:
     """Within the deadline. Guards against INVALID_ARGUMENT because a generator was lost."""
     for allow_degraded in (True, False):
         generator = LostOnce(32, end_every=20)

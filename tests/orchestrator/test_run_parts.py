@@ -130,9 +130,7 @@ async def answer_of(
         (call("add", {"n": 1}) + call("ping"), {"parallel_tool_calls": False}),
     ],
 )
-async def test_an_invalid_answer_never_wins_against_a_valid_one(
-    invalid: str, prompt: dict[str, Any]
-) -> None:
+async def test_invalid_answers_never_beat_valid_ones(invalid: str, prompt: dict[str, Any]) -> None:
     """Guards against calls that the caller's program cannot make, though a reward likes them."""
     valid = call("add", {"n": 1})
     longest = FixedScorer(lambda made: float(len(made.text)) if made.text != valid else -1.0)

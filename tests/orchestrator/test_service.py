@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -21,21 +22,22 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from orchestrator.__main__ import _backend_states
+from orchestrator.background import converted, in_thread
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Defaults, Plan, Planner
 from specrej import contracts as c
 from specrej.client import Client
 from specrej.contracts import Finished, FinishReason, Prompt, wire
 from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Unavailable
-from specrej.security import Role, Share, new_token
+from specrej.security import Caller, Role, Share, new_token, set_caller
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator import caching
 from tests.orchestrator.backends.fleets import PATIENT, generators, reward_services
-from tests.serving import failure_of, reason_of, until, violations_of
+from tests.serving import failure_of, reason_of, turns, until, violations_of
 from tests.world import (
     ALL,
     BOUND_S,
-    PROMPT,
     Code,
     HeldGenerator,
     HeldReward,
@@ -89,29 +91,6 @@ async def test_streamed_text_is_sent_once(service: World) -> None:
     assert streamed[-1].generation.best.text == reply.text
 
 
-async def test_absent_fields_mean_the_defaults_of_the_schema(service: World) -> None:
-    """Guards against an absent field that is read as 0."""
-    reply = await service.answer(pb.GenerateRequest(prompt=PROMPT))
-    with_defaults = pb.GenerateRequest(
-        model="toy",
-        prompt=PROMPT,
-        sampling=common_pb2.Sampling(max_tokens=2048, temperature=1, top_k=0, top_p=1, seed=0),
-        selection=pb.Selection(
-            n=16,
-            alpha=0.5,
-            schedule=pb.Schedule(kind=pb.SCHEDULE_KIND_GEOMETRIC, first=16, factor=2),
-            algorithm=pb.ALGORITHM_SPECULATIVE_REJECTION,
-            rewards=[pb.WeightedReward(name="toy", weight=1)],
-            return_candidates=1,
-            prefer_complete=False,
-        ),
-        cache_control=pb.CACHE_CONTROL_USE,
-    )
-    assert generation(reply) == generation(await service.answer(with_defaults))
-    assert [round_.decision_token for round_ in reply.rounds[:2]] == [16, 32]
-    assert (reply.n, len(reply.candidates)) == (16, 1)
-
-
 async def test_describe_returns_the_current_load_and_limits(cached_service: World) -> None:
     service = cached_service
     running = await service.held(small_request())
@@ -128,9 +107,7 @@ async def test_describe_returns_the_current_load_and_limits(cached_service: Worl
     await running
 
 
-async def test_a_run_knows_the_deadline_of_its_caller(
-    service: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_knows_its_deadline(service: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against cuts that no deadline shapes."""
     generate, left_s = service.orchestrator.generate, list[float]()
 
@@ -207,9 +184,7 @@ async def test_a_description_counts_requests_of_the_process(cached_service: Worl
 @pytest.mark.parametrize(
     ("role", "is_listed"), [(None, True), (Role.ADMIN, True), (Role.GENERATE, False)]
 )
-async def test_backends_are_described_to_operators(
-    tmp_path: Path, role: Role | None, is_listed: bool
-) -> None:
+async def test_operators_see_backends(tmp_path: Path, role: Role | None, is_listed: bool) -> None:
     """Guards against addresses of the network that any tenant's token shows."""
     settings: dict[str, str] = {}
     metadata: tuple[tuple[str, str], ...] = ()
@@ -281,12 +256,10 @@ async def test_an_output_is_compiled_before_its_request_holds_a_permit() -> None
 
 
 @pytest.mark.parametrize(("most", "turns"), [(99, ""), (0, "user"), (0, "system")])
-async def test_a_prompt_that_cannot_fit_holds_no_permit(
-    service: World, most: int, turns: str
-) -> None:
+async def test_a_prompt_too_long_holds_no_permit(service: World, most: int, turns: str) -> None:
     """Guards against a second of tokenizing per request: it is refused by its bytes, or is read
     before it holds a permit where only the tokenizer knows."""
-    service.generator.max_prompt_bytes = most
+    service.generator.described["max_prompt_bytes"] = most
     long = "é" * 50 if most else "é" * 9000
     prompt: Any = {"text": long}
     if turns:
@@ -413,7 +386,7 @@ async def test_without_max_tokens_answers_have_the_rest_of_the_context(service: 
 async def test_an_adapter_is_named_as_the_model(cached_service: World) -> None:
     """Guards against an adapter's answer for the model, in the generator and from the cache."""
     generator = cached_service.generator
-    generator.adapters = ("support",)
+    generator.described["adapters"] = ("support",)
     for model in ("support", "toy", "", "support"):
         await cached_service.answer(small_request(model=model))
     assert generator.opened_adapters == ["support", ""]
@@ -424,7 +397,7 @@ async def test_branching_needs_a_generator_that_forks(cached_service: World) -> 
     branching = {"n": 6, "branching": pb.Branching(width=4, keep=1)}
     generation = await cached_service.answer(small_request(selection=branching))
     assert sum(len(trace.forks) for trace in generation.rounds) > 0
-    cached_service.generator.can_fork = False
+    cached_service.generator.described["can_fork"] = False
     error = await cached_service.refusal(small_request(selection=branching | {"n": 5}))
     assert [*violations_of(error)] == ["selection.branching"]
 
@@ -432,7 +405,7 @@ async def test_branching_needs_a_generator_that_forks(cached_service: World) -> 
 async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     """Guards against a trace of rejections that a generator without early rejection cannot make,
     and an answer that is stored under a plan that was not carried out."""
-    cached_service.generator.form = c.CandidateForm.WHOLE_ANSWERS
+    cached_service.generator.described["form"] = c.CandidateForm.WHOLE_ANSWERS
     generation = await cached_service.answer(small_request(selection={"n": 6}))
     assert [trace.num_rejected for trace in generation.rounds] == [0]
     record = await cached_service.stub.GetRecord(
@@ -445,11 +418,9 @@ async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     assert described.generator.form == common_pb2.CANDIDATE_FORM_WHOLE_ANSWERS
 
 
-async def test_answers_of_a_generator_that_ignores_seeds_are_not_cached(
-    cached_service: World,
-) -> None:
+async def test_answers_that_ignore_seeds_are_not_cached(cached_service: World) -> None:
     """Unless they are greedy: guards against one draw that is returned for ever."""
-    cached_service.generator.ignores_seeds = True
+    cached_service.generator.described["ignores_seeds"] = True
     for n, temperature, is_cached in ((4, 1.0, False), (1, 0.0, True)):
         made = small_request(selection={"n": n}, sampling={"temperature": temperature})
         await cached_service.answer(made)
@@ -458,9 +429,7 @@ async def test_answers_of_a_generator_that_ignores_seeds_are_not_cached(
 
 @pytest.mark.parametrize("given", [None, False, True])
 @pytest.mark.parametrize("kind", ["text", "structured", "tools"])
-async def test_complete_answers_are_preferred_where_only_they_conform(
-    given: bool | None, kind: str
-) -> None:
+async def test_complete_answers_win_where_only_they_conform(given: bool | None, kind: str) -> None:
     """Guards against the beginning of a JSON object that wins by its reward."""
     output, call = (
         common_pb2.StructuredOutput(json_object=common_pb2.JsonObject()),
@@ -590,9 +559,7 @@ async def test_the_likelihood_needs_no_reward_service(service: World) -> None:
 
 
 @pytest.mark.parametrize("kind", [Unavailable, Overloaded, InternalError])
-async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
-    kind: type[Exception],
-) -> None:
+async def test_a_reward_without_description_is_replaced_if_allowed(kind: type[Exception]) -> None:
     """Guards against INTERNAL where a foreign program answers on the reward service's port."""
     described = AsyncMock(return_value=[c.RewardDescription("toy", "f", "a toy")])
     served: Any = SimpleNamespace(describe=described, open=print)
@@ -643,3 +610,63 @@ async def test_raw_scores_are_in_the_callers_order(cached_service: World) -> Non
     for reply, index in ((generated, 1), (reversed_, 0)):
         assert reply.candidates[0].rewards[index] == reply.candidates[0].mean_logprob
         assert reply.candidates[0].rewards[index - 1] > 0
+
+
+async def test_no_tenant_takes_all_threads() -> None:
+    """Guards against a tenant whose large answers delay those of all others."""
+    gate, began = threading.Event(), list[str]()
+
+    def work(tenant: str) -> str:
+        began.append(tenant)
+        assert tenant != "greedy" or gate.wait(BOUND_S)
+        return tenant
+
+    async def call(tenant: str) -> str:
+        set_caller(Caller(tenant))
+        return await in_thread(work, tenant)
+
+    greedy = [asyncio.create_task(call("greedy")) for _ in range(20)]
+    await until(lambda: bool(began))
+    assert await asyncio.create_task(call("other")) == "other"
+    greedy[0].cancel()
+    await turns()
+    assert began == ["greedy", "other"], "a cancelled call holds its thread"
+    gate.set()
+    done = await asyncio.gather(*greedy, return_exceptions=True)
+    assert done[1:] == ["greedy"] * 19
+
+
+_TRACED = c.CandidateTrace(1, 0.5, c.Fate.KEPT)
+_SMALL, _LARGE = (
+    replace(
+        caching.generation(),
+        rounds=(replace(caching.generation().rounds[0], candidates=(_TRACED,) * count),),
+    )
+    for count in (10, 5000)
+)
+_TOKENS = replace(_SMALL, candidates=(replace(_SMALL.best, token_ids=(7,) * 5000),))
+_TEXT = replace(_SMALL, candidates=(replace(_SMALL.best, text="x" * 100_000),))
+_RECORD = c.RequestRecord(
+    "id", 0.0, c.Selection(), 1, rounds=(c.RecordedRound(0.0, _LARGE.rounds[0]),)
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "in_thread"),
+    [
+        (c.Finished(_SMALL), False),
+        (c.Finished(_LARGE), True),
+        (_LARGE, True),
+        (c.Finished(_TOKENS), True),
+        (c.Finished(_TEXT), True),
+        (c.RoundCompleted(_SMALL.rounds[0], (), "", (c.CandidateText(1, "x" * 100_000),)), True),
+        (c.RoundCompleted(_LARGE.rounds[0], (), ""), True),
+        (_RECORD, True),
+        (b"x" * 4096, False),
+        (b"x" * 8192, True),
+    ],
+)
+async def test_large_values_are_converted_in_threads(value: object, in_thread: bool) -> None:
+    """Guards against a reply whose conversion delays health checks and all other calls."""
+    thread = await converted(lambda _: threading.get_ident(), value)
+    assert (thread != threading.get_ident()) == in_thread

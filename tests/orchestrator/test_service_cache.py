@@ -25,15 +25,7 @@ from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import CacheEvents
 from tests.serving import failure_of, until
-from tests.world import (
-    ENDS,
-    Code,
-    HeldGenerator,
-    World,
-    generation,
-    small_request,
-    world,
-)
+from tests.world import ENDS, Code, HeldGenerator, World, generation, small_request, world
 
 BYPASS = pb.CACHE_CONTROL_BYPASS
 
@@ -133,31 +125,22 @@ async def test_tenants_have_their_own_salts_without_their_names(service: World) 
         assert tenant not in salt and salt not in tenant
 
 
-async def test_bypass_neither_reads_nor_writes(
+async def test_bypass_neither_reads_nor_writes_and_refresh_writes(
     cached_service: World, cache_events: CacheEvents
 ) -> None:
-    for control in (BYPASS, pb.CACHE_CONTROL_USE, BYPASS):
-        assert not (await cached_service.answer(small_request(cache_control=control))).cached
-    assert cached_service.generator.num_opened == 3
+    replies = []
+    for control in (BYPASS, pb.CACHE_CONTROL_USE, BYPASS, pb.CACHE_CONTROL_REFRESH):
+        replies.append(await cached_service.answer(small_request(cache_control=control)))
+        assert not replies[-1].cached
+    assert cached_service.generator.num_opened == 4
     assert cache_events.results == {"miss": 1}
-
-
-async def test_refresh_writes_and_does_not_read(cached_service: World) -> None:
-    first = await cached_service.answer(small_request())
-    fresh = await cached_service.answer(small_request(cache_control=pb.CACHE_CONTROL_REFRESH))
-    assert not fresh.cached
     stored = await cached_service.answer(small_request())
     assert stored.cached
-    assert (
-        stored.timings.extend_duration
-        == fresh.timings.extend_duration
-        != first.timings.extend_duration
-    )
+    times = [reply.timings.extend_duration for reply in (stored, replies[3], replies[1])]
+    assert times[0] == times[1] != times[2]
 
 
-async def test_degraded_answers_are_shared_among_requests_that_allow_them(
-    cached_service: World,
-) -> None:
+async def test_degraded_answers_are_shared_if_allowed(cached_service: World) -> None:
     """A request that allows degradation gets an answer where an equal strict one gets an error.
 
     Guards against runs one after another while a reward is away, each as degraded as the first.

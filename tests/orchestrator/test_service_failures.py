@@ -22,8 +22,6 @@ from tests.certificates import place
 from tests.serving import failure_of, reason_of, retry_info_s, turns, until
 from tests.world import BOUND_S, Code, LongTexts, World, rewards, small_request, world
 
-PROMPT_COST = len("four words of prompt") // 4
-
 
 def start_call(service: World, message: pb.GenerateRequest, stream: bool, **options: Any) -> Any:
     """A call that is not awaited yet."""
@@ -70,17 +68,6 @@ async def test_times_count_from_arrival() -> None:
     assert 0 < queue_s <= first_round_s <= total_s
 
 
-async def test_a_request_that_leaves_n_open_is_charged_for_what_can_run() -> None:
-    """Guards against 1,024 candidates, the most of any session, for the 8 that it gets."""
-    async with world(max_running=1) as service:
-        first = await service.held(small_request(seed=0))
-        second = asyncio.create_task(service.answer(small_request(selection={"n": 0})))
-        await until(lambda: service.admission.queued == 1)
-        assert service.admission.queued_tokens == 8 * (40 + 3) + 1 + PROMPT_COST
-        service.generator.gates["extend"].open()
-        assert (await second).n == 8 and (await first).text
-
-
 async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> None:
     """Guards the way of a tenant's limit from the file to admission; a request has 522:
     twelve candidates of 40 tokens and three rounds, one is returned, and the prompt."""
@@ -104,9 +91,7 @@ async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_default", [True, False], ids=["default", "client"])
 @pytest.mark.parametrize(("phase", "stream"), [("open", False), ("extend", True), ("score", False)])
-async def test_a_deadline_ends_a_running_request(
-    phase: str, stream: bool, is_default: bool
-) -> None:
+async def test_a_deadline_ends_a_request(phase: str, stream: bool, is_default: bool) -> None:
     async with world(default_deadline_s=0.1 if is_default else None) as service:
         service.shut(phase)
         options = {} if is_default else {"timeout": 0.1}
@@ -185,9 +170,7 @@ _ROUNDS = pb.Schedule(kind=pb.SCHEDULE_KIND_TOKENS, tokens=range(1, 40))
 _MANY = small_request(sampling={"ignore_eos": True}, selection={"n": 8, "schedule": _ROUNDS})
 
 
-async def test_rounds_that_wait_for_a_reader_are_short(
-    service: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rounds_that_wait_are_short(service: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory against a client that reads an event now and then; it misses no round."""
     monkeypatch.setattr(servicer, "_MAX_SIZE", 2000)
     reader: Any = Reader()

@@ -150,9 +150,7 @@ MANUAL = """
 
 
 @pytest.mark.parametrize("source", ["environment", "flag"])
-def test_the_rewards_of_the_manual_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
+def test_the_manuals_rewards_are_accepted(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """From either source; a flag overrides the environment."""
     is_flag = source == "flag"
     monkeypatch.setenv("SPECREJ_ORCHESTRATOR_DEFAULT_REWARDS", "[]" if is_flag else MANUAL)
@@ -164,9 +162,7 @@ def test_the_rewards_of_the_manual_are_accepted(
     assert example in " ".join((OrchestratorSettings.__doc__ or "").split())
 
 
-def test_a_token_for_remote_backends_needs_tls(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_token_for_backends_needs_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Guards against a token that is sent in plaintext over a network, or not sent."""
     file = tmp_path / "token"
     flags = ["--backend-token-file", str(file), "--reward-address", "rewards:50052"]

@@ -25,7 +25,6 @@ from tests.serving import until
 from tests.world import Backend, generator_backend, reward_backend
 
 C = TypeVar("C", FleetGenerator, FleetRewards)
-R = TypeVar("R", RemoteGenerator, RemoteRewards)
 
 QUICK = FleetSettings(report_s=0.02, resolve_s=0.02, lost_s=2)
 # No backend is lost, however slow the machine is.
@@ -67,7 +66,7 @@ def target_of(server: Backend) -> Target:
     return Target(f"127.0.0.1:{server.port}", "127.0.0.1")
 
 
-def _connect(remote: Callable[[grpc.aio.Channel], R], target: Target) -> tuple[grpc.aio.Channel, R]:
+def _connect(remote: Any, target: Target) -> tuple[grpc.aio.Channel, Any]:
     channel = open_channel(target.address)
     return channel, remote(channel)
 

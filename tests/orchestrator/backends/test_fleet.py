@@ -273,11 +273,7 @@ async def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 async def test_a_name_has_all_its_addresses(addresses: dict[str, list[str]]) -> None:
     """A machine with an address of each kind counts once."""
-    addresses |= {
-        "two": ["10.0.0.1", "10.0.0.2"],
-        "both": ["::1", "127.0.0.1"],
-        "six": ["fd00::1"],
-    }
+    addresses |= {"two": ["10.0.0.1", "10.0.0.2"], "both": ["::1", "127.0.0.1"], "six": ["fd00::1"]}
     assert await Resolver(["two:1", "both:1", "six:1"]).resolve() == {
         Target("10.0.0.1:1", "two"),
         Target("10.0.0.2:1", "two"),
@@ -388,15 +384,12 @@ async def test_an_answer_does_not_change_if_its_generator_is_lost(
 
 
 @pytest.mark.parametrize("makes_whole_answers", [False, True])
-async def test_whole_answers_that_failed_are_not_paid_for_again(
-    makes_whole_answers: bool,
-) -> None:
+async def test_whole_answers_that_failed_are_not_paid_for_again(makes_whole_answers: bool) -> None:
     """Guards against all N requests to an endpoint, sent again because one of them failed."""
-    toys = [HeldGenerator() for _ in range(2)]
+    form = (c.CandidateForm.IN_PLACE, c.CandidateForm.WHOLE_ANSWERS)[makes_whole_answers]
+    toys = [HeldGenerator(form=form) for _ in range(2)]
     for toy in toys:
         toy.toy = FaultyGenerator(breaks_at=0)  # its port answers, with Unavailable
-        if makes_whole_answers:
-            toy.form = c.CandidateForm.WHOLE_ANSWERS
     async with generators(*toys) as running:
         with pytest.raises(Unavailable):
             await answer(request(8), running.client, SCORER)
@@ -470,10 +463,7 @@ async def test_a_generator_with_room_precedes_one_with_fewer_sessions(n: int) ->
 async def test_an_idle_generator_precedes_a_busy_one_with_the_same_prompt() -> None:
     """Guards against idle replicas because all prompts begin in the same way."""
     toys = [HeldGenerator(200), HeldGenerator(200)]
-    async with (
-        generators(*toys) as running,
-        running.client.open(OF_TWO),
-    ):
+    async with generators(*toys) as running, running.client.open(OF_TWO):
         await until(lambda: not any(backend.placed for backend in running.fleet.members()))
         async with running.client.open(OF_TWO):
             assert [toy.toy.ledger.num_sessions for toy in toys] == [1, 1]
@@ -499,16 +489,9 @@ async def test_the_description_adds_the_capacities() -> None:
     assert together([formats[0], none]).tool_format == ""
 
 
-class NamedGenerator(HeldGenerator):
-    """A toy under another model's name."""
-
-    async def describe(self) -> c.GeneratorDescription:
-        return replace(await super().describe(), model="new")
-
-
 async def test_a_request_that_names_a_model_goes_to_its_generators() -> None:
     """Guards a rollout of a model with a new name against answers of the other model."""
-    toys = {"toy": HeldGenerator(), "new": NamedGenerator()}
+    toys = {"toy": HeldGenerator(), "new": HeldGenerator(model="new")}
     async with generators(*toys.values()) as running:
         await until(lambda: running.counts == (2, 0, 0))
         assert {*(await running.client.describe()).adapters} == {*toys}
@@ -537,7 +520,8 @@ async def test_a_request_starts_again_at_a_generator_of_the_same_version() -> No
 
 
 async def test_a_request_is_charged_for_one_generator() -> None:
-    """Guards against a charge for slots of all generators, of which it uses those of one."""
+    """Guards against a charge for slots of all generators, of which it uses those of one, and where
+    N is left open, for the 1,024 candidates that a session may have at most."""
 
     async def charged(generator: Any, n: int) -> int:
         selection = c.Selection(n, rewards=(c.WeightedReward("likelihood"),))
@@ -549,6 +533,8 @@ async def test_a_request_is_charged_for_one_generator() -> None:
     async with generators(small, large) as running:
         for n in (0, 32):
             assert await charged(running.client, n) == await charged(large, n)
+        # Its slots, three rounds of the eight candidates that can run, one answer, and the prompt.
+        assert await charged(large, 0) == 300 + 8 * 3 + 1 + len("four words of prompt") // 4
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,10 @@ from tests.world import (
 )
 
 
-async def remote_events_of(
-    generation_request: c.GenerationRequest, service: World
-) -> list[c.Event]:
+async def remote_events_of(asked: c.GenerationRequest, service: World) -> list[c.Event]:
     scorer = partial(service.remote_rewards.open, "toy")
     async with asyncio.timeout(BOUND_S):
-        return await events_of(generation_request, service.remote_generator, scorer)
+        return await events_of(asked, service.remote_generator, scorer)
 
 
 @asynccontextmanager
@@ -148,9 +146,7 @@ async def test_errors_that_concern_only_the_backend_are_unavailable(error: Specr
 
 
 @pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, 100_000)])
-async def test_another_number_of_candidates_is_an_internal_error(
-    requested: int, opened: int
-) -> None:
+async def test_another_number_of_candidates_is_an_error(requested: int, opened: int) -> None:
     """Guards against an answer from fewer candidates under the key of all, and against memory."""
     texts = LongTexts(1)
     miscounting = HeldGenerator()
@@ -167,7 +163,7 @@ async def test_reports_are_empty_unless_they_differ(service: World) -> None:
     assert await anext(of_generator) == await generator.describe()
     assert await anext(of_rewards) == await rewards.describe()
     assert (await anext(of_generator), await anext(of_rewards)) == (None, None)
-    service.generator.max_candidates, service.reward.fingerprint = 7, "new"
+    service.generator.described["max_candidates"], service.reward.fingerprint = 7, "new"
     assert (await anext(one async for one in of_generator if one)).max_candidates == 7
     assert (await anext(one async for one in of_rewards if one))[0].fingerprint == "new"
     with pytest.raises(InvalidRequest, match="interval_s"):
@@ -241,9 +237,7 @@ async def test_a_refused_connection_is_unavailable() -> None:
                 assert raised.value.message == "a backend cannot be reached"
 
 
-async def test_a_backend_that_sends_nothing_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_backend_that_sends_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against DEADLINE_EXCEEDED for a caller with time left; the planner uses the last
     description instead. A stopped process accepts connections and sends nothing."""
     monkeypatch.setattr(remote, "_DESCRIBE_TIMEOUT_S", 0.05)
@@ -319,9 +313,7 @@ async def test_a_command_after_a_failed_one_has_its_status(service: World) -> No
             await session.prune([0])
 
 
-async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
-    service: World,
-) -> None:
+async def test_a_generator_that_ends_while_it_closes_costs_no_answer(service: World) -> None:
     """Guards against an error in place of a complete answer."""
     answering = await service.generator.gates["close"].hold(
         answer(request(12), service.remote_generator, LikelihoodScorer())
