@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from deploy.local.stack import Stack
-from tests.clients.programs import CLIENTS
 from tests.programs import ROOT, run
 
-TYPESCRIPT = CLIENTS / "typescript/examples/generate.ts"
+TYPESCRIPT = ROOT / "clients/typescript/examples/generate.ts"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAMPLES = dict(BLOCK.findall((ROOT / "docs/clients.md").read_text()))
 

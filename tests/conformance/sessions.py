@@ -47,10 +47,15 @@ async def without_cuts(
     subject: Subject, n: int, sampling: Sampling, rounds: Sequence[int] = ()
 ) -> Tokens:
     """All candidates' tokens, in one round; in `rounds` where draws depend on their borders."""
-    if not (rounds and subject.draws_by_round(sampling)):
-        rounds = (sampling.max_tokens,)
-    async with subject.generator.open(SessionSpec(PROMPT, n, sampling, 8)) as session:
-        return (await to_the_end(session, rounds))[0]
+    if not subject.draws_by_round(sampling):
+        rounds = ()
+    return await drawn(subject.generator, SessionSpec(PROMPT, n, sampling, 8), rounds)
+
+
+async def drawn(generator: Generator, spec: SessionSpec, rounds: Collection[int] = ()) -> Tokens:
+    """The tokens of all candidates, by default in one round."""
+    async with generator.open(spec) as session:
+        return (await to_the_end(session, rounds or [spec.sampling.max_tokens]))[0]
 
 
 async def to_the_end(

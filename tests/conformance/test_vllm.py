@@ -22,11 +22,12 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
 from generator_service.admission import SPARE_BLOCKS, Blocks
 from generator_service.stock.generator import StockGenerator
-from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
+from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started
+from tests.conformance.sessions import drawn
 from tests.conformance.subjects import CAPACITY, PROMPT, metric, own, vllm
 from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
 from tests.serving import until
@@ -127,7 +128,7 @@ async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path
                     await extending
         await until(partial(_has_ended, generator), bound_s=_BOUND_S)
         with pytest.raises(Unavailable):
-            await _tokens(generator, _GREEDY)
+            await drawn(generator, _GREEDY)
 
 
 def _has_ended(generator: StockGenerator) -> bool:
@@ -140,22 +141,15 @@ def _kill(processes: Iterable[Any]) -> None:
             process.kill()
 
 
-async def _tokens(generator: Generator, spec: SessionSpec) -> list[tuple[int, ...]]:
-    """Of all candidates, in one round."""
-    async with generator.open(spec) as session:
-        ended = await session.extend(spec.sampling.max_tokens)
-        return [candidate.new_token_ids for candidate in ended.candidates]
-
-
 async def test_a_tenant_does_not_wait_for_all_rows_of_another(model_directory: Path) -> None:
     """Guards a small session against vLLM's line, which has no turns of tenants."""
     async with vllm(model_directory, max_candidates=4, kv_slots=4 * CAPACITY) as subject:
         large = SessionSpec(PROMPT, 4, Sampling(max_tokens=60, ignore_eos=True), 8, "one")
-        growing = [asyncio.create_task(_tokens(subject.generator, large)) for _ in range(4)]
+        growing = [asyncio.create_task(drawn(subject.generator, large)) for _ in range(4)]
         assert subject.running
         while await subject.running() < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await _tokens(subject.generator, replace(large, n=1, cache_salt="other"))
+        await drawn(subject.generator, replace(large, n=1, cache_salt="other"))
         assert sum(task.done() for task in growing) < 3
         await asyncio.gather(*growing)
 

@@ -7,12 +7,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from openai.types import chat as chat_types
-from openai.types import shared_params
+from openai.types import completion_create_params as completion_params
+from openai.types import responses, shared_params
 from openai.types.chat import completion_create_params as chat_params
-from openai.types.completion_create_params import (
-    CompletionCreateParamsNonStreaming,
-    CompletionCreateParamsStreaming,
-)
+from openai.types.responses import response_create_params as response_params
+from openai.types.responses import response_format_text_config_param
+from openai.types.responses import response_input_item_param as item_params
 
 from gateway.fields import (
     PART_FIELDS,
@@ -20,6 +20,7 @@ from gateway.fields import (
     Function,
     Ignored,
     Maps,
+    OutputConfig,
     Refused,
     ResponseFormat,
     SchemaFormat,
@@ -37,7 +38,7 @@ from gateway.requests import (
     CompletionRequest,
     call_of,
 )
-from gateway.responses import ResponsesRequest
+from gateway.responses import Item, Reasoning, ResponsesRequest, ResponseTool
 from gateway.settings import GatewaySettings
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
@@ -80,37 +81,53 @@ def violations(**fields: Any) -> dict[str, str]:
     return {violation.field: violation.description for violation in refused.value.violations}
 
 
-@pytest.mark.parametrize(
-    ("kinds", "known"),
-    [
-        (
-            [
-                chat_params.CompletionCreateParamsNonStreaming,
-                chat_params.CompletionCreateParamsStreaming,
-            ],
-            rules_of(ChatRequest).keys(),
+def official(package: Any, *names: str) -> tuple[Any, ...]:
+    """Types of the official client, and the parts of those that are unions."""
+    kinds = (getattr(package, name) for name in names)
+    return tuple(part for kind in kinds for part in get_args(kind) or (kind,))
+
+
+TEXTS = response_format_text_config_param
+OFFICIAL: list[tuple[tuple[Any, ...], set[str]]] = [
+    (official(chat_params, "CompletionCreateParams"), {*rules_of(ChatRequest)}),
+    (official(completion_params, "CompletionCreateParams"), {*rules_of(CompletionRequest)}),
+    (official(chat_types, "ChatCompletionMessageParam"), known(ChatMessage)),
+    (official(chat_types, "ChatCompletionContentPartTextParam"), {*PART_FIELDS}),
+    (official(chat_types, "ChatCompletionFunctionToolParam"), known(ChatTool)),
+    (official(shared_params, "FunctionDefinition"), known(Function)),
+    (official(chat_types, "ChatCompletionMessageFunctionToolCallParam"), known(ChatCall)),
+    (official(chat_types, "ChatCompletionStreamOptionsParam"), known(StreamOptions)),
+    (official(chat_params, "ResponseFormat"), known(ResponseFormat)),
+    (
+        (get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"],),
+        known(SchemaFormat),
+    ),
+    (official(response_params, "ResponseCreateParams"), known(ResponsesRequest)),
+    (official(item_params, "Message", "FunctionCallOutput"), known(Item)),
+    (
+        official(
+            *(responses, "EasyInputMessageParam", "ResponseOutputMessageParam"),
+            "ResponseFunctionToolCallParam",
         ),
-        (
-            [CompletionCreateParamsNonStreaming, CompletionCreateParamsStreaming],
-            rules_of(CompletionRequest).keys(),
-        ),
-        (get_args(chat_types.ChatCompletionMessageParam), known(ChatMessage)),
-        ([chat_types.ChatCompletionContentPartTextParam], PART_FIELDS),
-        ([chat_types.ChatCompletionFunctionToolParam], known(ChatTool)),
-        ([shared_params.FunctionDefinition], known(Function)),
-        ([chat_types.ChatCompletionMessageFunctionToolCallParam], known(ChatCall)),
-        ([chat_types.ChatCompletionStreamOptionsParam], known(StreamOptions)),
-        (get_args(chat_params.ResponseFormat), known(ResponseFormat)),
-        (
-            [get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"]],
-            known(SchemaFormat),
-        ),
-    ],
-)
-def test_every_field_of_the_official_types_has_a_rule(kinds: Any, known: set[str]) -> None:
+        known(Item),
+    ),
+    (official(responses, "ResponseInputTextParam"), {*PART_FIELDS}),
+    (official(responses, "FunctionToolParam"), known(ResponseTool)),
+    (official(shared_params, "Reasoning"), known(Reasoning)),
+    (official(responses, "ResponseTextConfigParam"), known(OutputConfig)),
+    (
+        official(TEXTS, "ResponseFormatTextConfigParam"),
+        known(ResponseFormat) | known(SchemaFormat),
+    ),
+    (official(response_params, "StreamOptions"), known(StreamOptions)),
+]
+
+
+@pytest.mark.parametrize(("kinds", "names"), OFFICIAL)
+def test_every_field_of_the_official_types_has_a_rule(kinds: Any, names: set[str]) -> None:
     """Guards against a field that a new client sends and that is refused as unknown."""
     for kind in kinds:
-        assert get_type_hints(kind).keys() <= known, kind
+        assert get_type_hints(kind).keys() <= names, kind
 
 
 def rules(kind: type[Any]) -> list[Any]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types import responses as types
-from openai.types import shared_params
-from openai.types.responses import response_create_params, response_format_text_config_param
 
-from gateway.fields import PART_FIELDS, OutputConfig, SchemaFormat, StreamOptions, parsed
-from gateway.fields import ResponseFormat as ChatFormat
+from gateway.fields import parsed
 from gateway.requests import call_of
-from gateway.responses import Item, Reasoning, ResponsesRequest, ResponseTool
+from gateway.responses import ResponsesRequest
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Unavailable
-from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, known, script
+from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, script
 from tests.gateway.test_tools import Weather, client, prompt_of
 from tests.specrej.fakes import FakeOrchestrator
 
@@ -124,42 +120,6 @@ async def test_a_failure_in_mid_stream_is_an_exception(
         async for _ in await client.responses.create(**FIELDS, stream=True):
             pass
     assert failed.value.code == "unavailable"
-
-
-@pytest.mark.parametrize(
-    ("kinds", "names"),
-    [
-        (
-            [
-                response_create_params.ResponseCreateParamsNonStreaming,
-                response_create_params.ResponseCreateParamsStreaming,
-            ],
-            known(ResponsesRequest),
-        ),
-        (
-            [
-                types.EasyInputMessageParam,
-                types.response_input_item_param.Message,
-                types.ResponseOutputMessageParam,
-                types.ResponseFunctionToolCallParam,
-                types.response_input_item_param.FunctionCallOutput,
-            ],
-            known(Item),
-        ),
-        ([types.ResponseInputTextParam], PART_FIELDS),
-        ([types.FunctionToolParam], known(ResponseTool)),
-        ([shared_params.Reasoning], known(Reasoning)),
-        ([types.ResponseTextConfigParam], known(OutputConfig)),
-        (
-            get_args(response_format_text_config_param.ResponseFormatTextConfigParam),
-            known(ChatFormat) | known(SchemaFormat),
-        ),
-        ([response_create_params.StreamOptions], known(StreamOptions)),
-    ],
-)
-def test_every_field_of_the_official_types_has_a_rule(kinds: Any, names: set[str]) -> None:
-    for kind in kinds:
-        assert get_type_hints(kind).keys() <= names, kind
 
 
 def test_options_and_names_of_errors() -> None:
