@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,24 +21,17 @@ HELM = ROOT / ".tools" / "helm"  # make helm
 PRESETS = ("embedded", "gpu", "production", "endpoint")
 RELEASE = NAMESPACE = "specrej"
 # Presets with more values, as an operator gives them.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, str]] = {
     "production by operators": (
         "production",
-        {
-            "gatewayApi": {"enabled": True, "create": True},
-            "models": {
-                "source": "hub",
-                "generator": "org/generator@0123abc",
-                "reward": "org/reward",
-                "volume": {"existingClaim": ""},
-            },
-        },
+        "{gatewayApi: {enabled: true, create: true}, models: {source: hub, reward: org/reward,"
+        " generator: org/generator@0123abc, volume: {existingClaim: ''}}}",
     ),
     "production by ingress": (
         "production",
-        {"ingress": {"enabled": True}, "gatewayApi": {"enabled": False}},
+        "{ingress: {enabled: true}, gatewayApi: {enabled: false}}",
     ),
-    "plaintext by a shared gateway": ("embedded", {"gatewayApi": {"enabled": True}}),
+    "plaintext by a shared gateway": ("embedded", "{gatewayApi: {enabled: true}}"),
 }
 GRPC = ("orchestrator", "generator", "reward")
 SERVICES = (*GRPC, "gateway")
@@ -52,8 +44,7 @@ Object = Mapping[str, Any]
 @cache
 def rendered(name: str) -> Manifests:
     """All objects of a preset or a variant, as a cluster would receive them."""
-    preset, values = VARIANTS.get(name, (name, {}))
-    return templated(preset, json.dumps(values))
+    return templated(*VARIANTS.get(name, (name, "{}")))
 
 
 @cache

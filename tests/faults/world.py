@@ -106,7 +106,9 @@ class Call:
     ) -> None:
         """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB."""
         self.events: list[Any] = []
-        self._channel = _narrow_channel(address) if narrow else open_channel(address)
+        window = [("grpc.http2.lookahead_bytes", 65_535), ("grpc.http2.bdp_probe", 0)]
+        narrowed = grpc.aio.insecure_channel(address, window) if narrow else None
+        self._channel = narrowed or open_channel(address)
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         message = request(**options)
         self._stream = stream
@@ -213,10 +215,6 @@ class World:
         """Wait until the generator holds nothing for any request."""
         await self.until_generator(lambda g: not (g.sessions or g.slots.owned))
 
-    async def health(self, name: str) -> str:
-        """Return SERVING, NOT_SERVING or the status code of the failure."""
-        return await health_of(self.addresses[name])
-
     def process(self, name: str) -> psutil.Process:
         """Return one process of the stack."""
         return psutil.Process(self.stack.processes[name])
@@ -288,7 +286,7 @@ class World:
         if any((*held, service.running, service.queued)):
             return f"{held} sessions, slots, waiting; {service.running}+{service.queued} in flight"
         for name in SERVICES:
-            if (health := await self.health(name)) != "SERVING":
+            if (health := await health_of(self.addresses[name])) != "SERVING":
                 return f"{name} is {health}"
         return self._extra_processes() or await self._wrong_answer()
 
@@ -348,11 +346,6 @@ def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRe
     """Return a small request with these options; it bypasses the cache unless they name a mode."""
     defaults = Options(n=8, max_tokens=32, seed=3, ignore_eos=True, cache=CacheControl.BYPASS)
     return build_request(prompt, **{**defaults, **options})
-
-
-def _narrow_channel(address: str) -> grpc.aio.Channel:
-    window = [("grpc.http2.lookahead_bytes", 65_535), ("grpc.http2.bdp_probe", 0)]
-    return grpc.aio.insecure_channel(address, window)
 
 
 def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlencode
-from urllib.request import ProxyHandler, Request, build_opener
 
+import httpx2
 import pytest
 import pytest_asyncio
 
@@ -46,18 +43,17 @@ async def url(toys: Stack) -> AsyncIterator[str]:
 async def answers(url: str) -> bool:
     try:
         await send(f"{url}/stats/requests")
-    except URLError:
+    except httpx2.HTTPError:
         return False
     return True
 
 
-async def send(url: str, headers: dict[str, str] | None = None, **form: object) -> Any:
+async def send(url: str, headers: dict[str, str] | None = None, **form: Any) -> Any:
     """The JSON object of a page; a form is posted."""
-    data = urlencode(form).encode() if form else None
-    opener = build_opener(ProxyHandler({}))
-    request = Request(url, data, headers or {})
-    with await asyncio.to_thread(opener.open, request, timeout=60) as response:
-        return json.load(response)
+    async with httpx2.AsyncClient(trust_env=False, timeout=60) as http:
+        method = "POST" if form else "GET"
+        response = await http.request(method, url, data=form or None, headers=headers)
+        return response.raise_for_status().json()
 
 
 async def test_forms_are_checked_and_rewards_are_shown(toys: Stack, url: str) -> None:
@@ -65,7 +61,7 @@ async def test_forms_are_checked_and_rewards_are_shown(toys: Stack, url: str) ->
     options that have no effect or no error, and answers without what they buy."""
     origin = {"Origin": "http://other.example"}
     for headers in (origin, origin | {"Host": "other.example"}):  # a name of 127.0.0.1
-        with pytest.raises(HTTPError, match="403"):
+        with pytest.raises(httpx2.HTTPStatusError, match="403"):
             await send(f"{url}/swarm", headers, user_count=1)
     bad = await send(f"{url}/swarm", alpha="2", max_tokens="x")
     assert not bad["success"]

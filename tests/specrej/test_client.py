@@ -46,20 +46,12 @@ def test_every_option_reaches_its_field(request: c.GenerationRequest) -> None:
     assert wire.from_message(message, c.GenerationRequest) == request
 
 
-def test_rewards_and_prompts_have_several_forms() -> None:
-    """Guards against a string taken for a sequence of messages or stop texts, and raw text wrapped
-    in a chat turn."""
-    named = build_request("why?", rewards={"relevance": 2.0})
-    assert build_request("why?", rewards=[c.WeightedReward("relevance", 2.0)]) == named
+def test_prompts_have_several_forms() -> None:
+    """Guards against a string taken for a sequence of messages, and raw text wrapped in a turn."""
     turn: dict[str, Any] = {"role": "user", "content": "why?"}
     for prompt in (c.Prompt.from_user("why?"), [c.Message(**turn)], [turn]):
         assert build_request(prompt) == build_request("why?")
     assert build_request(c.Prompt(text="once")).prompt.text == "once"
-    schema = build_request("why?", structured_output={"a": 1})
-    assert build_request("why?", structured_output=c.JsonSchema('{"a":1}')) == schema
-    biased = build_request("why?", logit_bias={7: -100.0})
-    assert build_request("why?", logit_bias=[c.TokenBias(7, -100.0)]) == biased
-    assert [*build_request("why?", stop="END").sampling.stop] == ["END"]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +82,10 @@ def test_value_beyond_the_message_is_an_invalid_request(bad: Options, field: str
         ({"n": "auto"}, {"n": 0}),
         ({"cache": "bypass"}, {"cache": c.CacheControl.BYPASS}),
         ({"rewards": "relevance"}, {"rewards": {"relevance": 1.0}}),
+        ({"rewards": {"a": 2.0}}, {"rewards": [c.WeightedReward("a", 2.0)]}),
+        ({"stop": "END"}, {"stop": ["END"]}),
+        ({"logit_bias": {7: -100.0}}, {"logit_bias": [c.TokenBias(7, -100.0)]}),
+        ({"structured_output": {"a": 1}}, {"structured_output": c.JsonSchema('{"a":1}')}),
         ({"rewards": ["a=2", {"name": "b", "normalization": {"kind": "batch"}}]},
          {"rewards": [c.WeightedReward("a", 2.0),
                       c.WeightedReward("b", normalization=c.Normalization("batch"))]}),

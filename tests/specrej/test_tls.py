@@ -35,8 +35,7 @@ from tests.toys import TOYS
 
 def secured(pair: Pair, authority: Authority | None = None) -> dict[str, Any]:
     """A server's settings."""
-    client_ca = str(authority.path) if authority else ""
-    return {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": client_ca}
+    return {**pair.settings, "tls_client_ca": str(authority.path) if authority else ""}
 
 
 def showing(pair: Pair, authority: Authority) -> Credentials:
