@@ -276,7 +276,6 @@ STILL = {"candidates": live(3), "num_tokens": 3}
     ("fault", "message"),
     [
         (lambda _: {"num_tokens": 2}, "ended at token 2 instead of 16"),
-        (lambda _: {"candidates": ()}, "lost 1 candidates"),
         (lambda until: {"candidates": live(until)}, "max_tokens"),
         (lambda _: {"candidates": live(3)}, "max_tokens"),
         (lambda _: {"candidates": live(3), "ended_by": c.RoundEnd.ALL_FINISHED}, "with live cand"),
@@ -286,9 +285,9 @@ STILL = {"candidates": live(3), "num_tokens": 3}
 async def test_a_round_that_is_too_short_or_wrong_is_an_internal_error(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[int], dict[str, Any]], message: str
 ) -> None:
-    """Guards against strides without growth until the deadline, a wait without end for a missing
-    candidate, and thousands of rounds per second: a live candidate at max_tokens or after the end
-    of all, one without new tokens, and one whose slots are always full."""
+    """Guards against strides without growth until the deadline, and thousands of rounds per second:
+    a live candidate at max_tokens or after the end of all, one without new tokens, and one whose
+    slots are always full."""
     extend = ToySession.extend
 
     async def faulty(session: ToySession, until_tokens: int, _: Any) -> c.Round:
@@ -299,6 +298,19 @@ async def test_a_round_that_is_too_short_or_wrong_is_an_internal_error(
     async with asyncio.timeout(20):
         with pytest.raises(InternalError, match=message):
             await answer(request(1), ToyGenerator(end_every=10**9), FixedScorer())
+
+
+async def test_a_lost_candidate_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a wait without end for it."""
+    extend = ToySession.extend
+
+    async def losing(session: ToySession, until_tokens: int, _: Any) -> c.Round:
+        ended = await extend(session, min(until_tokens, 16))
+        return replace(ended, candidates=ended.candidates[1:])
+
+    monkeypatch.setattr(ToySession, "extend", losing)
+    with pytest.raises(InternalError, match="lost 1 candidates"):
+        await answer(request(), ToyGenerator(), FixedScorer())
 
 
 async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

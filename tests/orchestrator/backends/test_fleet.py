@@ -189,8 +189,9 @@ async def test_another_program_at_the_address_is_unavailable() -> None:
         assert "health.go" not in str(backend.failure) and not backend.is_serving
 
 
-async def test_a_backend_that_fails_a_call_gets_no_sessions() -> None:
-    """Guards against requests that go to a generator that has just died."""
+async def test_a_backend_that_fails_a_call_or_is_closed_gets_no_sessions() -> None:
+    """Guards against requests that go to a generator that has just died; a caller that still has a
+    closed one in a list continues with the next one."""
     async with _backend(HeldGenerator()) as backend:
         backend.take(await ToyGenerator().describe())
         assert backend.is_serving
@@ -200,11 +201,6 @@ async def test_a_backend_that_fails_a_call_gets_no_sessions() -> None:
         assert not backend.is_serving
         backend.take(None)
         assert backend.is_serving
-
-
-async def test_a_closed_backend_is_unavailable() -> None:
-    """A caller that still has it in a list continues with the next one."""
-    async with _backend(HeldGenerator()) as backend:
         await backend.close()
         with pytest.raises(Unavailable):
             async with backend.holding(nullcontext()):
