@@ -231,6 +231,7 @@ async def test_the_expected_wait_is_that_of_the_tenants_ahead() -> None:
             requests.clock.now_s += seconds
     await requests.arrive(tenant="quick", tokens=10)
     await requests.arrive(3, tenant="quick", tokens=10, time_left_s=40.0)
+    assert requests.admission.queued == 3
     refusal = await requests.refused(tenant="quick", tokens=10, time_left_s=30.0)
     running_s = 10 * (1 + 0.9 * (100 + 0.9)) / (10 * (1 + 0.9 + 0.81))  # of all tenants
     assert refusal.retry_after_s == pytest.approx(min(30.0, running_s + 3), rel=1e-3)

@@ -559,6 +559,7 @@ def test_the_probability_ahead_is_that_of_the_beta_posterior(count: int, other: 
 def test_a_probable_leader_ends_a_vote_before_a_sure_one() -> None:
     choices = tally(Ballot(number, "a", 1.0, 0.0) for number in range(5))
     assert not is_decided(choices, Vote(stop_probability=1.0), 10)
+    assert is_decided(choices, Vote(), 4) and not is_decided(choices, Vote(), 5), "a tie can lose"
     assert is_decided(choices, Vote(stop_probability=0.95), 10), "(1 - 1/2^6) = 0.984"
     assert not is_decided(choices, Vote(stop_probability=0.99), 10)
     weighted = Vote(weight="reward")
