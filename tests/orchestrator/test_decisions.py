@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.edge.extractors import extractor, functions_of
@@ -541,7 +541,7 @@ def test_ties_are_decided_by_the_best_score_then_the_id(ballots: list[Ballot]) -
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_the_probability_ahead_is_that_of_the_beta_posterior(count: int, other: int) -> None:
     """Against an independent numeric integral of the density of Beta(count + 1, other + 1)."""
-    steps = 400
+    steps = 800
     density = [
         math.exp(
             math.lgamma(count + other + 2)
@@ -608,6 +608,7 @@ FEW_SCORES = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6)
     ),
     st.integers(0, 3),
 )
+@example([1.0], Selection(stop_at=0.5, min_answers=2), 1)
 def test_nothing_stops_early(scores: list[float], selection: Selection, num_left: int) -> None:
     """Guards against fewer answers than were promised, and a stop without its reason."""
     reason = reason_to_stop(selection, scores, [], num_left)

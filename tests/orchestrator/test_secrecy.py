@@ -19,10 +19,11 @@ import pytest
 import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from orchestrator.loop.scoring import fingerprint_of
 from reward_service.kinds.toy import ToyReward
 from specrej import telemetry
 from specrej.client import Client
-from specrej.contracts import Candidate, Options, Prompt, Scores, SessionSpec
+from specrej.contracts import Candidate, Options, Prompt, Scores, SessionSpec, WeightedReward
 from specrej.contracts.errors import InvalidRequest, SpecrejError, Violation
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
@@ -99,6 +100,13 @@ async def test_bugs_that_quote_prompts_leave_no_text(traces: Callable[[], str]) 
     assert MARK not in repr(failure)
     assert "ValueError" in traces()
     assert MARK not in traces()
+
+
+def test_the_fingerprint_of_rewards_has_no_data() -> None:
+    """Guards a short reference against a caller who tries all and compares digests."""
+    given = [(WeightedReward("toy", data=data),) for data in ("", '"204"')]
+    assert fingerprint_of(given[0], ("a",)) == fingerprint_of(given[1], ("a",))
+    assert fingerprint_of(given[0], ("a",)) != fingerprint_of(given[0], ("b",))
 
 
 @pytest.fixture
