@@ -75,6 +75,7 @@ def _service(name: str, ports: Ports, models: Path) -> Iterator[str]:
         _run("rm", "--force", container)
 
 
+@pytest.mark.long
 def test_the_images_answer_a_request(tmp_path: Path) -> None:
     """Guards against an image that lacks a package or a place to write, or ignores SIGTERM."""
     names = ("generator", "reward", "orchestrator")
