@@ -109,6 +109,14 @@ def test_the_fingerprint_of_rewards_has_no_data() -> None:
     assert fingerprint_of(given[0], ("a",)) != fingerprint_of(given[0], ("b",))
 
 
+def test_the_fingerprint_of_rewards_has_no_order() -> None:
+    """Guards stored answers against a request with the same rewards, named in another order."""
+    one, other = WeightedReward("one", 2.0), WeightedReward("other")
+    ordered = fingerprint_of((one, other), ("a", "b"))
+    assert ordered == fingerprint_of((other, one), ("b", "a"))
+    assert ordered != fingerprint_of((one, other), ("b", "a"))
+
+
 @pytest.fixture
 def with_data(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The toy takes data, a list, and scores 1 the texts with a letter of it; what it received."""
