@@ -168,13 +168,8 @@ async def ask_peer(
 
 def llama_server(port: int, most: int) -> Program:
     """llama.cpp's server on `port`, with the embedded model's file and a slot per candidate."""
-    arguments = (
-        package_directory() / WEIGHTS,
-        port,
-        most,
-        2 * most * _CONTEXT_TOKENS // 8,
-        "model",
-    )
+    num_tokens = most * _CONTEXT_TOKENS // 4  # of KV, which the slots share; prompts are short
+    arguments = (package_directory() / WEIGHTS, port, most, num_tokens, "model")
     python = str((LLAMA / "bin/python").absolute())
     command = (python, str(Path("tests/servers/llama_server.py")), *map(str, arguments))
     return Program(PEERS[1], command, partial(_is_healthy, port))
