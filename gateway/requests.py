@@ -141,6 +141,7 @@ class CompletionFields(Request):
     stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
 
     audio: Annotated[Any, Refused(_AUDIO)] = None
+    bad_words: Annotated[Any, Refused("is not supported: use logit_bias", ([],))] = None
     echo: Annotated[Any, Refused("is not supported: prompts are not repeated", (False,))] = None
     function_call: Annotated[Any, Refused(FUNCTIONS, ("none", "auto"))] = None
     functions: Annotated[Any, Refused(FUNCTIONS, ([],))] = None

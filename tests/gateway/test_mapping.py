@@ -172,6 +172,7 @@ def test_all_bad_fields_are_reported_at_once() -> None:
     """Guards against a caller who corrects types first, then unknown fields, then ranges."""
     fields: dict[str, Any] = {
         "functions": [{}], "suffix": "x", "n": "2", "max_tokens": 0, "temperature": 3,
+        "bad_words": ["x"],
     }  # fmt: skip
     found = violations(**fields, specrej={"alpha": 1, "min_p": "x"})
     assert found.keys() == {*fields, "specrej.alpha", "specrej.min_p"}
