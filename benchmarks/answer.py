@@ -187,7 +187,7 @@ def vllm_server(port: int, most: int) -> Program:
     """vLLM's OpenAI server on `port`; a request has at most `most` candidates."""
     arguments = (
         *(f"--model={MODEL.absolute()}", "--served-model-name=model", "--dtype=float32"),
-        *(f"--max-model-len={_CONTEXT_TOKENS}"),
+        f"--max-model-len={_CONTEXT_TOKENS}",
         # Candidates share whole blocks of their prompt; 32 is the least on CPUs, 128 the default.
         "--block-size=32",
         *(f"--max-num-seqs={max(_VLLM_ROWS, most)}", "--host=127.0.0.1", f"--port={port}"),

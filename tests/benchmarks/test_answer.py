@@ -116,6 +116,12 @@ def answers(system: str, n: int, rewards: list[float], seconds: float = 2.0) -> 
     ]
 
 
+def test_every_argument_of_vllms_server_is_an_option() -> None:
+    command = answer.vllm_server(1, 4).arguments
+    options = command[command.index("vllm.entrypoints.openai.api_server") + 1 :]
+    assert [option for option in options if not option.startswith("--")] == []
+
+
 def test_points_are_means_over_prompts_with_their_intervals(tmp_path: Path) -> None:
     (point,) = points(pd.DataFrame(answers("vllm", 4, [0.1, 0.2, 0.3, 0.4, 0.5]))).to_dict(
         "records"
