@@ -91,9 +91,10 @@ llama: $(LLAMA) ## create .llama with llama.cpp's server, a prebuilt wheel
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/python -m benchmarks.tables --check
-	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports --no-logo && \
-	$(MAKE) --no-print-directory proto-check; others=$$?; wait "$$types" && exit "$$others"
+	@$(BIN)/lint-imports --no-logo
+	@$(MAKE) --no-print-directory proto-check
 
 fmt: $(READY) ## format code and schema, fix what can be fixed
 	@$(BIN)/ruff check --fix-only
@@ -213,7 +214,7 @@ docs: $(READY) ## build the documents into build/docs; a warning or a broken lin
 	@echo "to search, serve it: python -m http.server --directory build/docs --bind 127.0.0.1"
 
 clean: ## remove caches and build output; keep .venv and .models
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 .tools/promtool:

@@ -40,11 +40,11 @@ def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argp
 
 def _kind(default: object) -> Callable[[str], object]:
     """The parser of an option's values."""
-    kind = type(default)
-    if kind not in (int, float):
-        return kind
+    if not isinstance(default, int | float):
+        return str
+    kind = int if isinstance(default, int) else float
 
-    def number(text: str) -> object:
+    def number(text: str) -> float:
         if not 0 < (value := kind(text)) < math.inf:
             raise argparse.ArgumentTypeError(f"{text} must be above 0")
         return value

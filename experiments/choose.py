@@ -140,9 +140,9 @@ def recorded_scorer(
     """The recorded scores as a reward; beginnings have the lengths of `positions_of`."""
 
     class Session:
-        async def score(self, given: Sequence[Candidate]) -> Scores:
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
             values: list[Any] = [
-                finals[c.id] if c.finish else beginnings[c.num_tokens][c.id] for c in given
+                finals[c.id] if c.finish else beginnings[c.num_tokens][c.id] for c in candidates
             ]
             return Scores(tuple(values))
 

@@ -405,9 +405,9 @@ class ResponseFormat(Checked):
 
 def _nested(value: object) -> object:
     """The format of the newer APIs as that of chats."""
-    match value:
-        case {"type": "json_schema", **schema}:
-            return {"type": "json_schema", "json_schema": schema}
+    if isinstance(value, Mapping) and value.get("type") == "json_schema":
+        schema = {name: given for name, given in value.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": schema}
     return value
 
 

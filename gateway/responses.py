@@ -127,7 +127,7 @@ class ResponsesRequest(Request):
                 if not drafts or drafts[-1][1] != "assistant":
                     drafts.append((field, "assistant", (), [], ""))
                 drafts[-1][3].append(ToolCall(item.call_id, item.name, item.arguments))
-        return [(field, message_of(*draft)) for field, *draft in drafts]
+        return [(draft[0], message_of(*draft[1:])) for draft in drafts]
 
     def made_prompt(self) -> Prompt:
         """The conversation."""

@@ -155,7 +155,9 @@ def answer_stream(events: Events, answer: Answer, call: Call) -> EventStream:
     # A call without an event in time has no id yet, and all chunks must have the same.
     answer.request_id = events.request_id or uuid.uuid4().hex
     parts = _parts_of(events, answer, call)
-    return EventStream(events, parts, call, lambda *failed: _part(answer.failure(*failed)))
+    return EventStream(
+        events, parts, call, lambda status, body: _part(answer.failure(status, body))
+    )
 
 
 async def _parts_of(events: Events, answer: Answer, call: Call) -> Parts:

@@ -127,8 +127,8 @@ class ToySession:
         self.n, self.reduced = 0, False  # until it is admitted
         self._prompt = prompt = spec.prompt
         text = prompt.text or " ".join(message.text for message in prompt.messages)
-        marks = _THINKING if prompt.thinking else ()
-        self.answer_form = c.AnswerForm(_TOOL_FORMAT if prompt.tools else "", *marks)
+        begin, end = _THINKING if prompt.thinking else ("", "")
+        self.answer_form = c.AnswerForm(_TOOL_FORMAT if prompt.tools else "", begin, end)
         self._pieces: list[str] = []  # of all scripts; their token ids follow those of words
         # By candidate: its first tokens, and whether it ends behind them.
         self._scripts: dict[int, tuple[range, bool]] = {}

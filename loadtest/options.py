@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,13 +70,11 @@ def _number(kind: Callable[[str], N], least: float, most: float = math.inf) -> C
     to = "or more" if math.isinf(most) else f"to {most:g}"
 
     def value(text: str) -> N:
-        try:
+        with suppress(ValueError):
             number = kind(text)
-        except ValueError:
-            number = math.nan  # type: ignore[assignment]
-        if not (least <= number <= most and math.isfinite(number)):
-            raise ArgumentTypeError(f"must be a number, {least:g} {to}")
-        return number
+            if least <= number <= most and math.isfinite(number):
+                return number
+        raise ArgumentTypeError(f"must be a number, {least:g} {to}")
 
     return value
 

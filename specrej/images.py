@@ -32,7 +32,8 @@ _ORIENTATION, _UPRIGHT = 0x0112, 1  # of EXIF
 _DECODING = threading.Lock()
 
 logging.getLogger("PIL").setLevel(logging.INFO)  # below, it logs metadata of files
-PngImagePlugin.MAX_TEXT_MEMORY = 2**22  # of compressed texts, which are not used
+# Of compressed texts, which are not used.
+PngImagePlugin.MAX_TEXT_MEMORY = 2**22  # type: ignore[bad-assignment]
 
 
 def upright(prompt: Prompt) -> Prompt:

@@ -135,9 +135,9 @@ class Access:
         Raises OSError or ValueError: the file cannot be read.
         """
         self.allowed_clients = frozenset(allowed_clients)
-        self._tokens = tokens_file and ReloadingFile(
-            (tokens_file,), partial(read_tokens, tokens_file)
-        )
+        self._tokens: ReloadingFile[Tokens] | None = None
+        if tokens_file:
+            self._tokens = ReloadingFile((tokens_file,), partial(read_tokens, tokens_file))
 
     def check_peer(self, method: str, identity: Mapping[str, Iterable[bytes]]) -> None:
         """Check the certificate of a call's peer, grpc's `auth_context`; health accepts any.

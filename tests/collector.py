@@ -45,7 +45,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.resources: dict[str, dict[str, Any]] = {}  # by service
         self.endpoint = ""
 
-    async def Export(  # noqa: N802
+    async def Export(  # type: ignore[override] # noqa: N802
         self, request: Any, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         for sent in request.resource_spans:
@@ -81,7 +81,7 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
-    async def Export(  # noqa: N802
+    async def Export(  # type: ignore[override] # noqa: N802
         self, request: Any, context: Any
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
         self._collector.take_metrics(request)

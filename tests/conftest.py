@@ -29,8 +29,8 @@ threads.bound_spinning()
 # gRPC lets channels to one address share a connection and its failures: where a port of an earlier
 # test is used again, the first call would fail by a connection that was refused before.
 _shared_options = channel.options
-channel.options = lambda *given, **options: [
-    *_shared_options(*given, **options),
+channel.options = lambda address, max_message_bytes=channel.MAX_MESSAGE_BYTES: [
+    *_shared_options(address, max_message_bytes),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 # gRPC's poller can still wake an earlier test's event loop, which is closed, and asyncio logs that.

@@ -79,8 +79,10 @@ def small_request(
     """A small request; arguments replace some of its fields."""
     return pb.GenerateRequest(
         prompt=prompt,
-        sampling=common_pb2.Sampling(**{"max_tokens": 40, "seed": seed, **(sampling or {})}),
-        selection=pb.Selection(**{"n": 12, **(selection or {})}),
+        sampling=common_pb2.Sampling(
+            **dict[str, Any](max_tokens=40, seed=seed) | dict(sampling or {})
+        ),
+        selection=pb.Selection(**dict[str, Any](n=12) | dict(selection or {})),
         **changes,
     )
 

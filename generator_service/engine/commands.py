@@ -73,8 +73,10 @@ class OpenCommand:
     def candidates(self, n: int) -> list[GrowingCandidate]:
         """`n` candidates without tokens."""
         stops, texts = self.stop_texts, self.texts
-        ids = range(self.first_id, self.first_id + n)
-        return [GrowingCandidate(number, stops and stops(), texts and texts()) for number in ids]
+        return [
+            GrowingCandidate(number, stops() if stops else None, texts() if texts else None)
+            for number in range(self.first_id, self.first_id + n)
+        ]
 
     def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that are not drawn before min_tokens."""

@@ -66,7 +66,7 @@ class RadixNode(Generic[S]):
 
     def path(self) -> list[RadixNode[S]]:
         """The nodes of the prompt that ends here, from the root on."""
-        nodes = [self]
+        nodes: list[RadixNode[S]] = [self]
         while parent := nodes[-1].parent:
             nodes.append(parent)
         return nodes[::-1]

@@ -85,7 +85,7 @@ def together(descriptions: Sequence[c.GeneratorDescription]) -> c.GeneratorDescr
         ignores_seeds=any(one.ignores_seeds for one in descriptions),
         auto_candidates=max(one.auto_candidates for one in descriptions),
         session_slots=max(one.slots.capacity for one in descriptions),
-        slots=c.SlotGauge(*map(sum, zip(*gauges, strict=True))),
+        slots=c.SlotGauge(*(sum(values) for values in zip(*gauges, strict=True))),
         sessions=sum(one.sessions for one in descriptions),
         waiting=sum(one.waiting for one in descriptions),
         tool_format=descriptions[0].tool_format if all(o.tool_format for o in descriptions) else "",

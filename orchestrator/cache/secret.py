@@ -19,7 +19,7 @@ class Secret:
 
     def __init__(self, file: Path | None = None) -> None:
         """Raises OSError or ValueError: the file cannot be used."""
-        self._key = file and ReloadingFile((file,), partial(_read, file))
+        self._key = ReloadingFile((file,), partial(_read, file)) if file else None
 
     def hash(self, purpose: str, data: bytes) -> bytes:
         """32 bytes; equal data have unrelated hashes for different purposes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -49,7 +50,7 @@ class CallReward(Verifier):
     def __init__(self, spec: CallSpec, resources: Resources) -> None:
         super().__init__(spec, resources)
         self._schemas = Isolated("schema", "true", "1")
-        self._try = None
+        self._try: Callable[..., Any] | None = None
         if spec.function:
             self._try, digest = import_function(spec.function)
             self.fingerprint = fingerprint.of_values(

@@ -47,7 +47,7 @@ class FunctionReward(Reward):
             options["data"] = json.loads(data) if data else None
         values = self._function(prompt, [candidate.text for candidate in candidates], **options)
         try:
-            if isinstance(values, Mapping | Set | str | bytes):
+            if isinstance(values, (Mapping, Set, str, bytes)):
                 raise TypeError  # can be iterated, but not as one number per text in order
             return Scores(tuple(float(value) for value in values))
         except (TypeError, ValueError, OverflowError) as error:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 # Quoted: the class is generic only for type checkers.
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Handler = Callable[[Any, Context], Awaitable[Any]]
+Handler = Callable[..., Awaitable[Any]]  # of a request and a Context
 
 # On a cancelled call, `read` returns EOF up to this long before the handler is cancelled.
 _CANCELLATION_S = 0.001

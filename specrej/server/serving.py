@@ -110,7 +110,7 @@ class Server:
         self._server = _grpc_server(settings, self._calls, max_deadline_s)
         # Every call of it is one of health, which any caller may make.
         probes = StatusInterceptor(None, Access(), None, max_calls=settings.max_calls)
-        self._prober = settings.health_port and _grpc_server(settings, probes, None)
+        self._prober = _grpc_server(settings, probes, None) if settings.health_port else None
         self.port = 0
 
     async def start(self) -> None:

@@ -129,7 +129,7 @@ async def attacked(stack: Stack, ports: Ports, name: str, seconds: float) -> See
                     try:
                         async with asyncio.timeout(_CALL_S):
                             await call(client, ports[1])
-                    except (SpecrejError, OSError, TimeoutError, EOFError, AssertionError) as error:
+                    except (SpecrejError, OSError, EOFError, AssertionError) as error:
                         failed.append(f"{call.__name__[1:]} {type(error).__name__}")
                     took.append(time.monotonic() - began)
                 for key, process in processes.items():

@@ -122,7 +122,7 @@ async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
     # Compiling takes minutes.
     options = {"enforce_eager": True, "disable_log_stats": False}
     options |= more.pop("vllm_options", {})
-    own = {"threads": 1, "kv_slots": CAPACITY, "max_candidates": MAX_CANDIDATES}
+    own: dict[str, Any] = {"threads": 1, "kv_slots": CAPACITY, "max_candidates": MAX_CANDIDATES}
     settings = GeneratorSettings(
         engine="vllm", model=str(directory), vllm_options=options, **own | more
     )

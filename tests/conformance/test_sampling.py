@@ -271,7 +271,7 @@ async def test_engines_draw_equal_tokens_if_one_can_be_drawn(
     After a structured output, vLLM draws one of the end tokens only. Within, its log-probabilities
     are those among the tokens that may follow.
     """
-    sampling = replace(ENDING, **{"temperature": 0.0, "logprobs": True, **changes})
+    sampling = replace(ENDING, **dict[str, Any](temperature=0.0, logprobs=True) | changes)
     (ours,) = await whole((await started.get("own")).generator, 1, sampling)
     parts: list[c.Candidate] = []
     async with subject.generator.open(c.SessionSpec(PROMPT, 1, sampling, 8)) as session:

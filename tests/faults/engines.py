@@ -59,7 +59,7 @@ async def out_of_memory(_: World) -> list[str]:
         running = await undo.enter_async_context(world(variables))
         process = running.process("generator")
         most = process.memory_info().vms + _ROOM_MIB * _MIB
-        _, hard = process.rlimit(psutil.RLIMIT_AS)
+        hard = process.rlimit(psutil.RLIMIT_AS)[1]
         process.rlimit(psutil.RLIMIT_AS, (most, hard))
         try:
             neighbour = running.call(n=2, max_tokens=200, timeout_s=60)

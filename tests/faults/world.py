@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
@@ -219,7 +220,7 @@ class World:
         """Return one process of the stack."""
         return psutil.Process(self.stack.processes[name])
 
-    def signal(self, name: str, number: signal.Signals) -> None:
+    def signal(self, name: str, number: Signals) -> None:
         """Send one process a signal."""
         os.kill(self.stack.processes[name], number)
 

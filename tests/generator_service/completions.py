@@ -272,7 +272,9 @@ class Completions:
 
 
 def settings_of(url: str, **settings: Any) -> GeneratorSettings:
-    return GeneratorSettings(**{"engine": "remote", "model": "m", "remote_url": url} | settings)
+    return GeneratorSettings(
+        **dict[str, Any](engine="remote", model="m", remote_url=url) | settings
+    )
 
 
 @dataclass

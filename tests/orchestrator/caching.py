@@ -83,7 +83,7 @@ def new_cache(url: str, **options: Any) -> Cache:
     """
     of_client = ("password_file", "timeout_s", "cool_down_s", "max_connections")
     client = {name: options.pop(name) for name in of_client if name in options}
-    return Cache(RedisClient(url, **{"timeout_s": BOUND_S, **client}), **options)
+    return Cache(RedisClient(url, **dict[str, Any](timeout_s=BOUND_S) | client), **options)
 
 
 @asynccontextmanager

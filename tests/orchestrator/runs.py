@@ -166,7 +166,7 @@ def request(
     return c.GenerationRequest(
         PROMPT,
         c.Sampling(max_tokens, **(sampling or {})),
-        c.Selection(**{"n": n, "return_candidates": 64} | selection),
+        c.Selection(**dict[str, Any](n=n, return_candidates=64) | selection),
         allow_degraded=allow_degraded,
     )
 

@@ -119,8 +119,8 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     best_of_n, speculative = [
         await answer(request(32, **selection), ToyGenerator(end_every=10**9), FixedScorer())
         for selection in (
-            {"algorithm": c.Algorithm.BEST_OF_N, "alpha": 0.9},
-            {"schedule": c.Schedule(first=8)},
+            dict[str, Any](algorithm=c.Algorithm.BEST_OF_N, alpha=0.9),
+            dict[str, Any](schedule=c.Schedule(first=8)),
         )
     ]
     assert [trace.num_rejected for trace in best_of_n.rounds] == [0]

@@ -99,7 +99,8 @@ async def answer_of(
     prompt: Any = None,
     **options: Any,
 ) -> c.Generation:
-    of, options = {**(prompt or {}), "tools": tuple(tools)}, {"algorithm": BEST_OF_N} | options
+    of: dict[str, Any] = {**(prompt or {}), "tools": tuple(tools)}
+    options = dict[str, Any](algorithm=BEST_OF_N) | options
     asked = replace(c.Prompt.from_user("?"), **of)
     run_options: dict[str, Any] = {
         key: options.pop(key) for key in ("extract", "within", "time_left_s") if key in options

@@ -54,7 +54,7 @@ def marked_request(**sampling: Any) -> pb.GenerateRequest:
     turn = common_pb2.Message(role="user", content=f"Where does the {MARK} live?")
     return pb.GenerateRequest(
         prompt=common_pb2.Prompt(messages=[turn]),
-        sampling=common_pb2.Sampling(**{"max_tokens": 16, "stop": [MARK], **sampling}),
+        sampling=common_pb2.Sampling(**dict[str, Any](max_tokens=16, stop=[MARK]) | sampling),
         selection=pb.Selection(n=4),
     )
 

@@ -124,7 +124,7 @@ def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> No
     """Guards memory against many sessions, and the scores of evicted ones."""
     reward = load("classifier", models["llama"], kept_tokens=400)
     sessions = [reward.open(PROMPT) for _ in range(4)]
-    texts = {key: "a" * (20 + key) for key in range(2)}
+    texts: dict[int, str] = {key: "a" * (20 + key) for key in range(2)}
     expected, *_ = [scored(reward, session, texts).values for session in sessions]
     assert scored(reward, sessions[-1], texts).computed_tokens == 2 * CLOSING
     evicted = scored(reward, sessions[0], texts)

@@ -168,7 +168,9 @@ async def test_a_worker_serves_every_kind(make: Make, name: str) -> None:
     """Guards batches without new tokens, and a lone text."""
     data = (DATA | REMOTE).get(name, "")
     async with served() as endpoint:
-        options = {"url": endpoint.url} if name == "http" else {"allow_unsandboxed": True}
+        options: dict[str, Any] = (
+            {"url": endpoint.url} if name == "http" else {"allow_unsandboxed": True}
+        )
         reward = load(name, **options) if name in REMOTE else make(name)
         async with working(lambda: reward) as worker:
             assert worker.description.name == "r"

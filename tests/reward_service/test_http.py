@@ -53,7 +53,9 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
         # The server's reward may change: its version is in the fingerprint.
         changes: list[dict[str, Any]] = [{"version": "2"}, {"headers": {"X-Team": "b"}}]
         for change in changes:
-            other = load("http", url=endpoint.url, **{"headers": {"X-Team": "a"}, **change})
+            other = load(
+                "http", url=endpoint.url, **dict[str, Any](headers={"X-Team": "a"}) | change
+            )
             assert other.fingerprint != worker.description.fingerprint
             await other.aclose()
     assert request.headers["x-team"] == "a"
@@ -213,7 +215,7 @@ async def test_secrets_of_headers_are_read_from_files(tmp_path: Path) -> None:
 def test_secrets_stay_secret(options: dict[str, Any], message: str) -> None:
     """Guards against secrets in settings, or on the network in plaintext."""
     with pytest.raises(ValueError, match=message):
-        load("http", **{"url": "https://rewards.internal/", **options})
+        load("http", **dict[str, Any](url="https://rewards.internal/") | options)
 
 
 def test_secrets_may_be_sent_over_tls_and_within_this_machine() -> None:

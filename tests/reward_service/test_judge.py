@@ -231,6 +231,6 @@ def test_what_changes_grades_is_in_the_fingerprint() -> None:
     assert len({prints(change) for change in changes}) == len(changes)
     assert prints({"timeout_s": 1.0}) == prints({})
     with pytest.raises(ValueError, match="plaintext"):
-        load("judge", **{**options, "url": "http://judge.internal/", "header_files": {"X": "f"}})
+        load("judge", **options | {"url": "http://judge.internal/", "header_files": {"X": "f"}})
     with pytest.raises(ValueError, match="scale"):
         load("judge", **options, scale=(3, 3))

@@ -34,7 +34,7 @@ def score_request(*responses: str, reward: str = "") -> pb.ScoreRequest:
 
 
 def open_request(sequence: int = 1, **changes: Any) -> pb.ScoreSessionRequest:
-    scoring = pb.OpenScoring(**({"prompt": PROMPT} | changes))
+    scoring = pb.OpenScoring(**dict[str, Any](prompt=PROMPT) | changes)
     return pb.ScoreSessionRequest(sequence=sequence, open=scoring)
 
 

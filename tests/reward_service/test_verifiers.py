@@ -229,9 +229,9 @@ def test_no_beginning_of_json_is_refused(value: Any, noise: str, is_ascii: bool)
     fenced = f"{noise}```json\n{text}\n```{noise}"
     wrapped = f'{noise.replace("{", "")}{{"a": {text}}}{noise}'
     for whole, extract in ((fenced, "fence"), (wrapped, "first_object")):
-        if (document := extract_json(whole, extract))[1] and is_json(document[0]):  # type: ignore[arg-type]
+        if (document := extract_json(whole, extract))[1] and is_json(document[0]):
             for end in range(len(whole)):
-                part, is_complete = extract_json(whole[:end], extract)  # type: ignore[arg-type]
+                part, is_complete = extract_json(whole[:end], extract)
                 assert (part, is_complete) == document or may_become_json(part)
 
 

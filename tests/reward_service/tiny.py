@@ -49,7 +49,7 @@ def load(kind: str, directory: Path | None = None, **options: Any) -> Any:
     if directory:
         options["directory"] = directory
     spec = SPECS.validate_python({"name": "r", "kind": kind, **options})
-    return spec.load(Resources(**{"threads": 1, **resources}))
+    return spec.load(Resources(**dict[str, Any](threads=1) | resources))
 
 
 @asynccontextmanager

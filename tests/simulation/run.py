@@ -96,7 +96,9 @@ class WatchedFlights(SingleFlight[Generation]):
     """A caller with less than half of the leader's time waits for it during half of its own."""
 
     @asynccontextmanager
-    async def join(self, key: str, *left: Any) -> AsyncIterator[Flight[Generation]]:
+    async def join(  # type: ignore[override]
+        self, key: str, *left: Any
+    ) -> AsyncIterator[Flight[Generation]]:
         flight, is_over = self.flying.get(key), False
 
         def check() -> None:
@@ -132,7 +134,9 @@ class WatchedAdmission(Admission):
         self.__random = rng
 
     @asynccontextmanager
-    async def enter(self, tenant: str = "", tokens: int = 1, *others: Any) -> AsyncIterator[Permit]:
+    async def enter(  # type: ignore[override]
+        self, tenant: str = "", tokens: int = 1, *others: Any
+    ) -> AsyncIterator[Permit]:
         waiting, debt = self.__waiting, self.__debt
         debt[tenant] *= waiting[tenant] > 0
         self.__came.setdefault(tenant, next(self.__numbers))
@@ -255,7 +259,7 @@ def _fleet(targets: Sequence[nodes.Node], peer: Any, version: Any) -> Fleet[Any]
 
 def _num_kept(one: Any, seen: set[int]) -> int:
     """Entries of all containers that an orchestrator's objects hold."""
-    is_container = isinstance(one, dict | list | tuple | set | deque)
+    is_container = isinstance(one, (dict, list, tuple, set, deque))
     if id(one) in seen or not (is_container or type(one).__module__.startswith("orchestrator.")):
         return 0
     seen.add(id(one))
@@ -335,7 +339,7 @@ class Simulation:
         """The product's loop, which ends by the deadline."""
         *_, left_s = given
         _due_s.set(self.loop.time() + left_s)
-        return run(*given, **{**named, "clock": self.loop.time})
+        return run(*given, **named | dict[str, Any](clock=self.loop.time))
 
     def _note(self, what: str) -> None:
         self._digest.update(f"{self.loop.time():.6f} {what}\n".encode())

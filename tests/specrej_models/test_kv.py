@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -34,7 +34,9 @@ def allocated(action: Callable[[S], object], before: Callable[[], S]) -> Allocat
             kept = action(state)
     del state, kept
     assert profiler.profiler and profiler.profiler.kineto_results
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    events: list[Any] = sorted(
+        profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    )
     start, *_ = (event.start_ns() for event in events if event.name() == "measured")
     memory = [event for event in events if event.name() == "[memory]"]
     now = sum(event.nbytes() for event in memory if event.start_ns() < start)
