@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +42,7 @@ def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argp
 def _kind(default: object) -> Callable[[str], object]:
     """The parser of an option's values."""
     if not isinstance(default, int | float):
-        return str
+        return Path if isinstance(default, Path) else str
     kind = int if isinstance(default, int) else float
 
     def number(text: str) -> float:
