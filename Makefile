@@ -41,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui loadtest-report tables experiments right docs clean
+.PHONY: help setup vllm demo up example frameworks test test-long conformance conformance-servers conformance-images llama check fmt lock proto proto-check promtool envoy crd-schemas helm node-client clients chart images release images-run models bench-answer gpu-check faults attacks soak mutants simulation loadtest loadtest-ui loadtest-report tables right docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -192,9 +192,6 @@ loadtest-report: $(READY) models ## what answers cost and buy, by N and users: o
 
 tables: $(READY) ## write the figures of README and docs from the result files
 	@$(BIN)/python -m benchmarks.tables $(ARGS)
-
-experiments: $(READY) models ## which N, alpha and first cut suit your models: ARGS="--prompts FILE --limit 40"
-	@$(BIN)/python -m experiments $(ARGS)
 
 RIGHT := .right/.installed
 $(RIGHT): $(READY)

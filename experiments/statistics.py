@@ -16,12 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 MIN_PROMPTS = 4
-_CONFIDENCE = 0.95
-_EDGES = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
-_DRAWS = 1000
+_DRAWS, _EDGES = 1000, (0.025, 0.975)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,61 +29,31 @@ class Estimate:
     high: float = math.nan
 
     def __str__(self) -> str:
-        if math.isnan(self.value) or math.isnan(self.low):
-            return shown(self.value)
-        return f"{shown(self.value)} ({shown(self.low)} to {shown(self.high)})"
+        if math.isnan(self.low):
+            return f"{self.value:.3g}"
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-def shown(value: Any) -> str:
-    """A cell as text: three digits, nothing for NaN and None, "beyond" for infinity."""
-    if isinstance(value, bool | str | Estimate):
-        return str(value)
-    if value is None or math.isnan(value):
-        return ""
-    if isinstance(value, int | np.integer):
-        return f"{value:,}"
-    if math.isinf(value):
-        return "beyond" if value > 0 else "-beyond"
-    if 1000 <= abs(value) < 1e6:
-        return f"{value:,.0f}"
-    return f"{value + 0.0:.3g}"  # adding 0.0 turns -0.0 into 0.0
-
-
-def resampled(num_prompts: int, statistic: Callable[[IntArray], Any]) -> FloatArray:
-    """[1000] values of a statistic on prompts drawn with replacement; [1] for a single prompt.
+def bootstrap(num_prompts: int, statistic: Callable[[NDArray[np.int64]], Any]) -> Estimate:
+    """An estimate of a statistic on prompts.
 
     `statistic` maps indices in [..., prompts] to values in [...]. Draws are equal for equal numbers
-    of prompts, so that figures can be compared. Values may be infinite.
+    of prompts, so that figures can be compared.
     """
     from scipy import stats  # only here: to import it takes seconds
 
-    if num_prompts == 1:
-        return np.atleast_1d(statistic(np.zeros(1, np.int64)))
-    with np.errstate(invalid="ignore"):
-        result = stats.bootstrap(
-            (np.arange(num_prompts),),
-            lambda prompts, axis: np.asarray(statistic(prompts), dtype=np.float64),
-            n_resamples=_DRAWS,
-            confidence_level=_CONFIDENCE,
-            method="percentile",
-            vectorized=True,
-            rng=np.random.default_rng(0),
-        )
-    draws: FloatArray = result.bootstrap_distribution
-    return draws
-
-
-def bootstrap(num_prompts: int, statistic: Callable[[IntArray], Any]) -> Estimate:
-    """An estimate of a statistic, as of `resampled`; draws with NaN are left out."""
     value = float(statistic(np.arange(num_prompts)))
     if num_prompts < MIN_PROMPTS:
         return Estimate(value)
-    draws = resampled(num_prompts, statistic)
-    defined = draws[~np.isnan(draws)]
-    if math.isnan(value) or not len(defined):
-        return Estimate(value)
-    # "nearest", since no value lies between a finite and an infinite one.
-    low, high = np.quantile(defined, _EDGES, method="nearest")
+    draws = stats.bootstrap(
+        (np.arange(num_prompts),),
+        lambda prompts, axis: np.asarray(statistic(prompts), dtype=np.float64),
+        n_resamples=_DRAWS,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    ).bootstrap_distribution
+    low, high = np.quantile(draws, _EDGES, method="nearest")
     return Estimate(value, float(low), float(high))
 
 
@@ -98,10 +64,3 @@ def mean(values: ArrayLike) -> Estimate:
     if not len(defined):
         return Estimate(math.nan)
     return bootstrap(len(defined), lambda prompts: defined[prompts].mean(axis=-1))
-
-
-def kendall(x: ArrayLike, y: ArrayLike) -> float:
-    """Kendall's tau-b; NaN for fewer than two values, and if all of x, or of y, are equal."""
-    from scipy import stats
-
-    return float(stats.kendalltau(x, y).statistic) if np.size(x) > 1 else math.nan

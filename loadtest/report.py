@@ -3,7 +3,8 @@
 Runs Locust against the service at SPECREJ_ADDRESS (--address), or against all services started on
 this machine: one user with both algorithms at each N in turn, then more and more users with
 Speculative Rejection at one N, and with Best-of-N at the N that buys the same reward. Writes one
-page, report.html, its picture report.svg, the figures as report.json, and Locust's CSV files.
+page, report.html, its picture report.svg, the figures as report.json, and Locust's CSV files. Other
+arguments, such as --prompts FILE and --alpha, are Locust's.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=60.0, help="of each measurement")
     parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens")
     parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="directory")
-    given = parser.parse_args()
+    given, given.more = parser.parse_known_args()
     if given.users_n not in given.n:
         parser.error("--users-n must be one of --n")
     given.out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ async def _measure(given: argparse.Namespace) -> tuple[int, list[Bought], list[B
                 *("--n", ",".join(map(str, ns)), "--step-seconds", str(given.step_seconds)),
                 *("--run-time", f"{math.ceil(given.step_seconds * len(ns))}s"),
                 *("--max-tokens", str(given.max_tokens), "--request-timeout", "600"),
-                *("--stop-timeout", "600", "StreamingUser"),
+                *("--stop-timeout", "600", *given.more, "StreamingUser"),
             )
             return await run_locust(address, load), read_rows(Path(f"{file}_stats.csv"), users)
 

@@ -57,7 +57,6 @@ _FORWARDED: dict[str, tuple[tuple[str, ...], str]] = {
     "up": (("deploy.local", "up"), "run the whole service until Ctrl-C"),
     "demo": (("deploy.local", "demo"), "start everything and answer one prompt"),
     "pull": (("specrej_models.hub",), "fetch models of a hub by their names"),
-    "experiment": (("experiments",), "find N, alpha and the first cut for your models"),
 }
 
 
@@ -90,9 +89,7 @@ def _forward(name: str, arguments: Sequence[str]) -> None:
     (module, *rest), _ = _FORWARDED[name]
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        in_wheel, in_checkout = "pip install 'specrej-server[cpu]'", "run it in the repository"
-        way = in_checkout if package == "experiments" else in_wheel
-        _fail(f"specrej {name} is not installed: {way}")
+        _fail(f"specrej {name} is not installed: pip install 'specrej-server[cpu]'")
     os.execv(sys.executable, (sys.executable, "-m", module, *rest, *arguments))
 
 

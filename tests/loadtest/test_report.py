@@ -20,7 +20,7 @@ ONE = Bought("best-of-n", 1, 1, 9, 1.0, 2.0, 100.0, 0.5, 1.0)
 
 @pytest.mark.long
 async def test_the_report_has_both_algorithms(toys: Stack, tmp_path: Path) -> None:
-    small = ("--n", "1,4", "--users", "1,3", "--users-n", "4", "--step-seconds", "2")
+    small = ("--n", "1,4", "--users", "1,3", "--users-n", "4", "--step-seconds", "2", "--alpha=.25")
     command = (sys.executable, "-m", "loadtest.report", *small, "--out", str(tmp_path))
     run = await outcome_of(*command, "--address", toys.orchestrator_address)
     assert run.returncode == 0, run.stderr

