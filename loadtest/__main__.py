@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--host", default=address, help="host:port of a service [SPECREJ_ADDRESS]")
     parser.add_argument("--web-port", type=int, default=8089, help="of the page; default 8089")
     given, more = parser.parse_known_args()
-    page = ("--class-picker", "--web-host", HOST, "--web-port", str(given.web_port))
+    page = ("--web-host", HOST, "--web-port", str(given.web_port))
     try:
         sys.exit(asyncio.run(_show(given.host, (*page, *more))))
     except ProcessError as error:

@@ -22,8 +22,6 @@ class Kind(StrEnum):
     REWARD = "reward x 1000"  # of answers, in the columns of times
     FIRST_ROUND = "first round"
     BETWEEN_ROUNDS = "between rounds"
-    LATE = "late start"  # open loop: by how much
-    MISSED = "missed"  # open loop: not sent
 
 
 CALLS = (Kind.ANSWER, Kind.CACHED, Kind.FAILED)

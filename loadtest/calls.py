@@ -6,7 +6,6 @@ With grpc's gevent support enabled, a call blocks only its greenlet.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -44,24 +43,17 @@ class Caller:
         """Cancel all calls and disconnect."""
         self._channel.close()
 
-    def generate(self, prompt: str, started: float, **options: Any) -> Outcome:
-        """Make a unary call; `started` is a reading of time.perf_counter()."""
-        message = build_request(prompt, **options)
-        try:
-            answer = self._stub.Generate(message, **self._arguments())
-        except grpc.RpcError as error:
-            return _failed(error, started)
-        return _answered(answer, started)
-
-    def stream(self, prompt: str, started: float, **options: Any) -> Outcome:
+    def stream(self, prompt: str, **options: Any) -> Outcome:
         """Make a streaming call and time every round; stopping the greenlet cancels the call.
 
         Reads the stream to its status: otherwise the server would count the call as cancelled.
         """
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
+        metadata = [("authorization", f"Bearer {self._token.get()}")] if self._token else []
         rounds: list[tuple[float, int]] = []
-        previous, answer = started, None
-        events = self._stub.GenerateStream(message, **self._arguments())
+        started = previous = time.perf_counter()
+        code, answer = "NO_ANSWER", None
+        events = self._stub.GenerateStream(message, timeout=self._timeout_s, metadata=metadata)
         try:
             for event in events:
                 now = time.perf_counter()
@@ -70,24 +62,13 @@ class Caller:
                     rounds.append((now - previous, tokens))
                     previous = now
                 elif event.HasField("finished"):
-                    answer = _answered(event.finished, started, rounds)
+                    seconds, answer = now - started, event.finished
         except grpc.RpcError as error:
-            return answer or _failed(error, started, rounds)
+            failure: Any = error
+            code = failure.code().name
         finally:
             events.cancel()
-        return answer or Outcome("NO_ANSWER", time.perf_counter() - started)
-
-    def _arguments(self) -> dict[str, Any]:
-        metadata = [("authorization", f"Bearer {self._token.get()}")] if self._token else []
-        return {"timeout": self._timeout_s, "metadata": metadata}
-
-
-def _answered(answer: Any, started: float, rounds: Sequence[tuple[float, int]] = ()) -> Outcome:
-    tokens = 0 if answer.cached else answer.usage.generated_tokens
-    seconds = time.perf_counter() - started
-    return Outcome("OK", seconds, tokens, answer.score, answer.cached, tuple(rounds))
-
-
-def _failed(error: Any, started: float, rounds: Sequence[tuple[float, int]] = ()) -> Outcome:
-    seconds = time.perf_counter() - started
-    return Outcome(error.code().name, seconds, rounds=tuple(rounds))
+        if answer is None:
+            return Outcome(code, time.perf_counter() - started, rounds=tuple(rounds))
+        tokens = 0 if answer.cached else answer.usage.generated_tokens
+        return Outcome("OK", seconds, tokens, answer.score, answer.cached, tuple(rounds))

@@ -1,6 +1,5 @@
 """Users: `locust -f loadtest/locustfile.py --host HOST:PORT`.
 
-Streaming and unary users come 3 to 1; name a class on the command line to use only that one.
 Credentials are those of the client's variables, such as SPECREJ_TOKEN. See docs/loadtest.md.
 """
 
@@ -9,9 +8,9 @@ from __future__ import annotations
 from locust import events
 
 from loadtest import options, page
-from loadtest.users import StreamingUser, UnaryUser
+from loadtest.users import ApiUser
 
-__all__ = ["StreamingUser", "UnaryUser"]
+__all__ = ["ApiUser"]
 
 events.init_command_line_parser.add_listener(options.add_options)  # type: ignore[no-untyped-call]
 events.init.add_listener(page.extend)  # type: ignore[no-untyped-call]

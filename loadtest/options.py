@@ -82,19 +82,6 @@ def _number(kind: Callable[[str], N], least: float, most: float = math.inf) -> C
 def add_options(parser: ArgumentParser) -> None:
     """Listener of Locust's `init_command_line_parser`."""
     parser.add_argument(
-        "--rate",
-        type=_number(float, 0),
-        default=0.0,
-        help="open loop: arrivals per second of each user, whether or not earlier requests are "
-        "answered; 0: each user waits for its answer",
-    )
-    parser.add_argument(
-        "--max-in-flight",
-        type=_number(int, 1),
-        default=1000,
-        help="open loop: most unanswered requests per user; further requests are missed",
-    )
-    parser.add_argument(
         "--n",
         type=_checked(counts),
         default="16",

@@ -83,7 +83,7 @@ async def _measure(given: argparse.Namespace) -> tuple[int, list[Bought], list[B
                 *("--n", ",".join(map(str, ns)), "--step-seconds", str(given.step_seconds)),
                 *("--run-time", f"{math.ceil(given.step_seconds * len(ns))}s"),
                 *("--max-tokens", str(given.max_tokens), "--request-timeout", "600"),
-                *("--stop-timeout", "600", *given.more, "StreamingUser"),
+                *("--stop-timeout", "600", *given.more),
             )
             return await run_locust(address, load), read_rows(Path(f"{file}_stats.csv"), users)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,18 +52,6 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
             )
             prompt = prompts[number % len(prompts)]
             yield LoadRequest(f"{algorithm.value}{_N}{n}", prompt, options)
-
-
-def poisson(per_second: float, seed: int | str) -> Iterator[float]:
-    """Seconds from the start to each arrival, endless; gaps are exponential.
-
-    The arrivals of several sources together are those of one source with the sum of their rates.
-    """
-    rng = random.Random(seed)
-    at_s = 0.0
-    while True:
-        at_s += rng.expovariate(per_second)
-        yield at_s
 
 
 def split_label(label: str) -> tuple[str, int]:

@@ -34,7 +34,7 @@ def rows(run: Outcome, kind: str) -> dict[str, Any]:
     return {row["name"]: row for row in printed if row["method"] == kind}
 
 
-async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
+async def test_both_algorithms(toys: Stack) -> None:
     """Guards against a load test that measures failures or nothing, and against gevent's clock of
     before the imports: a run that is a second too short."""
     longer = ("--run-time", "2s", "--algorithm", "both")
@@ -43,10 +43,8 @@ async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
     answers, first = rows(run, "answer"), rows(run, "first round")
     assert set(answers) == {FAST, FULL}
     for name, row in answers.items():
-        assert row["num_requests"] >= first[name]["num_requests"] > 0
+        assert row["num_requests"] == first[name]["num_requests"] > 0
         assert row["total_content_length"] > 0  # generated tokens
-    num_answers, num_first = (sum(r["num_requests"] for r in k.values()) for k in (answers, first))
-    assert num_answers > num_first  # unary users see no rounds
     assert set(rows(run, "between rounds")) == {FAST}
     assert rows(run, "failed") == {}
     began, ended = (
@@ -77,12 +75,11 @@ async def test_steps_have_their_own_requests_and_the_cache_answers(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rate", ["0", "5"])
-async def test_calls_that_hang_are_unfinished(rate: str) -> None:
-    """Guards the closed loop, too, against a run that measures only the calls that end."""
+async def test_calls_that_hang_are_unfinished() -> None:
+    """Guards against a run that measures only the calls that end."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = ("--host", f"127.0.0.1:{silent.getsockname()[1]}", "--stop-timeout", "1")
-        run = await locust(*USERS, "--rate", rate, *where)
+        run = await locust(*USERS, *where)
     assert run.returncode == 1
     assert "UNFINISHED" in run.stderr
     assert "CANCELLED" not in run.stderr  # each call counts once
@@ -97,14 +94,6 @@ async def test_master_adds_up_its_workers(toys: Stack) -> None:
     assert run.returncode == 0, run.stderr
     assert set(rows(run, "answer")) == {FAST, FULL}
     assert rows(run, "first round")[FAST]["num_requests"] > 0
-
-
-async def test_open_loop_counts_requests_it_did_not_send(toys: Stack) -> None:
-    """Guards against an open loop that becomes a closed one when the service is slow."""
-    narrow = (*USERS, "--rate", "20", "--max-in-flight", "1")
-    run = await locust(*narrow, "--host", toys.orchestrator_address)
-    assert run.returncode == 0, run.stderr
-    assert rows(run, "missed")
 
 
 @pytest.mark.long
