@@ -56,7 +56,7 @@ demo: $(READY) models ## answer one prompt; keep its replay if on a terminal: ma
 up: $(READY) models $(if $(EDGE),$(ENVOY)) ## start all services until Ctrl-C; behind Envoy: make up EDGE=1
 	@$(BIN)/specrej up $(if $(EDGE),--edge)
 
-example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
+example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=vote
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
 frameworks: $(READY) $(FRAMEWORKS) examples/frameworks/node_modules ## let the agents of five frameworks do twenty tasks with toys
@@ -130,7 +130,7 @@ crd-schemas: .tools/schemas/node_modules ## install the schemas of custom resour
 NODE_PACKAGES := clients/typescript/node_modules/.package-lock.json
 node-client: .tools/node/node_modules $(NODE_PACKAGES) ## install the packages for Node of the tests of gateway and clients (npm; no root)
 
-clients: $(READY) ## generate the clients in other languages; test those whose tools are installed
+clients: $(READY) ## generate and test the client for Node
 	@! command -v npm >/dev/null || { $(MAKE) --no-print-directory $(NODE_PACKAGES) && \
 		npm run --silent --prefix clients/typescript generate; }
 	@$(BIN)/python -m pytest tests/clients $(ARGS)

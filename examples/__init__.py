@@ -1,1 +1,1 @@
-"""Short programs that use specrej, to be copied; `make example NAME=batch` runs one."""
+"""Short programs that use specrej, to be copied; `make example NAME=vote` runs one."""

@@ -1,4 +1,4 @@
-"""`make example NAME=batch`: start all services on free ports, run one example, stop them.
+"""`make example NAME=vote`: start all services on free ports, run one example, stop them.
 
 The examples themselves need an address only, and run against any specrej.
 """
@@ -19,10 +19,6 @@ OUTPUT = Path("build/examples")
 
 # The command of each example, for Python in the repository's root.
 COMMANDS: Mapping[str, Sequence[str]] = {
-    "batch": (
-        *("examples/batch/batch.py", "examples/batch/questions.jsonl"),
-        str(OUTPUT / "answers.jsonl"),
-    ),
     "coding": ("-m", "examples.coding.coding"),
     "svg": ("-m", "examples.svg.svg", "--output", str(OUTPUT / "drawing.svg")),
     "vote": ("examples/right/vote.py",),
