@@ -21,12 +21,10 @@ from deploy.local import models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
 from specrej.client import Client
-from specrej.client.channel import open_channel
 from specrej.client.cli import note, run_to_end
 from specrej.client.view import follow
 from specrej.contracts import Generation, Options
 from specrej.contracts.errors import InternalError, SpecrejError
-from specrej.remote import RemoteRewards
 from specrej.security import credentials_from
 
 _PROMPT = "How do plants make their food?"
@@ -167,37 +165,6 @@ async def _answer_twice(client: Client, prompt: str, console: Console) -> Genera
     return generation
 
 
-async def _probed(stack: Stack) -> str:
-    """What was found out about the models when they were loaded, as a table and warnings."""
-    credentials = credentials_from(os.environ)
-    try:
-        async with Client(stack.orchestrator_address, **credentials) as client:
-            generator = (await client.describe()).generator
-        async with open_channel(stack.reward_address, **credentials) as channel:
-            rewards = await RemoteRewards(channel).describe()
-    except SpecrejError as error:  # such as a token that is needed
-        return f"\nmodels        unknown: {error}\n"
-    models = [(generator.model, generator.probe), *((r.name, r.probe) for r in rewards)]
-    rows = [("model", "ends", "template", "system", "turns", "context", "vocabulary")]
-    for name, probe in models:
-        has = bool(probe.template)
-        rows.append(
-            (
-                name,
-                " ".join(probe.ends) or "-",
-                probe.template or "-",
-                ("yes" if probe.takes_system else "no") if has else "-",
-                ("must alternate" if probe.must_alternate else "any order") if has else "-",
-                f"{probe.context_tokens:,}" if probe.context_tokens else "-",
-                f"{probe.vocabulary:,}" if probe.vocabulary else "-",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [f"warning: {name}: {text}" for name, probe in models for text in probe.warnings]
-    return "\n".join(["", *lines, ""])
-
-
 async def _up(given: argparse.Namespace) -> None:
     fixed = {name: getattr(given, name) for name in ("redis", *_MEASURED)}
     measured = {f"metrics_{name}": given.metrics_port + i for i, name in enumerate(_MEASURED)}
@@ -224,8 +191,7 @@ async def _up(given: argparse.Namespace) -> None:
             f"gateway       {stack.gateway_url}/v1 (OpenAI's API)\n"
             f"page          {stack.gateway_url}/ (watch requests)\n"
             f"metrics       {' '.join(stack.metrics_urls)}\n"
-            f"logs          {stack.log_dir}\n"
-            f"{await _probed(stack)}\n"
+            f"logs          {stack.log_dir}\n\n"
             f'specrej generate --address {stack.orchestrator_address} "Why is the sky blue?"\n'
             f"specrej describe --address {stack.orchestrator_address}\n"
             "\n"

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from deploy.local.__main__ import _probed
 from deploy.local.stack import Ports, Stack
 from specrej import Client, Schedule
 from specrej.contracts import Algorithm, CacheControl, Options
@@ -80,17 +79,9 @@ async def test_the_printed_structured_output(stack: Stack) -> None:
     assert json.loads(out)["sky"] in ("clear", "cloudy")
 
 
-async def test_facts_of_the_models_are_shown(stack: Stack) -> None:
-    """Guards against facts that nobody sees: `specrej up` prints them."""
-    rows = [" ".join(line.split()) for line in (await _probed(stack)).splitlines()]
-    at = rows.index("model ends template system turns context vocabulary")
-    assert rows[at + 1].endswith("<|im_end|> text yes any order 8,192 49,152")
-    assert [row.partition(" ")[0] for row in rows[at + 2 : at + 4]] == ["relevance", "harmless"]
-
-
 @pytest.mark.long
 async def test_own_models_in_one_line(tmp_path: Path) -> None:
-    """Guards against settings that only the environment has, and facts that nobody sees."""
+    """Guards against settings that only the environment has."""
     from tests.reward_service import tiny  # only here: it imports torch
 
     model, reward = tmp_path / "tiny-lm", tmp_path / "Tiny_Reward"
@@ -118,18 +109,17 @@ async def test_own_models_in_one_line(tmp_path: Path) -> None:
             while "Ctrl-C" not in "".join(lines[-1:]):
                 line = await process.stderr.readline()
                 assert line, lines
-                lines.append(" ".join(line.decode().split()))
+                lines.append(line.decode())
+            async with Client(f"127.0.0.1:{ports.orchestrator}") as client:
+                described = await client.describe()
             process.send_signal(signal.SIGINT)
             await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0
-    at = lines.index("model ends template system turns context vocabulary")
-    assert lines[at + 1 : at + 3] == [
-        "tiny-lm </s> text no any order 256 259",
-        "tiny_reward - text no any order 256 259",
-    ]
+    assert described.generator.probe.ends == ("</s>",)
+    assert described.rewards == ("tiny_reward",)
 
 
 @pytest.mark.long
