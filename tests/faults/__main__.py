@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tests.faults import engines, processes, redis_faults, rolling, wire
+from tests.faults import processes, redis_faults, rolling, wire
 from tests.faults.case import Case, Result, examine
 from tests.faults.world import world
 
-_PARTS = (processes, redis_faults, wire, rolling, engines)
+_PARTS = (processes, redis_faults, wire, rolling)
 CASES: tuple[Case, ...] = tuple(case for part in _PARTS for case in part.CASES)
 
 
