@@ -200,10 +200,10 @@ $(RIGHT): $(READY)
 		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1
 	@touch $@
 
-.models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf: | $(READY)
+.models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M: | $(READY)
 	@$(BIN)/python -m experiments.coder
 
-right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reasoning", "calls" or "humaneval --model FILE"
+right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reasoning", "calls" or "humaneval --model DIRECTORY"
 	@$(BIN)/python -m experiments.right $(ARGS)
 
 docs: $(READY) ## build the documents into build/docs; a warning or a broken link is an error

@@ -334,14 +334,14 @@ def main() -> None:
     parser.add_argument("study", choices=[*STUDIES])
     parser.add_argument("--tasks", type=int, default=0, help="the first so many; 0: all")
     parser.add_argument("--n", type=int, default=0, help="candidates; 0: those of the study")
-    parser.add_argument("--model", default="", help="directory or GGUF file; default: embedded")
+    parser.add_argument("--model", default="", help="its directory; default: embedded")
     parser.add_argument("--live", type=int, default=0, help="tasks that services answer, too")
     parser.add_argument("--out", type=Path, default=Path("build/right"), help="folder")
     options = parser.parse_args()
     study = STUDIES[options.study]
     study = replace(study, n=options.n or study.n)
     tasks = study.tasks(options.tasks or study.num_tasks)
-    name = f"{options.study}-{Path(options.model).stem or 'embedded'}-{study.n}"
+    name = f"{options.study}-{Path(options.model).name or 'embedded'}-{study.n}"
     path = options.out / f"{name}.jsonl.gz"
     asyncio.run(collect(study, tasks, path, options.model))
     result = asyncio.run(evaluate(study, tasks, path))

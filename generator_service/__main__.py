@@ -92,7 +92,7 @@ def _load_model(settings: GeneratorSettings) -> LocalGenerator | StockGenerator:
     except FileNotFoundError as error:
         hint = "" if "model" in settings.model_fields_set else ": run make models"
         raise FileNotFoundError(f"{error} (SPECREJ_GENERATOR_MODEL){hint}") from None
-    if not files.gguf_file and not (files.directory / "config.json").is_file():
+    if not (files.directory / "config.json").is_file():
         raise FileNotFoundError(f"no model in {files.directory} (SPECREJ_GENERATOR_MODEL)")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Imported here: --help must not load torch, and vLLM has an environment of its own.

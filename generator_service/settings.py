@@ -28,8 +28,8 @@ class GeneratorSettings(ServiceSettings):
     port: Port = Field(50051, description="port to listen on; 0 picks a free one")
     model: str = Field(
         str(embedded_models() / "SmolLM2-135M-Instruct"),
-        description="a causal language model: a directory as transformers saves it, a GGUF file, or"
-        " a name of the hub, org/name[@revision], which is fetched; or 'toy', a test double",
+        description="a causal language model: a directory as transformers saves it, or a name of"
+        " the hub, org/name[@revision], which is fetched; or 'toy', a test double",
     )
     engine: Literal["auto", "own", "vllm", "remote"] = Field(
         "auto",
@@ -46,8 +46,8 @@ class GeneratorSettings(ServiceSettings):
     remote_tokenizer: str = Field(
         "",
         description="the files of the server's model, of which the weights are not read: a"
-        " directory, a GGUF file or a name of the hub; empty: where the server has them, or the"
-        " model's name; without them candidates are texts, and nothing is forked",
+        " directory or a name of the hub; empty: where the server has them, or the model's name;"
+        " without them candidates are texts, and nothing is forked",
     )
     remote_key_file: Path | None = Field(
         None, description="file with the server's key, read again when it changes"
@@ -142,17 +142,6 @@ class GeneratorSettings(ServiceSettings):
     def files(self) -> ModelFiles:
         """The model's files; a hub model that is not cached is fetched. Raises as `find` does."""
         return find(self.model)
-
-    @property
-    def model_directory(self) -> Path:
-        """The directory of a model for vLLM.
-
-        Raises:
-            ValueError: the model is a GGUF file.
-        """
-        if self.files.gguf_file:
-            raise ValueError("a GGUF file needs the own engine: set engine to own")
-        return self.files.directory
 
     def auto_candidates_of(self, device: str) -> int:
         """Most candidates where N is left open, on a device of type "cpu" or another."""

@@ -133,10 +133,7 @@ class Spec(_Options):
                 continue
             if not hub.is_name(str(path)):
                 raise FileNotFoundError(f"reward {self.name}: no {option} {path}")
-            files = hub.find(str(path))
-            if files.gguf_file:
-                raise ValueError(f"reward {self.name}: {path} is a GGUF file, not a directory")
-            paths[option] = files.directory
+            paths[option] = hub.find(str(path)).directory
         load: Callable[..., Reward | RemoteReward]
         load = resolve_name(f"reward_service.kinds.{self.loader}")
         reward = load(self.model_copy(update=paths), resources)

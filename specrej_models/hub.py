@@ -1,13 +1,12 @@
-"""Where a model's files are: a directory, a GGUF file, or a repository of a model hub by its name.
+"""Where a model's files are: a directory, or a repository of a model hub by its name.
 
     /models/llama-3-8b          a directory as transformers saves it
-    /models/smol.Q4_1.gguf      a GGUF file
-    org/name, org/name@REVISION, org/name/FILE.gguf[@REVISION]        of a hub
+    org/name, org/name@REVISION of a hub
 
 The hub is read by its own client, huggingface_hub: HF_HOME has the cache, HF_TOKEN or a login the
 token, HF_ENDPOINT another hub, HF_HUB_OFFLINE=1 allows the cache alone. Of weights only safetensors
-and GGUF files are fetched, since others can hold code. `specrej pull` fetches before a start, and a
-service what the cache lacks when it starts.
+files are fetched, since others can hold code. `specrej pull` fetches before a start, and a service
+what the cache lacks when it starts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _PART = r"[A-Za-z0-9][\w.-]*"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+))?")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Subfolders hold copies of the weights for other programs, and so do Mistral's own files.
 _OTHERS = ("*/*", "consolidated*")
@@ -37,12 +36,11 @@ class HubError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's name, as callers see it, the directory with its files, and in it the name of the
-    GGUF file with the model; empty: the directory is as transformers saves it."""
+    """A model's name, as callers see it, and the directory with its files, as transformers saves
+    them."""
 
     name: str
     directory: Path
-    gguf_file: str = ""
 
 
 def embedded_models() -> Path:
@@ -58,7 +56,7 @@ def find(model: str, *, weights: bool = True) -> ModelFiles:
     `weights`: whether they are needed.
 
     Raises:
-        FileNotFoundError: there is no such directory or file, and it is not a name of a hub.
+        FileNotFoundError: there is no such directory, and it is not a name of a hub.
         HubError: the hub has no such model, or cannot be reached.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -66,14 +64,10 @@ def find(model: str, *, weights: bool = True) -> ModelFiles:
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelFiles(path.resolve().name, path)
-    if path.is_file() and path.suffix == ".gguf":
-        return ModelFiles(path.stem, path.parent, path.name)
     if not is_name(model):
-        raise FileNotFoundError(
-            f"{model}: no model directory, GGUF file or name such as org/name@revision"
-        )
+        raise FileNotFoundError(f"{model}: no model directory or name such as org/name@revision")
     try:
-        return _snapshot(model, _parts(model)[2], weights=weights, is_local=True)
+        return _snapshot(model, _parts(model)[1], weights=weights, is_local=True)
     except (LocalEntryNotFoundError, HubError):
         return pull(model, weights=weights)
 
@@ -91,7 +85,7 @@ def pull(model: str, *, weights: bool = True) -> ModelFiles:
     """
     from huggingface_hub import HfApi
 
-    name, _, revision = _parts(model)
+    name, revision = _parts(model)
     log.info("fetching %s", model)
     with _hub_errors(model):
         # By its commit first: until all files are there, the cache's revision stays the old one.
@@ -109,12 +103,12 @@ def pull(model: str, *, weights: bool = True) -> ModelFiles:
     return files
 
 
-def _parts(model: str) -> tuple[str, str, str | None]:
-    """Repository, GGUF file in it or empty, revision."""
+def _parts(model: str) -> tuple[str, str | None]:
+    """Repository and revision."""
     match = _NAME.fullmatch(model)
     if not match:
         raise HubError(f"{model}: not a name such as org/name, org/name@revision")
-    return match[1], match[2] or "", match[3]
+    return match[1], match[2]
 
 
 def _snapshot(
@@ -130,20 +124,16 @@ def _snapshot(
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    name, file, _ = _parts(model)
+    name, _ = _parts(model)
     directory = Path(
         snapshot_download(
             name,
             revision=revision,
-            allow_patterns=[file] if file else [*_FILES],
-            ignore_patterns=None if file else [*_OTHERS, *([] if weights else ["*.safetensors"])],
+            allow_patterns=[*_FILES],
+            ignore_patterns=[*_OTHERS, *([] if weights else ["*.safetensors"])],
             local_files_only=is_local,
         )
     )
-    if file:
-        if not (directory / file).exists():
-            raise HubError(f"{name} has no file {file}")
-        return ModelFiles(name, (directory / file).parent, Path(file).name)
     if not (directory / "config.json").exists():
         raise HubError(f"{name} has no config.json: it is not a model of transformers")
     if weights and not any(directory.glob("*.safetensors")):
@@ -157,7 +147,7 @@ def _hub_errors(model: str) -> Iterator[None]:
     import httpx2
     from huggingface_hub import errors
 
-    name, _, revision = _parts(model)
+    name, revision = _parts(model)
     try:
         yield
     except HubError:

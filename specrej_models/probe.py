@@ -38,8 +38,6 @@ _PRETRAINING_HEADS = ("lm_head.", "cls.", "lm_predictions.", "mask_predictions."
 _MOST_NAMES = 3
 # Without the second, transformers asks on a terminal whether to run code that comes with a model.
 _LOCALLY = {"local_files_only": True, "trust_remote_code": False}
-# Keys of GGUF files: the scaling of positions, and tokens that end a turn.
-_ROPE, _EOT = ".rope.scaling.type", ".eot_token_id"
 # Texts around reasoning, as templates write or remove them.
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # A turn with a call, beside roles, and the tool that it calls.
@@ -56,7 +54,6 @@ class Examined:
     """A model's files, and its config, tokenizer, chat template (None: it has none), end tokens."""
 
     directory: Path
-    gguf_file: str  # empty: the directory is as transformers saves it
     config: Any
     tokenizer: Any
     template: ChatTemplate | None
@@ -66,7 +63,6 @@ class Examined:
 
 def examine(
     directory: Path,
-    gguf_file: str = "",
     *,
     owner: str = "the model",
     ends: bool = True,
@@ -82,11 +78,9 @@ def examine(
     Raises:
         OSError, ValueError: a file cannot be read, or is not of a model that can work.
     """
-    listed: list[int | None] = _check_gguf(directory / gguf_file) if gguf_file else []
-    config = load_config(directory, gguf_file)
-    options = {"gguf_file": gguf_file} if gguf_file else {}
+    config = load_config(directory)
     with one_sentence(f"{directory}: its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCALLY, **options)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCALLY)
     sizes = config.get_text_config()
     warnings = _check_vocabulary(tokenizer, sizes.vocab_size)
     template = None
@@ -95,8 +89,8 @@ def examine(
         warnings += template.warnings
     end_ids = frozenset[int]()
     if ends:
-        listed += [tokenizer.eos_token_id, template.end_id if template else None]
-        end_ids, dropped = _find_ends(directory, config, listed, gguf_file)
+        listed = [tokenizer.eos_token_id, template.end_id if template else None]
+        end_ids, dropped = _find_ends(directory, config, listed)
         warnings += dropped
     probe = c.ModelProbe(
         ends=tuple(_token(tokenizer, id_) for id_ in sorted(end_ids)),
@@ -108,21 +102,19 @@ def examine(
         warnings=tuple(warnings),
     )
     log.log(logging.WARNING if warnings else logging.INFO, "%s: %s", directory, probe)
-    return Examined(directory, gguf_file, config, tokenizer, template, end_ids, probe)
+    return Examined(directory, config, tokenizer, template, end_ids, probe)
 
 
-def load_config(directory: Path, gguf_file: str = "") -> Any:
+def load_config(directory: Path) -> Any:
     """The config of a model, whose files are checked before any of them is interpreted.
 
     Raises:
         OSError, ValueError: a file cannot be read.
     """
-    options = {"gguf_file": gguf_file} if gguf_file else {}
-    if not gguf_file:
-        for path in sorted(path for pattern in _READ for path in directory.glob(pattern)):
-            _check_file(path)
+    for path in sorted(path for pattern in _READ for path in directory.glob(pattern)):
+        _check_file(path)
     with one_sentence(f"{directory}: its config"):
-        config = AutoConfig.from_pretrained(directory, **_LOCALLY, **options)
+        config = AutoConfig.from_pretrained(directory, **_LOCALLY)
         config.get_text_config()
     return config
 
@@ -138,8 +130,7 @@ def load_weights(
     Raises:
         ValueError: tensors are missing, left over, of other sizes or quantized.
     """
-    if not options.get("gguf_file"):
-        check_tensors(directory)
+    check_tensors(directory)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it reports is checked here
     try:
@@ -510,7 +501,7 @@ class ChatTemplate:
 
 
 def _find_ends(
-    directory: Path, config: Any, listed: list[int | None], gguf_file: str = ""
+    directory: Path, config: Any, listed: list[int | None]
 ) -> tuple[frozenset[int], list[str]]:
     """The tokens that end an answer, `listed` or by any of the configs, and warnings.
 
@@ -518,7 +509,7 @@ def _find_ends(
         ValueError: there is none.
     """
     sources = [config, config.get_text_config()]
-    if not gguf_file and (directory / "generation_config.json").is_file():
+    if (directory / "generation_config.json").is_file():
         with one_sentence(f"{directory}: generation_config.json"):
             sources.append(GenerationConfig.from_pretrained(directory, local_files_only=True))
     for source in sources:
@@ -531,28 +522,6 @@ def _find_ends(
         raise ValueError(f"{directory}: has no end token: set eos_token_id in its config.json")
     dropped = ", ".join(dict.fromkeys(str(id_) for id_ in named if id_ not in known))
     return ends, [f"end tokens that the vocabulary lacks are ignored: {dropped}"] if dropped else []
-
-
-def _check_gguf(gguf: Path) -> list[int | None]:
-    """The tokens that end a turn by a GGUF file.
-
-    Raises:
-        ValueError: it is damaged, or its positions are scaled, which transformers would ignore.
-    """
-    from gguf import GGUFReader
-
-    _check_file(gguf)
-    with one_sentence(str(gguf)):
-        reader = GGUFReader(gguf)
-    kinds = [f.contents() for key, f in reader.fields.items() if key.endswith(_ROPE)]
-    if any(tensor.name.startswith("rope_") for tensor in reader.tensors):
-        kinds.append("llama3")  # or longrope: factors of each frequency
-    for kind in kinds:
-        if kind != "none":
-            raise ValueError(
-                f'unsupported rope scaling "{kind}" in {gguf.name}; use the safetensors checkpoint'
-            )
-    return [f.contents() for key, f in reader.fields.items() if key.endswith(_EOT)]
 
 
 @contextmanager

@@ -151,5 +151,5 @@ def _entry(path: str, content: bytes) -> dict[str, object]:
     git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     blob = {"oid": git, "size": len(content)}
     lfs = {"oid": digest, "size": len(content), "pointerSize": 134}
-    large = path.endswith((".safetensors", ".gguf", ".bin"))
+    large = path.endswith((".safetensors", ".bin"))
     return {"type": "file", "path": path, **blob, **({"lfs": lfs} if large else {})}

@@ -74,7 +74,7 @@ def main() -> None:
 def _add_up(commands: Any) -> None:
     text = "Run the whole service on this machine until Ctrl-C."
     parser = commands.add_parser("up", help=text, description=text)
-    text = "the generator: a directory, a GGUF file or a hub's org/name[@revision]"
+    text = "the generator: a directory or a hub's org/name[@revision]"
     parser.add_argument("--model", help=f"{text} [SPECREJ_GENERATOR_MODEL]")
     text = "a sequence classifier's directory or name, or a reward as JSON (docs/rewards.md)"
     text = f"{text}; may be repeated, the first is the default [SPECREJ_REWARD_REWARDS]"

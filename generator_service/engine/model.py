@@ -5,7 +5,7 @@ Independent of sessions, sampling and text.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,15 +41,12 @@ class CausalLM(SegmentedModel):
             ValueError: as `load_weights`, or the engine cannot compute a model of this type.
         """
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        options: dict[str, Any] = {}
-        if examined.gguf_file:
-            options = {"gguf_file": examined.gguf_file}
         config = examined.config
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type {config.model_type}: not a causal language model")
         if config.get_text_config() is not config:
             raise ValueError(f"model_type {config.model_type}: not of text alone; use vLLM")
-        model = load_weights(AutoModelForCausalLM, examined.directory, dtype=dtype, **options)
+        model = load_weights(AutoModelForCausalLM, examined.directory, dtype=dtype)
         try:
             return cls(model.to(device), examined.end_ids)
         except ValueError as error:

@@ -117,7 +117,6 @@ class Examiner:
             files, settings = find(given or guessed, weights=False), self._settings
             return examine(
                 files.directory,
-                files.gguf_file,
                 tool_format=settings.tool_format,
                 thinking_marks=settings.thinking_marks,
             )

@@ -243,9 +243,9 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         Exception: any of vLLM's, if it cannot start.
     """
     if settings.vllm_options.get("load_format", "auto") in ("auto", "safetensors"):
-        check_tensors(settings.model_directory, reads_quantized=True)
+        check_tensors(settings.files.directory, reads_quantized=True)
     examined = examine(
-        settings.model_directory,
+        settings.files.directory,
         tool_format=settings.tool_format,
         thinking_marks=settings.thinking_marks,
     )
@@ -287,7 +287,7 @@ def _shape(settings: GeneratorSettings) -> Shape:
     dtype = "float32" if current_platform.is_cpu() else "bfloat16"
     dtype = settings.vllm_options.get("dtype", dtype)
     stored = settings.vllm_options.get("kv_cache_dtype", "auto")
-    config = AutoConfig.from_pretrained(settings.model_directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(settings.files.directory, local_files_only=True)
     sizes = ModelSizes.of(config.get_text_config())
     return Shape(
         context_tokens=settings.context_of(sizes.context_tokens),
@@ -302,7 +302,7 @@ def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
     # vLLM's default, but not fewer than there may be candidates.
     on_cpu, batched = current_platform.is_cpu(), max(2048, settings.max_candidates)
     arguments: dict[str, Any] = {
-        "model": str(settings.model_directory),
+        "model": str(settings.files.directory),
         "dtype": shape.dtype,
         "max_model_len": shape.context_tokens,
         "max_num_seqs": settings.max_candidates,

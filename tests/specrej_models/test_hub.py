@@ -166,7 +166,6 @@ def test_a_failed_update_keeps_the_stored_model(
         ("org/name", True),
         ("org/name@v1.0", True),
         ("org/name@refs/pr/1", True),
-        ("org/name/sub/model.Q4_1.gguf@main", True),
         ("name", False),
         ("/models/llama", False),
         (".models/llama", False),
