@@ -1,7 +1,7 @@
 """Weights from a local directory: the backbone by transformers, heads by their tensors' names.
 
-Heads are not loaded by transformers: it fills missing ones with random numbers, and for some heads
-the class exists only in code that comes with the model.
+Heads are not loaded by transformers: it fills missing ones with random numbers, and for those of
+several layers the class exists only in code that comes with the model.
 """
 
 from __future__ import annotations

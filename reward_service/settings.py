@@ -20,7 +20,7 @@ class RewardSettings(ServiceSettings):
     Set by flags, or by environment variables named SPECREJ_REWARD_ and the setting's name.
 
     rewards is a JSON list; the first is the default of requests that name none. The kinds are
-    classifier, process, cross-encoder, relevance, function, http, toy, answer,
+    classifier, cross-encoder, relevance, function, http, toy, answer,
     checks, schema, call, tests and judge; docs/rewards.md says what each is for, and its options.
     An example:
     [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].

@@ -10,7 +10,6 @@ entry in `KINDS` of tests/reward_service/test_contract.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,28 +46,15 @@ def _is_not_reserved(name: str) -> str:
     return name
 
 
-def _has_places(text: str) -> str:
-    """Requires the places of prompt and response, once each and in this order."""
-    if text and re.findall(r"\{prompt\}|\{response\}", text) != ["{prompt}", "{response}"]:
-        raise ValueError("must have {prompt}, {response} once each, in this order")
-    return text
-
-
 Name = Annotated[
     str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$"), AfterValidator(_is_not_reserved)
 ]
 FunctionPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 
-# How an unfinished text is scored: as if its turn ended here, or as a turn that goes on.
-Unfinished = Literal["closed", "open"]
-
 # What writes special tokens such as BOS: the chat template or the tokenizer. With "tokenizer", a
 # BOS that the template writes first is removed, so that there is one; with "both" there are two.
 SpecialTokens = Literal["template", "tokenizer", "both"]
-
-# A token by its text, or by its id.
-OneToken = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 
 # What a reward does with the images of prompts: reads them, reads the texts alone, or refuses them.
 Images = Literal["read", "text", "refuse"]
@@ -178,66 +164,31 @@ class CrossEncoderSpec(LocalSpec):
     label: Label = None
 
 
-class CausalSpec(LocalSpec):
-    """A decoder-only model, and how conversations are written for it.
+class ClassifierSpec(LocalSpec):
+    """A decoder-only sequence classifier, or a backbone with a head of its own.
 
-    format: plain text such as "{prompt} {response}" in place of the chat template; {prompt} is the
-    contents of all turns, separated by blank lines; special_tokens: what writes BOS and the like:
-    the chat "template", or the "tokenizer", which removes one that the template writes first; or
-    "both"; if left out "template", but "tokenizer" with a format; unfinished: how a text is scored
-    that has not ended its turn: "closed", as if it ended here, or "open".
-    """
-
-    special_tokens: SpecialTokens | None = None
-    format: Annotated[str, AfterValidator(_has_places)] = ""
-    unfinished: Unfinished = "closed"
-
-
-class ClassifierSpec(CausalSpec):
-    """A decoder-only sequence classifier, or a backbone with a head of another kind.
-
-    head: the name of the head's module, or tensor, in the checkpoint: a linear layer, or numbered
-    ones with a ReLU between them; head_file: a file with the head's weights, the tensor `head`;
-    logit_of: the token whose logit, by the model's language model head, is the score; engine: what
-    computes it, "auto" is vLLM on CUDA where it can and the own network elsewhere; vllm_options:
-    further engine arguments of vLLM.
+    special_tokens: what writes BOS and the like: the chat "template", or the "tokenizer", which
+    removes one that the template writes first; or "both"; head_file: a file with the head's
+    weights, the tensor `head`, in place of the checkpoint's `score`; label: the index of the label
+    that is the score, where there are several; engine: what computes it, "auto" is vLLM on CUDA
+    where it can and the own network elsewhere; vllm_options: further engine arguments of vLLM.
     """
 
     loader = "classifier:load_classifier"
     kind: Literal["classifier"] = "classifier"
-    head: str = Field("score", min_length=1)
+    special_tokens: SpecialTokens = "template"
     head_file: Path | None = None
-    logit_of: OneToken | None = None
     label: Label = None
     engine: Literal["auto", "own", "vllm"] = "auto"
     vllm_options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
-        heads = self.model_fields_set & {"head", "head_file", "logit_of"}
-        if len(heads) > 1:
-            raise ValueError("head, head_file and logit_of exclude each other")
-        if self.label and heads - {"head"}:
+        if self.label and self.head_file:
             raise ValueError("has one label: label must be 0")
         if self.vllm_options and self.engine != "vllm":
             raise ValueError('vllm_options require engine "vllm"')
         return self
-
-
-class ProcessSpec(CausalSpec):
-    """The steps of a response, by a token classifier.
-
-    separator: what ends a step in a response; step_token: the one token that stands there for the
-    model; good_label: the index of the label that means good; aggregate: of the steps' scores.
-    """
-
-    loader = "process:load_process"
-    kind: Literal["process"] = "process"
-    unfinished: Unfinished = "open"
-    separator: str = Field("\n\n", min_length=1)
-    step_token: str = Field("\n\n", min_length=1)
-    good_label: int = Field(1, ge=0)
-    aggregate: Literal["last", "min", "mean"] = "min"
 
 
 class FunctionSpec(Spec):
@@ -381,7 +332,6 @@ RewardSpec = Annotated[
     | RelevanceSpec
     | CrossEncoderSpec
     | ClassifierSpec
-    | ProcessSpec
     | FunctionSpec
     | HTTPSpec
     | AnswerSpec

@@ -1,17 +1,15 @@
-"""Rewards on a decoder-only network, which keeps keys and values of the texts it has computed.
+"""Classifiers on a decoder-only network, which keeps keys and values of the texts it has computed.
 
-Of a text that grew since it was last computed, only the new tokens are computed. A head's output is
-read at each of a text's marks, which are token positions, and kept as well. The kinds of rewards
-differ in their head, their marks, and the score that follows from the outputs there; each has a
-file of its own. Imports without grpc.
+Of a text that grew since it was last computed, only the new tokens are computed. The head is read
+at each text's last token. Imports without grpc.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from reward_service.conversation import Conversation, Tokens, Turns, load_conversation
+from reward_service.checkpoint import Network
+from reward_service.conversation import Tokens, Turns, load_conversation
 from reward_service.reward import Reward, Task, distinct
-from reward_service.specs import CausalSpec, Resources
+from reward_service.specs import ClassifierSpec, Resources
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej_models.attention import PrefillSegment, Segment
 from specrej_models.kv import PromptKV
@@ -36,21 +35,28 @@ _CHUNK_TOKENS = 512
 # The size of a store is a multiple of this, so that not every round moves it.
 _ROOM_TOKENS = 64
 
-# From hidden states [marks, hidden] to outputs [marks, width].
-Head = Callable[[Tensor], Tensor]
 
-# The head's outputs [width] at marks, which are positions; None until computed.
-Outputs = dict[int, Tensor | None]
+def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
+    """How many tokens there are up to the last one that is not padding, at least 1.
+
+    Heads are trained on this token (`GenericForSequenceClassification` of transformers). If the end
+    token is the padding token, it is not counted either.
+    """
+    length = len(token_ids)
+    while length > 1 and token_ids[length - 1] == pad_id:
+        length -= 1
+    return length
 
 
 @dataclass(slots=True)
 class _KeptText:
-    """One text's tokens after the first `shared` ones, which are the prompt's."""
+    """One text's tokens after the first `shared` ones, which are the prompt's; the head's output
+    [labels] at the last of them, None until it is computed."""
 
     store: PromptKV
     shared: int = 0
     token_ids: Sequence[int] = ()
-    outputs: Outputs = field(default_factory=dict)
+    output: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +71,6 @@ class KeptSession:
     keeps_texts: bool = True
     is_busy: bool = False
     prompt: PromptKV | None = None
-    prompt_outputs: Outputs = field(default_factory=dict)
     texts: dict[int, _KeptText] = field(default_factory=dict)
 
     @property
@@ -105,26 +110,22 @@ class KeptSession:
 class _Span:
     """Consecutive tokens to compute, from position `start` on.
 
-    They are stored in the last of `pieces`, from its token `offset` on. `outputs` are computed at
-    the marks that lie in the span.
+    They are stored in the last of `pieces`, from its token `offset` on. `text` receives the head's
+    output at the last of them.
     """
 
     pieces: tuple[PromptKV, ...]
     token_ids: Sequence[int]
     start: int
     offset: int
-    outputs: Outputs
-
-    @property
-    def marks(self) -> list[int]:
-        end = self.start + len(self.token_ids)
-        return [mark for mark in self.outputs if self.start <= mark < end]
+    text: _KeptText | None = None
 
     def chunks(self) -> Iterator[_Span]:
         """Parts that are attended to at once."""
         for at in range(0, len(self.token_ids), _CHUNK_TOKENS):
             part = self.token_ids[at : at + _CHUNK_TOKENS]
-            yield _Span(self.pieces, part, self.start + at, self.offset + at, self.outputs)
+            text = self.text if at + _CHUNK_TOKENS >= len(self.token_ids) else None
+            yield _Span(self.pieces, part, self.start + at, self.offset + at, text)
 
 
 class CausalReward(SegmentedModel, Reward):
@@ -138,26 +139,18 @@ class CausalReward(SegmentedModel, Reward):
     tokens count, because the responses are what differs.
     """
 
+    description = "A reward model's logit for the response as the assistant's turn."
+
     def __init__(
         self,
-        spec: CausalSpec,
+        spec: ClassifierSpec,
         resources: Resources,
-        description: str,
         model: PreTrainedModel,
-        head: Head,
-        score: Callable[[Tensor], float],
-        *,
-        marks: Callable[[Tokens], list[int]] | None = None,
-        prepare: Callable[[str, bool], str] | None = None,
-        conversation: Conversation | None = None,
-        digests: dict[str, str] | None = None,
+        head: Network,
+        pad_id: int | None,
+        digest: str,
     ) -> None:
-        """Takes over `model`.
-
-        score: from the head's outputs at a text's marks, [marks, width]; marks: the positions to
-        read, ascending, at least one, the last token's by default; prepare: the response as the
-        model is to see it, given whether its turn is closed; digests: of files outside the spec's
-        directory.
+        """Takes over `model`. pad_id: of padding, which is not read; digest: of the head's file.
 
         Raises:
             ValueError: the model's layers do not all keep plain keys and values.
@@ -167,16 +160,14 @@ class CausalReward(SegmentedModel, Reward):
             reason = "torch on CUDA is a reference, each text launches kernels of its own"
             log.warning("reward %s: %s", spec.name, reason)
         self.name = spec.name
-        self.fingerprint = spec.fingerprint(resources, **(digests or {}))
-        self.description = description
+        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id), head_file=digest)
         self.token_budget = resources.token_budget
-        self.conversation = conversation or load_conversation(spec, model.config)
+        self.conversation = load_conversation(spec, model.config)
         self.probe = self.conversation.probe
-        self.marks = marks or (lambda tokens: [len(tokens.token_ids) - 1])
-        self.prepare = prepare or (lambda text, closed: text)
         self.kept_tokens = 0
         self._head = head
-        self._score = score
+        self._label = spec.label or 0
+        self._pad_id = pad_id
         self._capacity = resources.kept_tokens
         self._sessions: OrderedDict[KeptSession, None] = OrderedDict()  # last used last
 
@@ -190,12 +181,14 @@ class CausalReward(SegmentedModel, Reward):
 
     def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
         """Begin a batch; equal texts are computed once."""
-        ends = [self.conversation.turn(candidate) for candidate in candidates]
-        unique, where = distinct([(self.prepare(text, closed), closed) for text, closed in ends])
+        texts = [self.conversation.response(candidate) for candidate in candidates]
+        unique, where = distinct(texts)
         # The first candidate with each text: of equal keys, a dict keeps the last value.
         firsts = dict(zip(reversed(where), reversed(candidates), strict=True))
-        tokenized = session.turns.tokenize(unique)
-        sequences = {firsts[place].id: tokens for place, tokens in enumerate(tokenized)}
+        sequences = {}
+        for place, (ids, is_cut) in enumerate(session.turns.tokenize(unique)):
+            read = ids[: num_read(ids, self._pad_id)]
+            sequences[firsts[place].id] = Tokens(read, is_cut)
         return self._task(session, sequences, where)
 
     @torch.inference_mode()
@@ -205,25 +198,23 @@ class CausalReward(SegmentedModel, Reward):
         positions: list[int] = []
         segments: list[Segment] = []
         rows: list[int] = []
-        wanted: list[tuple[Outputs, int]] = []
         for span in spans:
-            marks, count = span.marks, len(span.token_ids)
-            rows += [len(token_ids) + mark - span.start for mark in marks]
-            wanted += [(span.outputs, mark) for mark in marks]
+            count = len(span.token_ids)
             token_ids += span.token_ids
             positions += range(span.start, span.start + count)
             segments.append(PrefillSegment(span.pieces, span.start, span.offset, count))
+            if span.text:
+                rows.append(len(token_ids) - 1)
         network: Any = self._model.base_model
         states = self._run(network, token_ids, positions, segments).last_hidden_state[0]
-        if wanted:
-            computed = self._head(states[rows])
-            for (outputs, mark), output in zip(wanted, computed, strict=True):
-                outputs[mark] = output
+        if rows:
+            texts = [span.text for span in spans if span.text]
+            for text, output in zip(texts, self._head(states[rows]), strict=True):
+                text.output = output
 
     def free(self, session: KeptSession) -> None:
         """Free what a session keeps; if it is used again, it computes everything again."""
         session.prompt = None
-        session.prompt_outputs = {}
         session.texts = {}
         session.is_busy = False
         self._sessions.pop(session, None)
@@ -249,80 +240,67 @@ class CausalReward(SegmentedModel, Reward):
         self._sessions[session] = None
         self._sessions.move_to_end(session)
         session.is_busy = True
-        for tokens in sequences.values():
-            tokens.marks = self.marks(tokens)
         parents = session.parents(sequences)
         # First drop texts that are neither in the batch nor copied: copies may need their room.
         self._drop(session, session.texts.keys() - sequences.keys() - {*parents.values()})
         for key, parent in parents.items():
             self._fork(session, key, sequences[key], session.texts[parent])
         self._drop(session, session.texts.keys() - sequences.keys())
-        # Each text's own outputs, then the prompt's.
-        known: list[ChainMap[int, Tensor | None]] = []
+        texts: list[_KeptText] = []  # of the sequences, in their order
 
         def finish(num_tokens: int) -> Scores:
             session.is_busy = False
-            outputs = [
-                torch.stack([cast(Tensor, of_text[mark]) for mark in tokens.marks])
-                for of_text, tokens in zip(known, sequences.values(), strict=True)
-            ]
-            scores = [self._score(of_text) for of_text in outputs]
+            scores = [float(cast(Tensor, text.output)[self._label]) for text in texts]
             return Scores(tuple(scores[place] for place in where), num_tokens)
 
-        spans = self._spans(session, sequences, known)
+        spans = self._spans(session, sequences, texts)
         return Task(((len(span.token_ids), span) for span in spans), finish)
 
     def _spans(
-        self,
-        session: KeptSession,
-        sequences: Mapping[int, Tokens],
-        known: list[ChainMap[int, Tensor | None]],
+        self, session: KeptSession, sequences: Mapping[int, Tokens], texts: list[_KeptText]
     ) -> Iterator[_Span]:
-        """What is left to compute; adds each text's outputs, and the prompt's, to `known`."""
+        """What is left to compute; adds each sequence's text to `texts`."""
         if session.prompt is None:
             yield from self._prompt_spans(session, [*sequences.values()])
         for key, sequence in sequences.items():
-            outputs: Outputs = {}
-            known.append(ChainMap(outputs, session.prompt_outputs))
-            if span := self._rest(session, key, sequence, outputs):
+            text, span = self._rest(session, key, sequence)
+            texts.append(text)
+            if span:
                 yield from span.chunks()
 
     def _prompt_spans(self, session: KeptSession, sequences: Sequence[Tokens]) -> Iterator[_Span]:
         """The prompt, if any text begins with it: those cut to the model's limit do not."""
         prompt_ids = session.prompt_ids
-        shared = [common_length(sequence.token_ids, prompt_ids) for sequence in sequences]
-        if not max(shared, default=0) or not self._reserve(len(prompt_ids)):
-            return
-        session.prompt = PromptKV(self.shape, len(prompt_ids))
-        pairs = zip(sequences, shared, strict=True)
-        marks = {mark for text, count in pairs for mark in text.marks if mark < count}
-        outputs = session.prompt_outputs = dict.fromkeys(sorted(marks))
-        yield from _Span((session.prompt,), prompt_ids, 0, 0, outputs).chunks()
+        begins = any(common_length(one.token_ids, prompt_ids) for one in sequences)
+        if begins and self._reserve(len(prompt_ids)):
+            session.prompt = PromptKV(self.shape, len(prompt_ids))
+            yield from _Span((session.prompt,), prompt_ids, 0, 0).chunks()
 
     def _rest(
-        self, session: KeptSession, key: int, sequence: Tokens, outputs: Outputs
-    ) -> _Span | None:
-        """The part of a text that is not computed yet, in a store that is kept if there is room.
-
-        `outputs` gets the text's own outputs, computed or to be computed by the span. Tokens after
-        the last mark are not computed; keys and values of those from `keep` on are not kept.
-        """
+        self, session: KeptSession, key: int, sequence: Tokens
+    ) -> tuple[_KeptText, _Span | None]:
+        """A text, and the part of it that is not computed yet, in a store that is kept if there is
+        room."""
         kept = session.texts.get(key) or _KeptText(PromptKV(self.shape, 0))
-        shared, start = self._match(session, sequence, kept, outputs)
-        end, token_ids = sequence.marks[-1] + 1, sequence.token_ids
+        token_ids, prompt_ids = sequence.token_ids, session.prompt_ids if session.prompt else ()
+        shared, start = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
+        end = len(token_ids)
         if start == end:
-            return None
-        keeps = session.keeps_texts and min(sequence.keep, end) > shared
+            if kept.output is not None and end == kept.shared + len(kept.token_ids):
+                return kept, None
+            # All is there but the output, such as that at the prompt's last token.
+            start -= 1
+            shared = min(shared, start)
+        keeps = session.keeps_texts and not sequence.is_cut
         store = self._grown(kept.store, end - shared, start - shared) if keeps else None
         if store:
-            kept_ids = token_ids[shared : min(sequence.keep, end)]
-            session.texts[key] = _KeptText(store, shared, kept_ids, outputs)
+            text = session.texts[key] = _KeptText(store, shared, token_ids[shared:])
         else:
             self._drop(session, session.texts.keys() & {key})
-            store = kept.store.grown(end - shared, start - shared)
-        outputs |= dict.fromkeys(mark for mark in sequence.marks if mark >= start)
-        pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
-        return _Span(pieces, token_ids[start:end], start, start - shared, outputs)
+            text = _KeptText(kept.store.grown(end - shared, start - shared))
+        pieces = (session.prompt.head(shared), text.store) if session.prompt and shared else ()
+        span = _Span(pieces or (text.store,), token_ids[start:], start, start - shared, text)
+        return text, span
 
     def _drop(self, session: KeptSession, keys: Collection[int]) -> None:
         for key in keys:
@@ -336,26 +314,8 @@ class CausalReward(SegmentedModel, Reward):
         common = match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
         own, room = common - kept.shared, kept.store.num_tokens
         if own > 0 and self._reserve(room):
-            store, outputs = kept.store.grown(room, own), dict(kept.outputs)
-            session.texts[key] = _KeptText(store, kept.shared, kept.token_ids[:own], outputs)
-
-    def _match(
-        self, session: KeptSession, sequence: Tokens, kept: _KeptText, outputs: Outputs
-    ) -> tuple[int, int]:
-        """How many tokens of a text are the prompt's, and how many need no computation: those
-        before the first mark without an output. Computed outputs are added to `outputs`."""
-        prompt_ids = session.prompt_ids if session.prompt else ()
-        token_ids = sequence.token_ids[: sequence.marks[-1] + 1]
-        shared, total = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
-        for mark in sequence.marks:
-            if mark >= total:
-                break
-            source = session.prompt_outputs if mark < shared else kept.outputs
-            if mark not in source:
-                return min(shared, mark), mark
-            if mark >= shared:
-                outputs[mark] = source[mark]
-        return shared, total
+            store = kept.store.grown(room, own)
+            session.texts[key] = _KeptText(store, kept.shared, kept.token_ids[:own])
 
     def _grown(self, store: PromptKV, room: int, filled: int) -> PromptKV | None:
         """The store with room for `room` tokens, `filled` of them kept; None: no room."""

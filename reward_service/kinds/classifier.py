@@ -1,13 +1,8 @@
 """Sequence classifiers: Bradley-Terry models, and regression heads with several labels.
 
 The score is the head's output at the end of the conversation, one label's logit. The head is linear
-or has several layers, or it is one token's row of a language model's head.
-
-transformers' own classifiers, whose head is `score`, read the last token that is not padding; the
-code that comes with other heads reads the last token (Eurus-RM, UltraRM, GRM).
-
-An unfinished text is closed by default: these models were trained on whole conversations, and their
-reward is read at the tokens that close the last turn.
+or has several layers. An unfinished text is scored as if it ended there: these models were trained
+on whole conversations, and their reward is read at the tokens that close the last turn.
 
 On CPUs they run on the own network. On CUDA they run on vLLM's pooling, if it reads the head and is
 installed: its prefix cache keeps beginnings that texts share, in whole blocks while there is room,
@@ -20,17 +15,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from reward_service.checkpoint import HEAD_TENSOR, Network, check_labels, load_head, load_model
-from reward_service.conversation import Conversation, Turns, load_conversation, single_token
-from reward_service.kinds.causal import CausalReward, Head
+from reward_service.conversation import Conversation, Turns, load_conversation
+from reward_service.kinds.causal import CausalReward, num_read
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import ClassifierSpec, Resources
 from specrej import fingerprint
@@ -50,21 +40,8 @@ _PASSES_PER_CALL = {"cpu": 1, "cuda": 32}
 _SPARE_TOKENS = 256
 
 
-def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
-    """How many tokens there are up to the last one that is not padding, at least 1.
-
-    Heads are trained on this token (`GenericForSequenceClassification` of transformers). If the end
-    token is the padding token, it is not counted either.
-    """
-    length = len(token_ids)
-    while length > 1 and token_ids[length - 1] == pad_id:
-        length -= 1
-    return length
-
-
 def load_classifier(spec: ClassifierSpec, resources: Resources) -> Reward:
-    """A decoder-only model with a head: one of the checkpoint, by its name; one in a file of its
-    own; or a row of the language model's.
+    """A decoder-only model with a head: the checkpoint's, or one in a file of its own.
 
     Raises:
         ValueError: the directory does not hold such a model, or not one for the spec's engine; the
@@ -84,69 +61,24 @@ def _refusal(spec: ClassifierSpec) -> str:
     """Why vLLM does not compute a classifier; empty if it does."""
     if find_spec("vllm") is None:
         return "vLLM is not installed: pip install 'specrej-server[models,vllm]'"
-    if spec.head != "score" or spec.head_file:
-        return "vLLM does not read head or head_file"
-    config = load_config(spec.directory)
-    if spec.logit_of is None:
-        others = load_head(spec.directory, "score").keys() - {"weight"}
-        return f"vLLM reads score.weight alone, not score.{min(others)}" if others else ""
-    is_bounded = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    return "vLLM does not bound logit_of" if is_bounded else ""
+    if spec.head_file:
+        return "vLLM does not read head_file"
+    others = load_head(spec.directory, "score").keys() - {"weight"}
+    return f"vLLM reads score.weight alone, not score.{min(others)}" if others else ""
 
 
 def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     spec = spec.model_copy(update={"engine": "own"})  # for the fingerprint
-    pad_id = None
-    if spec.logit_of is None:
-        network = _network(spec, resources.device)
-        model = load_model(spec, resources, heads=("score." if spec.head_file else spec.head,))
-        config = model.config.get_text_config()
-        if network.num_inputs != config.hidden_size:
-            reason = f"has {network.num_inputs} inputs, the backbone {config.hidden_size}"
-            raise ValueError(f"{spec.head_file or spec.directory}: the head {reason}")
-        conversation = load_conversation(spec, model.config)
-        head: Head = network
-        if not (spec.head_file or spec.head != "score"):
-            pad_id = config.pad_token_id
-    else:
-        model = load_model(spec, resources, AutoModelForCausalLM)
-        conversation = load_conversation(spec, model.config)
-        token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")
-        head = _logit_head(model, token)
-    file = fingerprint.of_file(spec.head_file) if spec.head_file else ""
-    return CausalReward(
-        spec,
-        resources,
-        "A reward model's logit for the response as the assistant's turn.",
-        model,
-        head,
-        lambda outputs: float(outputs[-1][spec.label or 0]),
-        marks=lambda tokens: [num_read(tokens.token_ids, pad_id) - 1],
-        conversation=conversation,
-        digests={"padding": str(pad_id), "head_file": file},
-    )
-
-
-@torch.inference_mode()
-def _logit_head(model: Any, token: int) -> Head:
-    """The logits of a token, [rows, 1], by the output embeddings of a language model.
-
-    Raises:
-        ValueError: the model does more than that between its last hidden states and its logits.
-    """
-
-    def head(states: Tensor) -> Tensor:
-        logits: Tensor = model.get_output_embeddings()(states).float()
-        return logits[:, [token]]
-
-    ids = torch.tensor([[0, 1, 2]], device=model.device)
-    expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    tolerance = 0.05 * float(expected.abs().max())
-    with suppress(RuntimeError):  # states of another width
-        if torch.allclose(head(states), expected[:, [token]], atol=tolerance):
-            return head
-    raise ValueError("layers, scales or bounds before the logits are not supported")
+    network = _network(spec, resources.device)
+    model = load_model(spec, resources, heads=("score.",))
+    config = model.config.get_text_config()
+    if network.num_inputs != config.hidden_size:
+        reason = f"has {network.num_inputs} inputs, the backbone {config.hidden_size}"
+        raise ValueError(f"{spec.head_file or spec.directory}: the head {reason}")
+    pad_id, digest = config.pad_token_id, ""
+    if spec.head_file:  # it was fitted to the last token
+        pad_id, digest = None, fingerprint.of_file(spec.head_file)
+    return CausalReward(spec, resources, model, network, pad_id, digest)
 
 
 class VLLMClassifier(Reward):
@@ -186,7 +118,7 @@ class VLLMClassifier(Reward):
 
     def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
         """A task of the batch's different texts."""
-        tokenized = session.tokenize([self._conversation.turn(c) for c in candidates])
+        tokenized = session.tokenize([self._conversation.response(c) for c in candidates])
         texts = [tokens.token_ids for tokens in tokenized]
         unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
 
@@ -228,8 +160,7 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     check_tensors(spec.directory, reads_quantized=True)
     conversation = load_conversation(spec, config)
     text_config = config.get_text_config()
-    if spec.logit_of is None:
-        check_labels(spec.directory, spec.label, config.num_labels)
+    check_labels(spec.directory, spec.label, config.num_labels)
     if longest := spec.vllm_options.get("max_model_len"):
         conversation.max_tokens = min(conversation.max_tokens, int(longest))
     arguments: dict[str, Any] = {
@@ -241,17 +172,6 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    if spec.logit_of is not None:
-        token = single_token(conversation.tokenizer, spec.logit_of, "logit_of")
-        arguments["hf_overrides"] = {
-            "architectures": [
-                name.replace("ForCausalLM", "ForSequenceClassification")
-                for name in config.architectures
-            ],
-            "classifier_from_token": [conversation.tokenizer.convert_ids_to_tokens(token)],
-            "method": "no_post_processing",
-            "num_labels": 1,
-        }
     device, _, number = resources.device.partition(":")
     if number:
         arguments["device_ids"] = [int(number)]
@@ -270,13 +190,12 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
-    pad_id = None if spec.logit_of is not None else text_config.pad_token_id
-    return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)
+    return VLLMClassifier(spec, resources, llm, raw, conversation, text_config.pad_token_id)
 
 
 def _network(spec: ClassifierSpec, device: str) -> Network:
     """Raises ValueError: there is no such head, or it has another number of labels."""
-    source, name = spec.directory, spec.head
+    source, name = spec.directory, "score"
     if spec.head_file:
         source, name = spec.head_file, HEAD_TENSOR
     tensors = load_head(source, name, device)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from generator_service.engine.engine import Engine
@@ -17,6 +18,7 @@ from generator_service.engine.model import CausalLM
 from generator_service.engine.text import Text
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
+from reward_service.checkpoint import HEAD_TENSOR
 from reward_service.reward import score
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej_models import hub
@@ -291,11 +293,15 @@ def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return "tiny/llama@v1"
 
 
-async def test_a_generator_and_a_reward_by_name(directory: Path, fetched: str) -> None:
+async def test_a_generator_and_a_reward_by_name(
+    directory: Path, fetched: str, tmp_path: Path
+) -> None:
     """Guards against other weights than the directory's, and a name that only one service takes."""
     assert await tokens_of(fetched, "tiny/llama") == await tokens_of(str(directory), directory.name)
     sources = (Path(fetched), directory)
-    rewards = [load("classifier", source, logit_of=5) for source in sources]
+    head = tmp_path / "head.safetensors"
+    save_file({HEAD_TENSOR: torch.ones(_LARGER["hidden_size"])}, head)
+    rewards = [load("classifier", source, head_file=head) for source in sources]
     named, local = (score(reward, SPEC.prompt, ["some text"]).values for reward in rewards)
     assert named == local
     assert rewards[0].fingerprint == rewards[1].fingerprint

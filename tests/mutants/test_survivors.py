@@ -49,9 +49,9 @@ def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
     from reward_service import conversation  # only here: it imports torch
 
     limit = 2 * MAX_TOKEN_CHARACTERS
-    made: Any = SimpleNamespace(max_tokens=2, _closes_unfinished=True)
+    made: Any = SimpleNamespace(max_tokens=2)
     text = "beginning" * limit + "end" * limit
-    read, _ = conversation.Conversation.turn(made, Candidate(0, text, 1, -1.0))
+    read = conversation.Conversation.response(made, Candidate(0, text, 1, -1.0))
     assert len(read) >= limit and "beginning" not in read
 
 

@@ -89,14 +89,14 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
 
 
 def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
-    """The prompt is computed once, each text once, the closing tokens every time; equal texts are
-    computed once."""
+    """The prompt is computed once, each text once, with what closes it; equal texts are computed
+    once."""
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     prompt = len(tiny.computed(models["llama"], "")[0]) - CLOSING
     first = scored(reward, session, {0: "abc", 1: "de", 2: "abc"})
     assert first.computed_tokens == prompt + 3 + 2 + 2 * CLOSING
-    assert scored(reward, session, {0: "abcdef", 1: "de"}).computed_tokens == 3 + 2 * CLOSING
+    assert scored(reward, session, {0: "abcdef", 1: "de"}).computed_tokens == 3 + CLOSING
     assert scored(reward, session, {0: "abcdeX"}).computed_tokens == 1 + CLOSING
     # Candidate 1 was freed by the batch without it.
     assert scored(reward, session, {1: "de"}).computed_tokens == 2 + CLOSING
@@ -126,7 +126,7 @@ def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> No
     sessions = [reward.open(PROMPT) for _ in range(4)]
     texts: dict[int, str] = {key: "a" * (20 + key) for key in range(2)}
     expected, *_ = [scored(reward, session, texts).values for session in sessions]
-    assert scored(reward, sessions[-1], texts).computed_tokens == 2 * CLOSING
+    assert scored(reward, sessions[-1], texts).computed_tokens == 0
     evicted = scored(reward, sessions[0], texts)
     assert evicted.computed_tokens > 40
     assert evicted.values == pytest.approx(expected, abs=1e-4)
@@ -175,7 +175,7 @@ def test_forks_have_the_room_of_rejected_texts(models: dict[str, Path]) -> None:
     forked = {0: "0bcd", **{key: f"0bc{key}" for key in range(5, 9)}}
     assert scored(reward, session, forked).computed_tokens == 5 * (1 + CLOSING)
     assert reward.kept_tokens == kept
-    assert scored(reward, other, {0: "abc"}).computed_tokens == CLOSING
+    assert scored(reward, other, {0: "abc"}).computed_tokens == 0
 
 
 @pytest.mark.parametrize("fails", ["PromptKV.grown", "CausalReward.compute"])

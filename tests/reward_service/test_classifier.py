@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BertConfig,
-    ElectraConfig,
-    ModernBertDecoderConfig,
-)
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 
 import reward_service
 from reward_service.checkpoint import HEAD_TENSOR
@@ -120,20 +114,6 @@ def test_shipped_head_prefers_the_harmless_answer() -> None:
     assert better > worse
 
 
-@pytest.mark.parametrize("config", [ModernBertDecoderConfig, BertConfig, ElectraConfig])
-def test_layers_before_the_output_embeddings_are_refused(tmp_path: Path, config: Any) -> None:
-    """Guards against logits of another model: those without these layers."""
-    sizes = {
-        name: tiny.SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")
-    }
-    shape = {"num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 256}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1}
-    made = config(**sizes, **shape, **special, sep_token_id=2, is_decoder=True)
-    tiny.save_language_model(tmp_path, made, None)
-    with pytest.raises(ValueError, match=r"before the logits|not a|supported"):
-        load("classifier", tmp_path, logit_of=5)
-
-
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_special_tokens_by_the_tokenizer_are_those_of_the_model_cards(
     tmp_path: Path, writes_bos: bool
@@ -160,16 +140,3 @@ def test_special_tokens_by_the_tokenizer_are_those_of_the_model_cards(
     assert by_template.conversation.encode([BOS + "a"]) == reward.conversation.encode([BOS + "a"])
     if not writes_bos:
         assert score(by_template, PROMPT, TEXTS).values != pytest.approx(expected, abs=1e-3)
-
-
-def test_plain_format_replaces_the_template(classifier: Path, tmp_path: Path) -> None:
-    """Guards models without a chat template, braces in texts, and BOS, which no template writes."""
-    save(tmp_path, tokenizer=without_template())
-    reward = load("classifier", tmp_path, format="Q: {prompt} A: {response}.")
-    assert reward.conversation.render(Prompt(text="{response}?"), ["{prompt}!"]) == [
-        "Q: {response}? A: {prompt}!."
-    ]
-    (ids,) = reward.conversation.encode(["a"])
-    assert ids[0] == reward.conversation.tokenizer.bos_token_id
-    same = load("classifier", classifier, format="Q: {prompt} A: {response}.")
-    assert score(reward, PROMPT, TEXTS) == score(same, PROMPT, TEXTS)

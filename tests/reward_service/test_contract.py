@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForTokenClassification
 
 from reward_service.reward import Reward, score, score_batch, take_fairly
 from reward_service.specs import ClassifierSpec, Resources
@@ -19,7 +18,6 @@ from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service import tiny
 from tests.reward_service.endpoint import served
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
-from tests.reward_service.test_recipes import CARDS
 from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save, working
 
 
@@ -27,29 +25,20 @@ def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
     return [-len(response) for response in responses]
 
 
-TWO_LABELS = tiny.make_config("llama", None, num_labels=2)
-save_labels = partial(save, config=TWO_LABELS, auto_class=AutoModelForTokenClassification)
 save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
-VALUE_HEAD = {"head": "v_head.summary", "unfinished": "open"}
 
 # How a tiny model of the kind is saved, and options beside it. Not here: a classifier on
 # vLLM, which needs another environment, and those of REMOTE; judge has tests of its own.
-CAUSAL: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
-    "classifier": ("classifier", save, {}),
-    "value head": ("classifier", CARDS["GRM-llama3-8B-sftreg"].save, VALUE_HEAD),
-    "logit": ("classifier", tiny.save_language_model, {"logit_of": "a", "unfinished": "open"}),
-    "process": ("process", save_labels, {"step_token": "@", "aggregate": "mean"}),
-}
-KINDS: dict[str, tuple[str, Callable[[Path], Path] | None, dict[str, Any]]] = {
-    **CAUSAL,
-    "cross-encoder": ("cross-encoder", save_pairs, {}),
-    "relevance": ("relevance", None, {"directory": True}),
-    "toy": ("toy", None, {}),
-    "function": ("function", None, {"function": f"{__name__}:brevity"}),
-    "answer": ("answer", None, {}),
-    "checks": ("checks", None, {}),
-    "schema": ("schema", None, {}),
-    "call": ("call", None, {}),
+KINDS: dict[str, tuple[Callable[[Path], Path] | None, dict[str, Any]]] = {
+    "classifier": (save, {}),
+    "cross-encoder": (save_pairs, {}),
+    "relevance": (None, {"directory": True}),
+    "toy": (None, {}),
+    "function": (None, {"function": f"{__name__}:brevity"}),
+    "answer": (None, {}),
+    "checks": (None, {}),
+    "schema": (None, {}),
+    "call": (None, {}),
 }
 # Relevance is an encoder like the other, of a size that takes seconds.
 TINY = [name for name in KINDS if name != "relevance"]
@@ -67,14 +56,14 @@ Make = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
-    """The reward of that name."""
+    """The reward of that kind."""
 
     @cache
     def make(name: str) -> Any:
-        kind, save_model, options = KINDS[name]
-        spec: dict[str, Any] = {"kind": kind, **options}
+        save_model, options = KINDS[name]
+        spec: dict[str, Any] = {"kind": name, **options}
         if save_model:
-            spec["directory"] = save_model(tmp_path_factory.mktemp(kind))
+            spec["directory"] = save_model(tmp_path_factory.mktemp(name))
         elif "directory" in spec:
             spec["directory"] = minilm
         return load(**spec)
@@ -134,7 +123,7 @@ def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     assert backwards == pytest.approx(expected[::-1], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["cross-encoder", *CAUSAL])
+@pytest.mark.parametrize("name", ["cross-encoder", "classifier"])
 def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) -> None:
     """Guards against candidates with equal scores: what is new is at the end. Encoders, which read
     short texts, read the beginning. More than the model takes is cut before it is tokenized."""
@@ -143,7 +132,7 @@ def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) ->
         body = "so it goes on, " * (length // 15 + 1)
         other_end = score(reward, PROMPT, [f"{body} left", f"{body} right"]).values
         other_beginning = score(reward, PROMPT, [f"left {body}", f"right {body}"]).values
-        if name in CAUSAL:
+        if name == "classifier":
             assert abs(other_end[0] - other_end[1]) > 1e-6
             assert other_beginning[0] == pytest.approx(other_beginning[1], abs=1e-5)
         else:
@@ -151,11 +140,10 @@ def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) ->
             assert abs(other_beginning[0] - other_beginning[1]) > 1e-6
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_prompt_over_the_models_limit_is_an_invalid_request(make: Make, name: str) -> None:
+def test_prompt_over_the_models_limit_is_an_invalid_request(make: Make) -> None:
     """Guards against scores of responses to a part of the prompt."""
     with pytest.raises(InvalidRequest) as failure:
-        make(name).open(Prompt.from_user("a" * 1000))
+        make("classifier").open(Prompt.from_user("a" * 1000))
     assert [violation.field for violation in failure.value.violations] == ["prompt"]
 
 
@@ -198,10 +186,8 @@ def test_options_are_in_the_fingerprint(tmp_path: Path) -> None:
     """Guards the cache against answers selected with other options."""
     changes: list[dict[str, Any]] = [
         {},
-        {"unfinished": "open"},
+        {"special_tokens": "both"},
         {"label": 0},
-        {"head": "v_head"},
-        {"logit_of": 0},
         {"engine": "vllm"},
         {"engine": "vllm", "vllm_options": {"quantization": "fp8"}},
     ]

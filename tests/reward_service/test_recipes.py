@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
@@ -40,49 +40,40 @@ def recipes() -> dict[str, dict[str, Any]]:
     }
 
 
-def one() -> nn.Module:
-    return nn.Linear(HIDDEN, 1, bias=False)
-
-
-def two(width: int = HIDDEN) -> nn.Module:
-    return nn.Sequential(nn.Linear(HIDDEN, width), nn.ReLU(), nn.Linear(width, 1))
+def two() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
 
 @dataclass(frozen=True)
 class Card:
     """A model of one card.
 
-    head: its module's name and itself, if transformers has no class for the model; auto_class: what
-    the checkpoint is saved from; strips, adds: whether the card's code removes the template's BOS,
-    and whether its tokenizer adds one; num_bos: how many there are then; written: the conversation,
-    if not by the chat template.
+    head: of several layers, for which transformers has no class; strips, adds: whether the card's
+    code removes the template's BOS, and whether its tokenizer adds one; num_bos: how many there are
+    then.
     """
 
     family: str = "llama"
-    auto_class: Any = AutoModelForSequenceClassification
-    head: tuple[str, Callable[[], nn.Module]] | None = None
+    head: Callable[[], nn.Module] | None = None
     adds: bool = False
     strips: bool = False
     num_bos: int = 1
     template: str = tiny.TEMPLATE
-    written: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
 
     def save(self, directory: Path) -> Path:
         tokenizer = tiny.make_tokenizer(PAD, bos=self.family not in ("qwen2", "qwen3"))
         if self.template != tiny.TEMPLATE:
             tokenizer.chat_template = self.template
-        if self.written:
-            tokenizer.chat_template = None
         config = tiny.make_config(self.family, 0, vocab_size=264, **self.changes)
-        tiny.save(directory, config, tokenizer, self.auto_class)
+        auto_class = AutoModel if self.head else AutoModelForSequenceClassification
+        tiny.save(directory, config, tokenizer, auto_class)
         if not self.head:
             return directory
-        name, make = self.head
         weights = load_file(directory / "model.safetensors")
-        prefix = "model." if self.auto_class is AutoModel else ""
-        weights = {f"{prefix}{key}": tensor for key, tensor in weights.items()}
-        weights |= {f"{name}.{k}": torch.randn_like(v) for k, v in make().state_dict().items()}
+        weights = {f"model.{key}": tensor for key, tensor in weights.items()}
+        head = self.head().state_dict()
+        weights |= {f"score.{key}": torch.randn_like(tensor) for key, tensor in head.items()}
         save_file(weights, directory / "model.safetensors", {"format": "pt"})
         config = json.loads((directory / "config.json").read_text())
         config |= {"architectures": ["Custom"], "auto_map": {"AutoModel": "custom.Missing"}}
@@ -92,25 +83,19 @@ class Card:
     @torch.inference_mode()
     def reward(self, directory: Path, text: str) -> float:
         """By the card's code."""
-        tokenizer, model = tiny.plain(directory, AutoModel if self.head else self.auto_class)
-        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
-        written = self.written.format(QUESTION, text)
-        written = written or tokenizer.apply_chat_template(turns, tokenize=False)
+        auto_class = AutoModel if self.head else AutoModelForSequenceClassification
+        tokenizer, model = tiny.plain(directory, auto_class)
+        written = tiny.conversation(directory, text, auto_class)
         written = written.replace(BOS, "") if self.strips else written
         options = {"add_special_tokens": self.adds, "return_tensors": "pt"}
         ids: Tensor = tokenizer(written, **options).input_ids
         if tokenizer.bos_token:
             assert ids[0].tolist().count(tokenizer.bos_token_id) == self.num_bos
-        if self.auto_class is AutoModelForCausalLM and not self.head:
-            options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-            made = model.generate(ids, output_scores=True, return_dict_in_generate=True, **options)
-            return float(made["scores"][0][0][0])
         if not self.head:
             return float(model(ids).logits[0, 0])
-        name, make = self.head
-        head = make()
+        head = self.head()
         weights = load_file(directory / "model.safetensors").items()
-        own = {k.removeprefix(f"{name}."): v for k, v in weights if k.startswith(f"{name}.")}
+        own = {k.removeprefix("score."): v for k, v in weights if k.startswith("score.")}
         head.load_state_dict(own)
         return float(head(model(ids).last_hidden_state)[0, -1])
 
@@ -131,9 +116,8 @@ class CrossEncoder(Card):
 TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{% endfor %}"
 STRIPPED: dict[str, Any] = {"strips": True, "adds": True}
 TWO_BOS: dict[str, Any] = {"adds": True, "num_bos": 2}
-REGRESSION = (AutoModel, ("regression_head", one), True)
-# The code of Eurus, UltraRM, GRM, INF-ORM and Qwen2.5-Math-RM was
-# read for this, and the cards of FsfairX, GRM and AceMath; of the others, what is known of them.
+# The code of INF-ORM and Qwen2.5-Math-RM was read for this, and the cards of FsfairX, GRM and
+# AceMath; of the others, what is known of them.
 CARDS = {
     "Skywork-Reward-Llama-3.1-8B-v0.2": Card(**STRIPPED),
     "Skywork-Reward-V2-Qwen3-8B": Card("qwen3", **STRIPPED, changes={"head_dim": 8}),
@@ -141,18 +125,9 @@ CARDS = {
     "RM-Mistral-7B": Card("mistral", **STRIPPED),
     "Llama-3.1-Tulu-3-8B-RM": Card(template=TULU, num_bos=0),
     "AceMath-7B-RM": Card("qwen2"),
-    "Qwen2.5-Math-RM-72B": Card("qwen2", AutoModel, ("score", two)),
-    "INF-ORM-Llama3.1-70B": Card("llama", AutoModel, ("score", two)),
+    "Qwen2.5-Math-RM-72B": Card("qwen2", two),
+    "INF-ORM-Llama3.1-70B": Card("llama", two),
     "GRM-Llama3-8B-rewardmodel-ft": Card(**TWO_BOS),
-    "GRM-llama3-8B-sftreg": Card(
-        auto_class=AutoModelForCausalLM,
-        head=("v_head.summary", lambda: two(24)),
-        changes={"pad_token_id": 2},  # the last token of a conversation
-        **TWO_BOS,
-    ),
-    "Eurus-RM-7b": Card("mistral", *REGRESSION, written="[INST] {} [/INST] {}"),
-    "UltraRM-13b": Card("llama", *REGRESSION, written="Human: {}\n\nAssistant: {}"),
-    "Llama-3.1-Nemotron-70B-Reward-HF": Card(auto_class=AutoModelForCausalLM),
     "reward-model-deberta-v3-large-v2": CrossEncoder(),
 }
 
@@ -174,21 +149,8 @@ def test_recipe_scores_as_the_models_card(tmp_path: Path, name: str) -> None:
     assert scores == pytest.approx(expected, abs=1e-4)
 
 
-def test_names_that_do_not_fit_are_refused_with_those_that_exist(tmp_path: Path) -> None:
-    """Guards against a random head, and against a hunt for the head's name."""
-    name = "GRM-llama3-8B-sftreg"
-    directory = CARDS[name].save(tmp_path)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({}, "lacks the weights score, has lm_head, model, v_head"),
-        (
-            {"head": "v_head"},
-            "v_head: must be a linear layer or numbered ones, has summary.0.bias",
-        ),
-        ({"head": "v_head.summary", "label": 1}, "has 1 labels, label must be the index"),
-        ({"logit_of": 3}, "tensors that the model does not use: v_head.summary.0.bias"),
-    ]
-    for options, message in refused:
-        with pytest.raises(ValueError, match=message):
-            load("classifier", directory, **options)
-    with pytest.raises(ValueError, match="logit_of 999 is not a token"):
-        load("classifier", tiny.save_language_model(tmp_path / "lm"), logit_of=999)
+def test_a_head_of_other_layers_is_refused(tmp_path: Path) -> None:
+    """Guards against a random head."""
+    card = Card(head=lambda: nn.Sequential(two()))
+    with pytest.raises(ValueError, match=r"score: must be a linear layer or .*, has 0\.0"):
+        load("classifier", card.save(tmp_path))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from reward_service.kinds import classifier
 from reward_service.reward import RewardLost, score, score_batch
 from reward_service.worker import Worker
-from specrej.contracts import Candidate, FinishReason, Prompt
+from specrej.contracts import FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest, Unavailable
 from tests.reward_service import tiny
 from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, make_config, make_tokenizer, save
@@ -102,18 +101,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def test_scores_are_a_labels_logits_of_each_different_text(
     directory: Path, fake: list[list[int]]
 ) -> None:
-    """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
-    reward = on_vllm(directory, unfinished="open")
-    ends = (None, FinishReason.STOP, None)
-    candidates = [Candidate(i, "ab", 0, 0.0, finish) for i, finish in enumerate(ends)]
-    scores = score_batch(reward.open(PROMPT), reward, candidates)
+    """Guards equal texts, a label and the accounts where vLLM is not installed."""
+    reward = on_vllm(directory)
+    scores = score_batch(reward.open(PROMPT), reward, tiny.batch({0: "ab", 1: "abc", 2: "ab"}))
     made = FakeEngine.arguments
     assert (made["enforce_eager"], made["max_model_len"]) == (True, CONTEXT)
-    unclosed, closed = fake
-    assert closed == [*unclosed, closed[-1]]
-    expected = [ids[-1] for ids in (unclosed, closed, unclosed)]
-    assert list(scores.values) == expected
-    assert scores.computed_tokens == len(unclosed) + len(closed) - 10
+    first, second = fake
+    assert len(second) == len(first) + 1
+    assert scores.values == (first[-1], second[-1], first[-1])
+    assert scores.computed_tokens == len(first) + len(second) - 10
     with pytest.raises(ValueError, match="has 2 labels, label must be the index"):
         on_vllm(directory, label=None)
     reward.close()
@@ -128,25 +124,13 @@ def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -
     reward.close()
 
 
-def test_options_of_the_score_are_those_of_classifiers(
-    tmp_path: Path, fake: list[list[int]]
-) -> None:
-    """Guards a label, and what vLLM would leave out."""
-    load = partial(tiny.load, "classifier", saved(tmp_path, 2), engine="vllm")
-    reward = load(label=1)
-    (value,) = score(reward, PROMPT, ["ab"]).values
-    (read,) = fake
-    assert value == read[-1] != 2
-    reward.close()
+@pytest.mark.usefixtures("fake")
+def test_a_bias_that_vllm_would_leave_out_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
     weights = load_file(tmp_path / "model.safetensors") | {"score.bias": torch.zeros(2)}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"score\.weight alone, not score\.bias"):
-        load(label=1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config = json.dumps({**config, "final_logit_softcapping": 30.0})
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match="does not bound logit_of"):
-        load(logit_of="a")
+        on_vllm(tmp_path)
 
 
 def test_a_failure_of_the_engine_is_raised_as_itself(
@@ -193,7 +177,7 @@ def test_on_cuda_it_is_vllm_with_the_services_settings(
     [
         ({"device": "cpu"}, ""),
         ({"engine": "own"}, ""),
-        ({"head": "v_head"}, "vLLM does not read head"),
+        ({"head_file": Path(__file__), "label": 0}, "vLLM does not read head_file"),
         ({"is_installed": False}, "vLLM is not installed"),
     ],
 )
@@ -226,21 +210,6 @@ def test_scores_are_those_of_our_own_classifier(directory: Path, by_vllm: Any) -
     assert max(values) - min(values) > 0.1, "equal scores would prove nothing"
     with pytest.raises(InvalidRequest, match="takes"):
         by_vllm.open(Prompt.from_user("x" * (CONTEXT + 1)))
-
-
-@needs_vllm
-@pytest.mark.filterwarnings("ignore")  # vLLM's own
-def test_a_token_of_the_language_model_scores_as_on_our_own_network(tmp_path: Path) -> None:
-    """Guards the row of the head, and the last token, which is the padding here."""
-    config = make_config("llama", 2, head_dim=32)
-    tiny.save_language_model(tmp_path, config, make_tokenizer(tiny.EOS))
-    options: dict[str, Any] = {"logit_of": "a", "label": 0}
-    expected = score(loaded(tmp_path, **options), PROMPT, TEXTS).values
-    reward = on_vllm(tmp_path, **options)
-    values = score(reward, PROMPT, TEXTS).values
-    reward.close()
-    assert values == pytest.approx(expected, abs=1e-3)
-    assert max(values) - min(values) > 0.1, "equal scores would prove nothing"
 
 
 @needs_vllm
