@@ -184,9 +184,10 @@ def text_in(value: bytes) -> bytes:
 
 
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+_SIGNS = st.characters(exclude_categories=["Cs"])  # hypothesis computes codecs for seconds
 
 
-@given(st.text(), _FLOATS, st.lists(_FLOATS, max_size=5), st.binary(max_size=5))
+@given(st.text(_SIGNS), _FLOATS, st.lists(_FLOATS, max_size=5), st.binary(max_size=5))
 def test_any_finite_answer_survives_packing(
     text: str, score: float, logprobs: list[float], token: bytes
 ) -> None:
@@ -732,7 +733,7 @@ def test_equal_ones_have_one_key(first: c.GenerationRequest, second: c.Generatio
     assert key_of(first) == key_of(second)
 
 
-@given(tenant=st.text(), prompt=st.text(min_size=1), fingerprint=st.text(max_size=20))
+@given(st.text(_SIGNS), st.text(_SIGNS, min_size=1), st.text(_SIGNS, max_size=20))
 def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against readable prompts or tenants, and keys that a tenant's name could forge."""
     key = key_of(request(prompt), tenant, generator=fingerprint)

@@ -39,11 +39,8 @@ def test_defaults_are_the_embedded_models() -> None:
         ("rewards", '[{"name": "t", "kind": "magic"}]', "'toy', 'relevance', 'cross-encoder'"),
         ("rewards", '[{"name": "../x", "kind": "toy"}]', "should match pattern"),
         ("rewards", '[{"name": "x", "kind": "toy", "directory": "y"}]', "0.toy.directory"),
-        ("rewards", CLASSIFIER % '"head": "v_head", "logit_of": 0', "exclude each other"),
-        ("rewards", CLASSIFIER % '"label": 1, "logit_of": 0', "label must be 0"),
+        ("rewards", CLASSIFIER % '"label": 1, "head_file": "z"', "label must be 0"),
         ("rewards", CLASSIFIER % '"vllm_options": {"seed": 1}', 'require engine "vllm"'),
-        ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt}, {response} once each"),
-        ("rewards", CLASSIFIER % '"format": "{response} {prompt}"', "in this order"),
         ("rewards", '[{"name": "x", "kind": "function", "function": "f"}]', "match pattern"),
         ("rewards", '[{"name": "likelihood", "kind": "toy"}]', "generator's own"),
         ("rewards", '[{"name": "x", "kind": "toy"}, {"name": "x", "kind": "toy"}]', "once"),
@@ -100,4 +97,4 @@ def test_the_examples_of_the_documentation_are_accepted() -> None:
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     counts = [len(load(RewardSettings, ["--rewards", block]).rewards) for block in blocks]
-    assert counts == [3, 1]
+    assert counts == [2, 1]
