@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from loadtest.options import OWN_PROMPTS, add_options, read_prompts, violations
+from loadtest.options import add_options, read_prompts
 from loadtest.workload import LoadRequest, n_of_step, requests
 from specrej.contracts import Algorithm, CacheControl
 
@@ -73,11 +73,3 @@ def test_requests_repeat_with_the_cache_on(tmp_path: Path) -> None:
 
 def test_steps_use_each_n_in_order() -> None:
     assert [n_of_step((1, 4, 16), at_s, 10) for at_s in (0, 9.9, 10, 25, 99)] == [1, 1, 4, 16, 16]
-
-
-def test_every_bad_value_of_a_form_is_reported(tmp_path: Path) -> None:
-    """Guards against a value that stops Locust's users instead of being refused."""
-    form = {"n": "0", "alpha": "nan", "max_tokens": "", "cache": "off"}
-    form["prompts"] = str(tmp_path / "missing")
-    assert [text.partition(":")[0] for text in violations({**form, "user_count": "?"})] == [*form]
-    assert not list(violations({"n": "1,4", "alpha": "0", "prompts": str(OWN_PROMPTS)}))
