@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,26 +118,3 @@ async def test_own_models_in_one_line(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert described.generator.probe.ends == ("</s>",)
     assert described.rewards == ("tiny_reward",)
-
-
-@pytest.mark.long
-async def test_the_notebook(stack: Stack) -> None:
-    """Every cell of docs/notebook.ipynb runs in a kernel; the file has no outputs of its own."""
-    import nbformat  # only here, as all tests' processes would load it
-    from nbclient import NotebookClient
-
-    text = (ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8")
-    notebook: Any = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
-    nbformat.validate(notebook)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
-    environment = {"SPECREJ_ADDRESS": stack.orchestrator_address, "PYTHONPATH": str(ROOT)}
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3")
-    client.create_kernel_manager().transport = "ipc"  # other programs cannot reach the kernel
-    await client.async_execute(env={**os.environ, **environment})
-    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
-    assert all(printed)
-    assert "SmolLM2" in printed[0]
-    assert "token   8  16 ->  8" in printed[1]
-    assert printed[3] == "True True\n"
-    assert "[token 8: 8 live]" in printed[4]
