@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from unittest.mock import AsyncMock
 
 import pytest
 import pytest_asyncio
 
 from tests.faults.__main__ import CASES
-from tests.faults.case import Case, Play, case, examine
+from tests.faults.case import Case, examine
 from tests.faults.phases import FIRST_ROUND, held_at
-from tests.faults.world import NotRecovered, World, world
+from tests.faults.world import World, world
 
 FAST = [case for case in CASES if case.fast]
 
@@ -40,38 +38,3 @@ async def test_invariant_detects_a_held_request(running: World) -> None:
     async with held_at(FIRST_ROUND, running):
         assert "in flight" in await running.wrong()
     await running.settle()
-
-
-async def hang(_: World) -> list[str]:
-    await asyncio.Event().wait()
-    return []
-
-
-async def fail(_: World) -> list[str]:
-    raise AssertionError("the wrong answer")
-
-
-async def succeed(_: World) -> list[str]:
-    return ["OK", "OK", "UNKNOWN"]
-
-
-@pytest.mark.parametrize(
-    ("play", "expected", "wrong", "outcome", "problem"),
-    [
-        (succeed, ("OK x 2", "UNKNOWN"), "3 slots", "OK x 2, UNKNOWN", "does not recover: 3 slots"),
-        (succeed, ("OK", "OK|UNKNOWN", "OK"), "", "OK x 2, UNKNOWN", "not accepted: 2: UNKNOWN"),
-        (succeed, ("OK|UNKNOWN x 2",), "", "OK x 2, UNKNOWN", "3 calls, not 2"),
-        (hang, ("OK",), "", "HANGS", "not over within 0.01 s"),
-        (fail, ("OK",), "", "WRONG", "AssertionError: the wrong answer"),
-    ],
-)
-async def test_a_failure_is_a_problem(
-    play: Play, expected: tuple[str, ...], wrong: str, outcome: str, problem: str
-) -> None:
-    """Guards against a suite that reports a failed case as passed."""
-    one = case("x", play, *expected, limit_s=0.01)
-    mocked = AsyncMock(World)
-    mocked.settle.side_effect = [NotRecovered(wrong) if wrong else 0.0]
-    result = await examine(one, mocked)
-    assert (result.outcome, result.problem) == (outcome, problem)
-    assert (result.recovery_s is None) == bool(wrong)

@@ -53,7 +53,6 @@ CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
 LEASE_S = 3.0
 MAX_RUNNING = 4
 CACHE_SECRET = "cache-secret"  # a file
-FAILING_SEED = 666
 # The prompt of requests under attack, which proxies recognise.
 PROMPT = "An unmistakable prompt of nine words, one two three"
 SERVICES = ("orchestrator", "generator", "reward")
@@ -356,7 +355,7 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         for name in _REWARDS
     ]
     return {
-        "SPECREJ_GENERATOR_MODEL": f"toy:step_ms=5,failing_seed={FAILING_SEED}",
+        "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
         "SPECREJ_GENERATOR_LEASE_S": str(LEASE_S),
         "SPECREJ_REWARD_REWARDS": json.dumps([{"name": "toy", "kind": "toy"}, *functions]),
         "SPECREJ_REWARD_LEASE_S": str(2 * LEASE_S),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,8 @@ import pytest
 from reward_service.conversation import Conversation, Turns
 from reward_service.reward import score
 from reward_service.specs import ClassifierSpec
-from specrej.contracts import Message, Prompt, ToolCall
+from specrej.contracts import Candidate, Message, Prompt, ToolCall
+from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.probe import ChatTemplate
 from tests.reward_service import tiny
 from tests.reward_service.tiny import BOS, EOS, TEXTS, load
@@ -102,6 +104,14 @@ def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch
     turns.tokenize([f"answer {i}" for i in range(100)])
     sizes = [len(call.args[1]) for call in rendered.call_args_list]
     assert max(sizes) <= 32 and sum(sizes) == 100
+
+
+def test_the_end_of_a_response_that_is_too_long_is_read() -> None:
+    made: Any = SimpleNamespace(max_tokens=2)
+    limit = 2 * MAX_TOKEN_CHARACTERS
+    text = "beginning" * limit + "end" * limit
+    read = Conversation.response(made, Candidate(0, text, 1, -1.0))
+    assert len(read) >= limit and "beginning" not in read
 
 
 def num_tokens(reward: Any, prompt: Prompt, texts: Sequence[str]) -> int:
