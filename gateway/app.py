@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -33,10 +33,9 @@ from gateway.streaming import Events, PackedResponse, answer_stream, raw_stream
 from specrej import telemetry
 from specrej.client import Client
 from specrej.client.client import answer_of
-from specrej.contracts import Prompt, RequestRecord, Scores, wire
+from specrej.contracts import Prompt, Scores, ServiceDescription, wire
 from specrej.contracts.errors import (
     InvalidRequest,
-    NotFound,
     SpecrejError,
     Unauthenticated,
     Violation,
@@ -48,7 +47,7 @@ T = TypeVar("T")
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 _MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metadata
-_READ_S = 10.0  # for records and descriptions
+_READ_S = 10.0  # for descriptions
 _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
 _CLIENT_LEFT = 499  # nginx's number
 _PROBES = "/healthz", "/readyz"
@@ -85,8 +84,6 @@ class Gateway:
             "GET /v1/models": self.models,
             "GET /v1/models/{id:path}": self.model,
             "POST /v1/specrej/stream": partial(self._complete, kind=ChatRequest, is_raw=True),
-            "GET /v1/specrej/records": self.records,
-            "GET /v1/specrej/records/{id}": self.record,
             "GET /v1/specrej/describe": self.describe,
             "GET /": self.page,
             "GET /page/{name}": self.page,
@@ -243,34 +240,21 @@ class Gateway:
         if time.monotonic() >= self._known_until_s:
             token = secrets.token_urlsafe()
             try:
-                await self._client.record("", timeout_s=_READ_S, token=token)
+                await self._client.describe(timeout_s=_READ_S, token=token)
                 self._checks_tokens = False
-            except (Unauthenticated, InvalidRequest, NotFound) as error:
-                self._checks_tokens = isinstance(error, Unauthenticated)
+            except Unauthenticated:
+                self._checks_tokens = True
             self._known_until_s = time.monotonic() + _CHECKED_S
         return self._checks_tokens
 
-    async def _read(
-        self, http: HTTPRequest, method: Callable[..., Coroutine[Any, Any, T]], *arguments: str
-    ) -> T:
-        """What a method of the client returns, until the caller leaves."""
-        reading = method(*arguments, timeout_s=_READ_S, token=await self._token(http))
+    async def _described(self, http: HTTPRequest) -> ServiceDescription:
+        """The description of the service, unless the caller leaves."""
+        reading = self._client.describe(timeout_s=_READ_S, token=await self._token(http))
         return await until_disconnected(http.receive, reading)
 
-    async def record(self, http: HTTPRequest) -> Response:
-        """The record of a request, by its id or that of its answer."""
-        request_id = http.path_params["id"].rpartition("-")[2]
-        record: RequestRecord = await self._read(http, self._client.record, request_id)
-        return await in_thread(lambda: JSONResponse(wire.to_plain(record)), is_large=True)
-
-    async def records(self, http: HTTPRequest) -> Response:
-        """The latest requests of the caller's tenant, without their rounds."""
-        records = await self._read(http, self._client.records)
-        return JSONResponse({"records": [wire.to_plain(record) for record in records]})
-
     async def describe(self, http: HTTPRequest) -> Response:
-        """The service: generator, rewards, load, for operators its backends; and `docs_url`."""
-        described = wire.to_plain(await self._read(http, self._client.describe))
+        """The service: generator, rewards and load; and `docs_url`."""
+        described = wire.to_plain(await self._described(http))
         return JSONResponse({**described, "docs_url": self._settings.docs_url})
 
     async def page(self, http: HTTPRequest) -> Response:
@@ -289,7 +273,7 @@ class Gateway:
         raise HTTPError(404, "no such model: /v1/models lists them", "model_not_found")
 
     async def _models(self, http: HTTPRequest) -> list[JSON]:
-        described = await self._read(http, self._client.describe)
+        described = await self._described(http)
         generator = described.generator
         names = (generator.model, *generator.adapters)
         names = tuple(dict.fromkeys((*self._settings.model_names, *names)))

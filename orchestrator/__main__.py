@@ -22,11 +22,10 @@ from orchestrator.edge.planning import Defaults
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.observe import instruments
-from orchestrator.observe.requests import RequestRecords
 from orchestrator.settings import OrchestratorSettings
 from specrej import telemetry
 from specrej.client.channel import open_channel
-from specrej.contracts import BackendKind, BackendState, GeneratorDescription, RewardDescription
+from specrej.contracts import RewardDescription
 from specrej.contracts.errors import SpecrejError
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.security import tls_files
@@ -99,8 +98,6 @@ def _orchestrator(
             settings.default_rewards,
         ),
         extractors=functions_of(settings.vote_extractors),
-        records=RequestRecords(settings.kept_records),
-        backends=partial(_backend_states, generators, rewards),
     )
 
 
@@ -123,20 +120,6 @@ def _fleet(
     resolve = Resolver(addresses.split(",")).resolve
     seconds = settings.backend_report_s, settings.backend_resolve_s, settings.backend_lost_s
     return Fleet(kind, resolve, connect, version, FleetSettings(*seconds))
-
-
-def _backend_states(
-    generators: Fleet[RemoteGenerator], rewards: Fleet[RemoteRewards]
-) -> list[BackendState]:
-    def of_generator(known: GeneratorDescription) -> dict[str, Any]:
-        load = {"sessions": known.sessions, "waiting": known.waiting, "slots": known.slots}
-        return {"serves": known.model, **load}
-
-    def of_rewards(known: Sequence[RewardDescription]) -> dict[str, Any]:
-        return {"serves": ", ".join(reward.name for reward in known)}
-
-    states = rewards.states(BackendKind.REWARD, of_rewards)
-    return [*generators.states(BackendKind.GENERATOR, of_generator), *states]
 
 
 def _versions_of(served: Sequence[RewardDescription]) -> Hashable:

@@ -26,16 +26,13 @@ _turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 async def converted(convert: Callable[[T], R], value: T) -> R:
     """Return `convert(value)`, computed in a thread if the value is large, so that calls and health
-    checks do not wait for the event loop."""
-    return convert(value) if num_values(value) < _LARGE else await in_thread(convert, value)
-
-
-async def in_thread(work: Callable[[T], R], value: T) -> R:
-    """Return `work(value)`, computed in a thread; one at a time per tenant, so that no tenant
-    occupies all threads."""
+    checks do not wait for the event loop; one at a time per tenant, so that no tenant occupies all
+    threads."""
+    if num_values(value) < _LARGE:
+        return convert(value)
     turn = _turns.setdefault(current_caller().tenant, asyncio.Lock())
     async with turn:
-        working = asyncio.get_running_loop().run_in_executor(_THREADS, work, value)
+        working = asyncio.get_running_loop().run_in_executor(_THREADS, convert, value)
         try:
             return await asyncio.shield(working)
         finally:
@@ -43,7 +40,7 @@ async def in_thread(work: Callable[[T], R], value: T) -> R:
 
 
 def num_values(value: object) -> int:
-    """Tokens, traced candidates and parts of texts of an event, an answer or a record."""
+    """Tokens, traced candidates and parts of texts of an event or an answer."""
     match value:
         case bytes():
             return len(value) // _BYTES
@@ -52,8 +49,6 @@ def num_values(value: object) -> int:
         case c.RankedCandidate():
             tokens = len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)
             return tokens + len(value.text) // _CHARACTERS
-        case c.RequestRecord(rounds=recorded):
-            return sum(num_values(done.trace) for done in recorded)
         case c.RoundCompleted(trace, texts=texts):
             return num_values(trace) + sum(len(item.text) for item in texts) // _CHARACTERS
         case c.RoundTrace():

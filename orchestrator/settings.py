@@ -100,11 +100,6 @@ class OrchestratorSettings(ServiceSettings):
         description="bytes a second that the client of a stream must read, after 30 s of waiting"
         " for it; else the call ends, once its run is over; 0: any",
     )
-    kept_records: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        256,
-        description="latest requests whose rounds and rewards are kept for specrej trace, without"
-        " texts; 0: none",
-    )
     backend_message_bytes: MessageBytes = Field(
         MAX_MESSAGE_BYTES, description="most bytes of a message to or from a backend"
     )

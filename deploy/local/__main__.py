@@ -23,7 +23,7 @@ from deploy.local.stack import Ports, Stack
 from specrej.client import Client
 from specrej.client.cli import note, run_to_end
 from specrej.client.view import follow
-from specrej.contracts import Generation, Options
+from specrej.contracts import Options
 from specrej.contracts.errors import InternalError, SpecrejError
 from specrej.security import credentials_from
 
@@ -136,13 +136,13 @@ async def _demo(given: argparse.Namespace) -> None:
         console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
         try:
             async with Client(stack.orchestrator_address, **credentials) as client:
-                generation = await _answer_twice(client, given.prompt, console)
+                await _answer_twice(client, given.prompt, console)
         except SpecrejError:
             console.print(stack.log_tails(), style="dim", markup=False, highlight=False)
             raise
-        page = f"{stack.gateway_url}/#record={generation.request_id}"
         hint = "" if holds else " (with specrej demo --hold)"
-        console.print(Text.assemble(("replay    ", "dim"), f"{page}{hint}"), soft_wrap=True)
+        page = Text.assemble(("page      ", "dim"), f"{stack.gateway_url}/{hint}")
+        console.print(page, soft_wrap=True)
         if holds:
             console.print("\nCtrl-C stops everything", style="dim")
             with suppress(asyncio.CancelledError):  # the normal end of this command
@@ -150,7 +150,7 @@ async def _demo(given: argparse.Namespace) -> None:
     console.print("everything is stopped", style="dim")
 
 
-async def _answer_twice(client: Client, prompt: str, console: Console) -> Generation:
+async def _answer_twice(client: Client, prompt: str, console: Console) -> None:
     console.print(Text.assemble(("prompt    ", "dim"), prompt))
     show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     generation = await follow(client.stream(prompt, **_OPTIONS), show)
@@ -162,7 +162,6 @@ async def _answer_twice(client: Client, prompt: str, console: Console) -> Genera
         raise InternalError("the second request was not answered from the cache")
     repeated = f"the same answer, from the cache, in {took_ms:.0f} ms"
     console.print(Text.assemble(("repeated  ", "dim"), repeated))
-    return generation
 
 
 async def _up(given: argparse.Namespace) -> None:

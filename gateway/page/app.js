@@ -1,11 +1,10 @@
-// The page: routes by the address's hash, runs requests, replays records.
+// The page: routes by the address's hash, runs requests, replays them.
 
 import { get, setToken, stream, token } from './api.js';
 import { arrange, bodyOf, byBestOfN, codeOf, drawSeed, explain, offer } from './ask.js';
 import { count, h, isStill, seconds, set, setText } from './dom.js';
-import { Operate } from './operate.js';
 import { cost, initial, reduce } from './reduce.js';
-import { eventsOf, Player } from './replay.js';
+import { Player } from './replay.js';
 import { fixed } from './words.js';
 import './race.js';
 
@@ -17,7 +16,7 @@ const NAMES = { 'speculative-rejection': 'Speculative Rejection', 'best-of-n': '
 
 const $ = (id) => document.getElementById(id);
 const form = $('ask');
-const remembered = new Map(); // {events, prompt} by request id: unlike records, with texts
+const remembered = new Map(); // {events, state, prompt, kind} by request id
 let runs = [];
 let isSent = false; // whether the form's current request has been sent
 
@@ -58,6 +57,7 @@ class Run {
   async start(body) {
     this.reset();
     this.prompt = body.messages[0].content;
+    this.kind = NAMES[body.specrej.algorithm] ?? 'Branching';
     const { stop_at, waves, rewards } = body.specrej;
     const hasChecks = Array.isArray(rewards); // with data
     this.asked = { stop_at, waves, hasChecks };
@@ -91,9 +91,10 @@ class Run {
   }
 
   keep() {
-    const { id } = this.state;
+    const { events, state, prompt, kind } = this;
+    const { id } = state;
     if (!id) return;
-    remembered.set(id, { events: this.events, prompt: this.prompt });
+    remembered.set(id, { events, state, prompt, kind });
     if (remembered.size > KEPT) remembered.delete(remembered.keys().next().value);
     this.race.find('actions').replaceChildren(h('a', { href: `#record=${id}`, text: 'Replay' }));
   }
@@ -203,10 +204,6 @@ form.addEventListener('invalid', show, true);
 $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
-$('share').addEventListener('click', async () => {
-  const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  setText($('share'), copied ? 'Copied' : 'Copy the address of this page');
-});
 $('copy').addEventListener('click', async () => {
   try {
     await navigator.clipboard.writeText(code());
@@ -225,43 +222,31 @@ let lastFrame = 0;
 
 const brief = (text) => (text.length > 80 ? `${text.slice(0, 79)}…` : text);
 
-async function list() {
-  const { records } = await get('v1/specrej/records');
-  const rows = records.map((record) => {
-    const { usage, selection, outcome, n } = record;
-    const isBestOfN = selection.algorithm === 'ALGORITHM_BEST_OF_N';
-    const kind = isBestOfN ? 'Best-of-N' : selection.branching ? 'Branching' : 'Rejection';
-    const saved = usage && 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate;
+function list() {
+  const rows = [...remembered].reverse().map(([id, { state, prompt, kind }]) => {
+    const { made, others } = cost(state);
     const facts = [
-      outcome === 'OK' ? `reward ${fixed(record.score)}` : outcome || 'running',
-      usage && !isBestOfN && `${Math.round(100 * saved)} % saved`,
-      seconds(record.elapsed_ms),
+      state.phase === 'finished' ? `reward ${fixed(state.best)}` : state.phase,
+      `${Math.round(100 * (1 - made / Math.max(1, others)))} % saved`,
     ];
-    const href = `#record=${record.request_id}`;
+    const href = `#record=${id}`;
     const current = { 'aria-current': location.hash === href && 'true' };
-    const time = new Date(record.started_unix_s * 1000).toLocaleTimeString();
-    const link = h('a', { href, ...current, text: `${kind} of ${n || '?'}` });
-    const prompt = remembered.get(record.request_id)?.prompt;
-    const lines = [prompt && brief(prompt), time, facts.filter(Boolean).join(' · ')].filter(Boolean);
+    const link = h('a', { href, ...current, text: `${kind} of ${state.n}` });
+    const lines = [brief(prompt), facts.join(' · ')];
     return h('li', {}, link, ...lines.map((text) => h('p', { class: 'muted', text })));
   });
   const none = h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' });
   $('recent').replaceChildren(rows.length ? h('ol', {}, ...rows) : none);
 }
 
-async function replay(id) {
-  const path = `v1/specrej/records/${encodeURIComponent(id)}`;
-  const failed = (error) => [{ at: 0, name: 'error', data: { error } }];
-  const own = remembered.get(id);
-  const events = own?.events ?? (await get(path).then(eventsOf, failed));
-  if (location.hash !== `#record=${id}`) return;
+function replay(id) {
+  const { events, prompt } = remembered.get(id) ?? { events: [], prompt: '' };
   player = new Player(events);
   player.speed = Number($('speed').value);
   $('past').removeAttribute('idle');
   $('past').label = `Replay of ${id.slice(0, 8)}`;
   $('player').hidden = false;
-  setText($('asked'), own?.prompt ?? '');
-  setText($('share'), 'Copy link');
+  setText($('asked'), prompt);
   play(!isStill.matches);
 }
 
@@ -297,26 +282,17 @@ on('seek', 'input', () => player.stop((player.end * $('seek').value) / 1000));
 
 // Routes
 
-const operate = new Operate($('operate'));
-
-async function route() {
+function route() {
   const [name, id] = location.hash.slice(1).split('=');
-  const view = name === 'record' ? 'back' : ['back', 'operate'].includes(name) ? name : 'watch';
-  for (const each of ['watch', 'back', 'operate']) {
+  const view = ['record', 'back'].includes(name) ? 'back' : 'watch';
+  for (const each of ['watch', 'back']) {
     $(`view-${each}`).hidden = each !== view;
     const link = document.querySelector(`nav a[href="#${each}"]`);
     set(link, { 'aria-current': each === view ? 'page' : null });
   }
-  if (view === 'operate') operate.start();
-  else operate.stop();
   if (view !== 'back') return;
-  try {
-    if (id) await replay(id);
-    await list();
-  } catch (error) {
-    if (error.needsToken) askToken();
-    $('recent').replaceChildren(h('p', { class: 'problem', role: 'alert', text: error.message }));
-  }
+  if (id) replay(id);
+  list();
 }
 
 async function describe() {
@@ -356,7 +332,7 @@ $('token-open').addEventListener('click', askToken);
 $('token').addEventListener('close', ({ target }) => {
   const { returnValue: choice } = target;
   if (choice) setToken(choice === 'save' ? target.querySelector('input').value.trim() : '');
-  if (choice === 'save') describe().then(route);
+  if (choice === 'save') describe();
   if (choice === 'forget') location.reload(); // without what the token has shown
 });
 addEventListener('hashchange', route);

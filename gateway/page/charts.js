@@ -74,7 +74,6 @@ const FILLED = { stroke: 'accent', fill: 'wash' };
 
 const KINDS = {
   slots: { ...OVER_TIME, series: [FILLED, { stroke: 'muted', dash: [4, 4] }] },
-  tokens: { ...OVER_TIME, series: [FILLED] },
   rewards: {
     range: around,
     incrs: [1, 2, 5, 10, 20, 50],

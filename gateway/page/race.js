@@ -120,7 +120,7 @@ export class Race extends HTMLElement {
       'text-head': state.isCertain ? 'Answer' : 'Best text so far',
       answer: shown(state).trim(),
       reasoning: state.parts?.reasoning ?? '',
-      'so-far': state.isCertain && !state.answer ? 'Records have no texts.' : soFar,
+      'so-far': soFar,
     });
     set(this.find('chip'), { 'data-phase': state.phase });
     this.find('problem').hidden = !state.error;

@@ -104,12 +104,12 @@ function halted(state, phase, error) {
   return { ...state, phase, error, numLive: 0, lanes: state.lanes.map(end) };
 }
 
-// `data` of a record has its selection, and that of a request of this page what `Run.take` adds.
+// `data` has what `Run.take` adds: waves, stop_at, hasChecks.
 function admitted(state, data) {
-  const { n, prompt_tokens: promptTokens, selection = {} } = data;
-  const numFirst = Math.min(n, data.waves || selection.waves || n);
+  const { n, prompt_tokens: promptTokens } = data;
+  const numFirst = Math.min(n, data.waves || n);
   const lanes = Array.from({ length: numFirst }, (_, id) => lane(id, id));
-  const stopAt = data.stop_at ?? selection.stop_at ?? null;
+  const stopAt = data.stop_at ?? null;
   const hasChecks = Boolean(data.hasChecks) || stopAt !== null;
   const begun = { phase: 'running', id: data.request_id || state.id, n, promptTokens };
   // A request that has lost its generator is admitted again, and its rounds begin again.
@@ -141,8 +141,7 @@ function round(before, at, { round: trace, survivors, best_text: bestText, texts
   const lanes = state.lanes.map((old) => {
     if (!isLive(old)) return old;
     const traced = known.get(old.id);
-    // A round of very many candidates is without them; a record, and what waited for a reader,
-    // without survivors.
+    // A round of very many candidates is without them; what waited for a reader without survivors.
     const isKept = live.has(old.id);
     const fate = traced?.fate.slice(FATE.length).toLowerCase() ?? (isKept ? 'kept' : 'rejected');
     const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;

@@ -1,53 +1,6 @@
-// Records of requests as events, and a player of events.
+// A player of events.
 
 import { initial, reduce } from './reduce.js';
-
-const STRIDES = 24; // progress events of a round
-
-// The events of a record, as the stream had them: without texts, and with evenly spread progress.
-export function eventsOf(record) {
-  const { rounds } = record;
-  let token = 0;
-  let slots = record.prompt_tokens;
-  let at = record.opened_at_ms ?? rounds[0]?.start_ms ?? 0;
-  const events = record.n ? [{ at, name: 'admitted', data: record }] : [];
-  let wave = 1;
-  for (const { start_ms: start, trace } of rounds) {
-    if (trace.wave > wave) token = 0;
-    wave = trace.wave ?? 1;
-    const grown = trace.decision_token - token;
-    const stride = Math.max(1, Math.ceil(grown / STRIDES));
-    for (let step = stride; step < grown; step += stride) {
-      const share = step / grown;
-      const session_slots = Math.round(slots + (trace.session_slots - slots) * share);
-      const reached = { num_tokens: token + step, num_live: trace.num_started };
-      const data = { ...reached, session_slots, capacity_slots: trace.capacity_slots };
-      events.push({ at: start + trace.extend_ms * share, name: 'progress', data });
-    }
-    at = start + trace.extend_ms + trace.score_ms + trace.prune_ms;
-    events.push({ at, name: 'round_completed', data: { round: trace } });
-    token = trace.decision_token;
-    slots = trace.session_slots - trace.freed_slots;
-  }
-  return [...events, ...ending(record, Math.max(at, record.elapsed_ms))];
-}
-
-function ending(record, at) {
-  if (record.outcome === 'OK' && record.usage) {
-    const { answer_candidate_id: candidate_id, score, usage } = record;
-    const data = {
-      ...record,
-      candidates: [{ candidate_id, score, num_tokens: usage.answer_tokens }],
-      timings: { total_ms: record.elapsed_ms },
-      degraded: record.degradations.length > 0,
-      cached: ['ANSWER_SOURCE_CACHE', 'ANSWER_SOURCE_FLIGHT'].includes(record.source),
-    };
-    return [{ at, name: 'finished', data }];
-  }
-  if (!record.outcome) return [];
-  if (record.outcome === 'CANCELLED') return [{ at, name: 'stopped', data: {} }];
-  return [{ at, name: 'error', data: { error: { message: record.outcome } } }];
-}
 
 // Plays events against a clock that the caller advances. `state` follows `time`, in ms.
 export class Player {

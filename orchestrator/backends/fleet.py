@@ -16,7 +16,6 @@ from collections.abc import (
     Hashable,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -27,7 +26,6 @@ import grpc
 import grpc.aio
 
 from orchestrator.backends.resolving import Target
-from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.contracts.errors import (
     InternalError,
     InvalidRequest,
@@ -42,6 +40,9 @@ from specrej.threads import ended
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Of backends: "other_version" serves, too, but another version than most.
+_STATES = ("serving", "other_version", "away")
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,25 +328,12 @@ class Fleet(Generic[P]):
 
     def counts(self) -> dict[str, int]:
         """Number of backends by state, for gauges; may be called from any thread."""
-        healths = [health for _, health in self._healths()]
-        return {health.value: healths.count(health) for health in BackendHealth}
-
-    def states(
-        self, kind: BackendKind, details: Callable[[Any], Mapping[str, Any]]
-    ) -> list[BackendState]:
-        """All backends, by address; `details` of a description are further fields of a state."""
-        states = []
-        for backend, health in self._healths():
-            known = details(backend.description) if backend.description else {}
-            address = backend.target.address
-            states.append(BackendState(kind, address, health, backend.running, **known))
-        return states
-
-    def _healths(self) -> Iterable[tuple[Backend[P], BackendHealth]]:
+        counts = dict.fromkeys(_STATES, 0)
         for backend in self._by_address():
-            is_other = backend.version != self._usual_version
-            serving = BackendHealth.OTHER_VERSION if is_other else BackendHealth.SERVING
-            yield backend, serving if backend.is_serving else BackendHealth.AWAY
+            is_usual = backend.version == self._usual_version
+            serving = "serving" if is_usual else "other_version"
+            counts[serving if backend.is_serving else "away"] += 1
+        return counts
 
     def _failure(self) -> SpecrejError:
         """The reason why no backend serves."""

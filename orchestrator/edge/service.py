@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -23,10 +22,10 @@ from orchestrator.edge.planning import Defaults, Plan, Planner, Rewards, charact
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run, spec_of
 from orchestrator.loop.scoring import checked
-from orchestrator.observe.requests import ObservedRequest, RequestRecords, note_request
+from orchestrator.observe.requests import ObservedRequest, note_request, observing
 from specrej import contracts as c
 from specrej import telemetry
-from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
+from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.security import Share
 from specrej.telemetry import names
 
@@ -43,25 +42,19 @@ class Orchestrator:
         *,
         defaults: Defaults = Defaults(),  # noqa: B008
         extractors: Mapping[str, Extract] = MappingProxyType({}),
-        records: RequestRecords | None = None,
-        backends: Callable[[], Sequence[c.BackendState]] = tuple,
     ) -> None:
         """`extractors`: functions of votes by name."""
         self._defaults = defaults
         secret = cache.secret
         self._planner = Planner(generator, rewards, defaults, secret=secret, extractors=extractors)
-        self._totals: Counter[str] = Counter()  # fields of ServiceDescription
         self._generator = generator
         self._rewards = rewards
         self._cache = cache
         self._admission = admission
         self._answers = Answers(cache)
-        self.records = records or RequestRecords()
-        self._backends = backends
-        self._process_id = uuid.uuid4().hex
 
-    async def describe(self, *, with_backends: bool = False) -> c.ServiceDescription:
-        """Models, rewards and load; with addresses and states of the backends on request.
+    async def describe(self) -> c.ServiceDescription:
+        """Models, rewards, load and defaults.
 
         Raises:
             SpecrejError: a backend is away.
@@ -76,9 +69,6 @@ class Orchestrator:
             default_schedule=self._defaults.schedule_for(generator),
             default_n=self._defaults.n,
             default_max_tokens=self._defaults.max_tokens,
-            process_id=self._process_id,
-            backends=tuple(self._backends()) if with_backends else (),
-            **self._totals,
         )
 
     async def generate(
@@ -107,14 +97,7 @@ class Orchestrator:
             plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
         if within:
             within = replace(within, emit=partial(_emit_named, within.emit, request_id))
-        with self.records.observing(
-            request_id,
-            tenant,
-            plan.request,
-            arrived=plan.arrived,
-            model=plan.model,
-            time_left_s=time_left_s,
-        ) as observed:
+        with observing(plan.request, plan.model, plan.arrived, time_left_s) as observed:
 
             def deliver(event: c.Event) -> None:
                 observed.add(event)
@@ -130,7 +113,6 @@ class Orchestrator:
                 left_s=lambda: plan.left_s,
                 made_by=(plan.generator_fingerprint, plan.reward_fingerprint),
             )
-            self._totals["num_cached"] += source is c.AnswerSource.CACHE
             deliver(c.Finished(generation, source))
 
     async def score(
@@ -160,9 +142,6 @@ class Orchestrator:
                 self._rewards.open(name, prompt, data) as session,
             ):
                 return name, await checked(session, candidates)
-        except Overloaded:
-            self._totals["num_refused"] += 1
-            raise
         except InvalidRequest as error:
             raise _with_public_paths(error) from error
 
@@ -182,9 +161,6 @@ class Orchestrator:
                 tokens, left_s = plan.candidate_tokens, plan.left_s
                 entering = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
                 permit, queue_ms = await observed.admitted(stack, entering)
-            except Overloaded:
-                self._totals["num_refused"] += 1
-                raise
             except InvalidRequest as error:
                 raise _with_public_paths(error) from error
             permit.unused = plan.grown_tokens
@@ -208,18 +184,10 @@ class Orchestrator:
                             answer = _completed(event.generation, plan, queue_ms, before_run_ms)
                             continue
                         if isinstance(event, c.RoundCompleted):
-                            self._totals["generated_tokens"] += event.trace.generated_tokens
                             permit.unused = max(0, permit.unused - event.trace.generated_tokens)
                         deliver(event)
             except InvalidRequest as error:
                 raise _with_public_paths(error) from error
-        usage = answer.usage
-        self._totals.update(
-            num_answers=1,
-            num_degraded=answer.degraded,
-            num_hurried=answer.hurried,
-            saved_tokens_estimate=max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens),
-        )
         return answer
 
 

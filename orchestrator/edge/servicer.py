@@ -10,13 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from orchestrator.background import converted, in_thread
+from orchestrator.background import converted
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop.progress import WithinRounds
 from specrej import contracts as c
 from specrej.contracts import wire
 from specrej.contracts.errors import Cancelled, Violation
-from specrej.security import Role, current_caller
+from specrej.security import current_caller
 from specrej.server.serving import Context, Service, time_left_s
 from specrej.threads import ended
 from specrej.v1 import orchestrator_pb2 as pb
@@ -27,7 +27,6 @@ from specrej.v1 import orchestrator_pb2_grpc
 _FEW_EVENTS = 16
 _MAX_SIZE = 131_072
 _UNREAD_S = 30.0  # that a reader may wait, besides the time of its bytes
-_MAX_LISTED = 64  # records of one reply
 
 
 class _Unread:
@@ -163,28 +162,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context
     ) -> pb.OrchestratorServiceDescribeResponse:
-        roles = current_caller().roles  # none: there are no tokens
-        description = await self._orchestrator.describe(
-            with_backends=not roles or Role.ADMIN in roles
-        )
+        description = await self._orchestrator.describe()
         return wire.to_message(description, pb.OrchestratorServiceDescribeResponse)
-
-    async def GetRecord(  # noqa: N802
-        self, request: pb.GetRecordRequest, context: Context
-    ) -> pb.GetRecordResponse:
-        record = self._orchestrator.records.find(request.request_id, current_caller().tenant)
-        return await converted(
-            lambda r: pb.GetRecordResponse(record=wire.to_message(r, pb.RequestRecord)), record
-        )
-
-    async def ListRecords(  # noqa: N802
-        self, request: pb.ListRecordsRequest, context: Context
-    ) -> pb.ListRecordsResponse:
-        records = self._orchestrator.records.latest(current_caller().tenant, _MAX_LISTED)
-        messages = await in_thread(
-            lambda rs: [wire.to_message(r, pb.RequestRecord) for r in rs], records
-        )
-        return pb.ListRecordsResponse(records=messages)
 
     async def _run(
         self,

@@ -1,4 +1,4 @@
-"""The command line: generate, score, describe, trace, and run the whole service on this machine.
+"""The command line: generate, score, describe, and run the whole service on this machine.
 
 Only answers go to stdout; progress and errors go to stderr.
 """
@@ -180,13 +180,6 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_call(add("describe", _describe, "Show models, rewards, limits and load."), 10.0)
 
-    text = """Show the phases of a REQUEST, its rounds and its candidates' rewards. The orchestrator
-        keeps records of its latest requests, running ones included; see kept_records in
-        python -m orchestrator --help."""
-    command = add("trace", _trace, text)
-    command.add_argument("request", metavar="REQUEST", help="its id, as generate prints it")
-    _add_call(command, 10.0)
-
     text = "Check a service's health: exit code 0 if it is SERVING, else 1."
     command = add("health", _health, text)
     command.add_argument(
@@ -337,18 +330,6 @@ async def _describe(given: argparse.Namespace) -> None:
         _print_json(description)
     else:
         print(*view.fact_lines(description), sep="\n")
-
-
-async def _trace(given: argparse.Namespace) -> None:
-    async with _client(given) as client:
-        record = await client.record(given.request)
-    plain = wire.to_plain(record)
-    if given.json:
-        _print_json(plain)
-        return
-    del plain["rounds"]
-    rounds = (view.plain_line(done.trace, record.n) for done in record.rounds)
-    print(*rounds, *view.fact_lines(plain), sep="\n")
 
 
 async def _score(given: argparse.Namespace) -> None:

@@ -365,24 +365,6 @@ class Client:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def record(self, request_id: str, **call: Unpack[CallOptions]) -> c.RequestRecord:
-        """The record of one of the caller's latest requests, running or ended.
-
-        Raises:
-            NotFound: the server has no record of it for this tenant.
-            InvalidRequest: the id is no Unicode.
-        """
-        with _valid("request_id"):
-            request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
-        answer = await self._call("GetRecord", request, **call)
-        return await _in_thread(lambda of: wire.from_message(of, c.RequestRecord), answer.record)
-
-    async def records(self, **call: Unpack[CallOptions]) -> tuple[c.RequestRecord, ...]:
-        """The caller's latest requests, at most 64, the latest first, without their rounds."""
-        request = orchestrator_pb2.ListRecordsRequest()
-        answer = await self._call("ListRecords", request, **call)
-        return tuple(wire.from_message(record, c.RequestRecord) for record in answer.records)
-
     def _attempts(self, timeout_s: float | None) -> _Attempts:
         return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 

@@ -97,8 +97,6 @@ class SyncClient:
     score = _blocking(Client.score)
     describe = _blocking(Client.describe)
     is_serving = _blocking(Client.is_serving)
-    record = _blocking(Client.record)
-    records = _blocking(Client.records)
 
     def __enter__(self) -> Self:
         return self

@@ -1,18 +1,12 @@
-"""What a caller receives: answers, events, descriptions and records of requests."""
+"""What a caller receives: answers, events and descriptions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from specrej.contracts.requests import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_N,
-    Schedule,
-    Selection,
-    ToolCall,
-)
-from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd, SlotGauge
+from specrej.contracts.requests import DEFAULT_MAX_TOKENS, DEFAULT_N, Schedule, ToolCall
+from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd
 
 
 class StopReason(Enum):
@@ -302,41 +296,9 @@ class Finished:
 Event = Admitted | RoundCompleted | Progress | TextDelta | Finished
 
 
-class BackendKind(Enum):
-    """Which service a backend is."""
-
-    GENERATOR = "generator"
-    REWARD = "reward"
-
-
-class BackendHealth(Enum):
-    """Whether a backend gets new sessions, and of which version it is."""
-
-    SERVING = "serving"
-    OTHER_VERSION = "other_version"  # serves, but another one than most others
-    AWAY = "away"  # it does not answer, or does not serve
-
-
-@dataclass(frozen=True, slots=True)
-class BackendState:
-    """One backend as last reported; `sessions`, `waiting` and `slots` are a generator's."""
-
-    kind: BackendKind
-    address: str
-    health: BackendHealth
-    running: int  # sessions of this orchestrator there
-    serves: str = ""  # names of its model or rewards
-    sessions: int = 0
-    waiting: int = 0
-    slots: SlotGauge | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceDescription:
-    """The whole service: generator, rewards (the first is the default), load and defaults.
-
-    Counters are those of the process `process_id` since it started.
-    """
+    """The whole service: generator, rewards (the first is the default), load and defaults."""
 
     generator: GeneratorDescription
     rewards: tuple[str, ...]
@@ -346,45 +308,3 @@ class ServiceDescription:
     default_schedule: Schedule
     default_n: int = DEFAULT_N
     default_max_tokens: int = DEFAULT_MAX_TOKENS
-    num_answers: int = 0
-    num_degraded: int = 0
-    num_hurried: int = 0
-    process_id: str = ""
-    num_cached: int = 0
-    num_refused: int = 0
-    generated_tokens: int = 0
-    saved_tokens_estimate: int = 0
-    backends: tuple[BackendState, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRound:
-    """A round and its start in milliseconds since the request arrived."""
-
-    start_ms: float
-    trace: RoundTrace
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """The record of a request, without its texts; fields as in `specrej.v1.RequestRecord`."""
-
-    request_id: str
-    started_unix_s: float
-    selection: Selection
-    max_tokens: int
-    outcome: str = ""
-    elapsed_ms: float = 0.0
-    queued_at_ms: float | None = None
-    running_at_ms: float | None = None
-    opened_at_ms: float | None = None
-    n: int = 0
-    prompt_tokens: int = 0
-    rounds: tuple[RecordedRound, ...] = ()
-    source: AnswerSource | None = None
-    answer_id: int = 0
-    score: float = 0.0
-    usage: Usage | None = None
-    degradations: tuple[Degradation, ...] = ()
-    hurried: bool = False
-    stopped_by: StopReason | None = None

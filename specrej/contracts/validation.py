@@ -71,7 +71,6 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "Grammar.lark": 65_536,
     "GenerateRequest.model": _NAME_CHARACTERS,
     "WeightedReward.name": _NAME_CHARACTERS,
-    "GetRecordRequest.request_id": _NAME_CHARACTERS,
     "OpenSession.cache_salt": 128,
     "OpenSession.adapter": _NAME_CHARACTERS,
     "ScoreRequest.reward": _NAME_CHARACTERS,

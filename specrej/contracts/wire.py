@@ -2,9 +2,9 @@
 
 A dataclass corresponds to its message field by field: fields of the same name, or of the alias in
 `_ALIASES`; enum values by name, for literal texts in lower case; `None` for an absent field; a
-union of dataclasses for a oneof; milliseconds for a Duration, seconds since 1970 for a Timestamp. A
-new field of a contract and its message needs no code here. Contract fields without a message field
-are not sent. `Generation` and `Event` have functions of their own.
+union of dataclasses for a oneof; milliseconds for a Duration. A new field of a contract and its
+message needs no code here. Contract fields without a message field are not sent. `Generation` and
+`Event` have functions of their own.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from specrej import contracts as c
 from specrej.backend.v1 import generator_pb2
@@ -32,15 +31,8 @@ _ALIASES = {
     "finish": "finish_reason",
     "logprob": "cumulative_logprob",
     "cache": "cache_control",
-    "answer_id": "answer_candidate_id",
     "candidates": "prefixes",
     "trace": "round",
-    "started_unix_s": "start_time",
-    "start_ms": "start_offset",
-    "queued_at_ms": "queued_offset",
-    "running_at_ms": "running_offset",
-    "opened_at_ms": "opened_offset",
-    "elapsed_ms": "elapsed_duration",
     "total_ms": "total_duration",
     "queue_ms": "queue_duration",
     "open_ms": "open_duration",
@@ -49,13 +41,9 @@ _ALIASES = {
     "prune_ms": "prune_duration",
     "first_round_ms": "first_round_duration",
 }
-# The contracts' names of Durations and Timestamps, which have the unit.
-_TIMES = {wire: name for name, wire in _ALIASES.items() if name.endswith(("_ms", "_s"))}
-# Nanoseconds per unit of the contract.
-_NANOSECONDS: Mapping[str, float] = {
-    Duration.DESCRIPTOR.full_name: 1e6,
-    Timestamp.DESCRIPTOR.full_name: 1e9,
-}
+# The contracts' names of Durations, which have the unit.
+_TIMES = {wire: name for name, wire in _ALIASES.items() if name.endswith("_ms")}
+_NANOSECONDS = 1e6  # of a millisecond
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -261,8 +249,8 @@ def _pairs(contract: Any, message: Any) -> dict[str, Field[Any]]:
 
 
 def _encode(described: Any) -> Encode | None:
-    if nanoseconds := _nanoseconds_per_unit(described):
-        return partial(_encode_time, GetMessageClass(described.message_type), nanoseconds)
+    if _is_time(described):
+        return _encode_time
     if described.message_type:
         message = GetMessageClass(described.message_type)
 
@@ -283,16 +271,13 @@ def _encode(described: Any) -> Encode | None:
     return (lambda values: list(map(encode, values))) if described.is_repeated else encode
 
 
-def _nanoseconds_per_unit(described: Any) -> float:
-    """Of a Duration 1e6, of a Timestamp 1e9, else 0."""
-    return _NANOSECONDS.get(getattr(described.message_type, "full_name", ""), 0.0)
+def _is_time(described: Any) -> bool:
+    return described.message_type is Duration.DESCRIPTOR
 
 
-def _encode_time(message: Any, nanoseconds: float, value: float | None) -> Any:
-    if value is None:
-        return None
-    encoded: Any = message()
-    encoded.FromNanoseconds(round(value * nanoseconds))
+def _encode_time(value: float) -> Duration:
+    encoded = Duration()
+    encoded.FromNanoseconds(round(value * _NANOSECONDS))
     return encoded
 
 
@@ -347,8 +332,8 @@ def _field_decoders(
 
 
 def _decode(described: Any, types: tuple[Any, ...], default: object) -> Decode | None:
-    if nanoseconds := _nanoseconds_per_unit(described):
-        return lambda time, *_: time.ToNanoseconds() / nanoseconds
+    if _is_time(described):
+        return lambda time, *_: time.ToNanoseconds() / _NANOSECONDS
     if described.message_type:
         decode = _decode_message(described, types)
     elif described.enum_type:
@@ -396,9 +381,7 @@ def _decode_enum(described: Any, kind: type[Enum] | str, default: object) -> Dec
     return decode
 
 
-def to_plain(
-    value: c.Generation | c.ServiceDescription | c.RequestRecord | c.Event,
-) -> dict[str, object]:
+def to_plain(value: c.Generation | c.ServiceDescription | c.Event) -> dict[str, object]:
     """JSON types under proto field names; absent fields are left out.
 
     Unlike protobuf's own JSON, 64-bit integers stay numbers, bytes are text, NaN is None, and times
@@ -409,8 +392,6 @@ def to_plain(
             return _plain(generation_to_message(value))
         case c.ServiceDescription():
             return _plain(to_message(value, pb.OrchestratorServiceDescribeResponse))
-        case c.RequestRecord():
-            return _plain(to_message(value, pb.RequestRecord))
         case _:
             return _plain(event_to_message(value))
 
@@ -430,8 +411,8 @@ def _plain_field(field: Any, value: Any) -> object:
 
 
 def _plain_value(field: Any, value: Any) -> object:
-    if nanoseconds := _nanoseconds_per_unit(field):
-        return value.ToNanoseconds() / nanoseconds
+    if _is_time(field):
+        return value.ToNanoseconds() / _NANOSECONDS
     if field.message_type:
         return _plain(value)
     if field.enum_type:

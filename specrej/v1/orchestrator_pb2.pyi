@@ -7,7 +7,6 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specrej.v1 import common_pb2 as _common_pb2
@@ -329,86 +328,6 @@ CANDIDATE_FATE_VETOED: CandidateFate.ValueType  # 3
 CANDIDATE_FATE_FINISHED: CandidateFate.ValueType  # 4
 """It ended by itself in this round. It may still be the answer, whatever its rank."""
 Global___CandidateFate: _TypeAlias = CandidateFate  # noqa: Y015
-
-class _BackendKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _BackendKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BackendKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    BACKEND_KIND_UNSPECIFIED: _BackendKind.ValueType  # 0
-    """Unknown."""
-    BACKEND_KIND_GENERATOR: _BackendKind.ValueType  # 1
-    """A generator."""
-    BACKEND_KIND_REWARD: _BackendKind.ValueType  # 2
-    """A reward service."""
-
-class BackendKind(_BackendKind, metaclass=_BackendKindEnumTypeWrapper):
-    """Which service a backend is."""
-
-BACKEND_KIND_UNSPECIFIED: BackendKind.ValueType  # 0
-"""Unknown."""
-BACKEND_KIND_GENERATOR: BackendKind.ValueType  # 1
-"""A generator."""
-BACKEND_KIND_REWARD: BackendKind.ValueType  # 2
-"""A reward service."""
-Global___BackendKind: _TypeAlias = BackendKind  # noqa: Y015
-
-class _BackendHealth:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _BackendHealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BackendHealth.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    BACKEND_HEALTH_UNSPECIFIED: _BackendHealth.ValueType  # 0
-    """Unknown."""
-    BACKEND_HEALTH_SERVING: _BackendHealth.ValueType  # 1
-    """It serves."""
-    BACKEND_HEALTH_OTHER_VERSION: _BackendHealth.ValueType  # 2
-    """It serves, another version of a model than most others."""
-    BACKEND_HEALTH_AWAY: _BackendHealth.ValueType  # 3
-    """It does not answer, or does not serve."""
-
-class BackendHealth(_BackendHealth, metaclass=_BackendHealthEnumTypeWrapper):
-    """Whether a backend gets new sessions, and of which version it is."""
-
-BACKEND_HEALTH_UNSPECIFIED: BackendHealth.ValueType  # 0
-"""Unknown."""
-BACKEND_HEALTH_SERVING: BackendHealth.ValueType  # 1
-"""It serves."""
-BACKEND_HEALTH_OTHER_VERSION: BackendHealth.ValueType  # 2
-"""It serves, another version of a model than most others."""
-BACKEND_HEALTH_AWAY: BackendHealth.ValueType  # 3
-"""It does not answer, or does not serve."""
-Global___BackendHealth: _TypeAlias = BackendHealth  # noqa: Y015
-
-class _AnswerSource:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _AnswerSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerSource.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ANSWER_SOURCE_UNSPECIFIED: _AnswerSource.ValueType  # 0
-    """There is no answer yet, or none."""
-    ANSWER_SOURCE_RUN: _AnswerSource.ValueType  # 1
-    """Generated for this request."""
-    ANSWER_SOURCE_CACHE: _AnswerSource.ValueType  # 2
-    """From the cache."""
-    ANSWER_SOURCE_FLIGHT: _AnswerSource.ValueType  # 3
-    """Generated for an equal, concurrent request."""
-
-class AnswerSource(_AnswerSource, metaclass=_AnswerSourceEnumTypeWrapper):
-    """Where an answer came from."""
-
-ANSWER_SOURCE_UNSPECIFIED: AnswerSource.ValueType  # 0
-"""There is no answer yet, or none."""
-ANSWER_SOURCE_RUN: AnswerSource.ValueType  # 1
-"""Generated for this request."""
-ANSWER_SOURCE_CACHE: AnswerSource.ValueType  # 2
-"""From the cache."""
-ANSWER_SOURCE_FLIGHT: AnswerSource.ValueType  # 3
-"""Generated for an equal, concurrent request."""
-Global___AnswerSource: _TypeAlias = AnswerSource  # noqa: Y015
 
 @_typing.final
 class Schedule(_message.Message):
@@ -1918,15 +1837,6 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     DEFAULT_SCHEDULE_FIELD_NUMBER: _builtins.int
-    NUM_ANSWERS_FIELD_NUMBER: _builtins.int
-    NUM_DEGRADED_FIELD_NUMBER: _builtins.int
-    NUM_HURRIED_FIELD_NUMBER: _builtins.int
-    PROCESS_ID_FIELD_NUMBER: _builtins.int
-    NUM_CACHED_FIELD_NUMBER: _builtins.int
-    NUM_REFUSED_FIELD_NUMBER: _builtins.int
-    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
-    SAVED_TOKENS_ESTIMATE_FIELD_NUMBER: _builtins.int
-    BACKENDS_FIELD_NUMBER: _builtins.int
     DEFAULT_N_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     cache_available: _builtins.bool
@@ -1935,22 +1845,6 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     """Requests running now."""
     queued: _builtins.int
     """Requests waiting now."""
-    num_answers: _builtins.int
-    """Answers generated by this process since it started, without those from the cache."""
-    num_degraded: _builtins.int
-    """Of these, degraded ones."""
-    num_hurried: _builtins.int
-    """Of these, deadline-adjusted ones."""
-    process_id: _builtins.str
-    """Random text that identifies the process; all counters are of this process since it started."""
-    num_cached: _builtins.int
-    """Requests answered from the cache."""
-    num_refused: _builtins.int
-    """Requests refused because the queue or the tenant's limit was full."""
-    generated_tokens: _builtins.int
-    """Tokens generated for all candidates, round by round, also of requests that fail."""
-    saved_tokens_estimate: _builtins.int
-    """Estimate of the tokens that Best-of-N would have generated beyond these."""
     default_n: _builtins.int
     """Candidates of requests without n, that need no more; 0: as many as the free slots hold."""
     default_max_tokens: _builtins.int
@@ -1967,12 +1861,6 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     def default_schedule(self) -> Global___Schedule:
         """The schedule of requests without one."""
 
-    @_builtins.property
-    def backends(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackendState]:
-        """The backends that this process has found, as last reported. None if the caller's token lacks the
-        role admin; every caller gets them if there are no tokens.
-        """
-
     def __init__(
         self,
         *,
@@ -1982,307 +1870,13 @@ class OrchestratorServiceDescribeResponse(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         default_schedule: Global___Schedule | None = ...,
-        num_answers: _builtins.int = ...,
-        num_degraded: _builtins.int = ...,
-        num_hurried: _builtins.int = ...,
-        process_id: _builtins.str = ...,
-        num_cached: _builtins.int = ...,
-        num_refused: _builtins.int = ...,
-        generated_tokens: _builtins.int = ...,
-        saved_tokens_estimate: _builtins.int = ...,
-        backends: _abc.Iterable[Global___BackendState] | None = ...,
         default_n: _builtins.int = ...,
         default_max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_schedule", b"default_schedule", "generator", b"generator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "cache_available", b"cache_available", "default_max_tokens", b"default_max_tokens", "default_n", b"default_n", "default_schedule", b"default_schedule", "generated_tokens", b"generated_tokens", "generator", b"generator", "num_answers", b"num_answers", "num_cached", b"num_cached", "num_degraded", b"num_degraded", "num_hurried", b"num_hurried", "num_refused", b"num_refused", "process_id", b"process_id", "queued", b"queued", "rewards", b"rewards", "running", b"running", "saved_tokens_estimate", b"saved_tokens_estimate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_available", b"cache_available", "default_max_tokens", b"default_max_tokens", "default_n", b"default_n", "default_schedule", b"default_schedule", "generator", b"generator", "queued", b"queued", "rewards", b"rewards", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrchestratorServiceDescribeResponse: _TypeAlias = OrchestratorServiceDescribeResponse  # noqa: Y015
-
-@_typing.final
-class BackendState(_message.Message):
-    """One backend."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    HEALTH_FIELD_NUMBER: _builtins.int
-    RUNNING_FIELD_NUMBER: _builtins.int
-    SERVES_FIELD_NUMBER: _builtins.int
-    SESSIONS_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
-    kind: Global___BackendKind.ValueType
-    """Which service it is."""
-    address: _builtins.str
-    """Its address, host:port."""
-    health: Global___BackendHealth.ValueType
-    """Whether it gets new sessions."""
-    running: _builtins.int
-    """Sessions of this orchestrator there."""
-    serves: _builtins.str
-    """What it serves: the model, or the rewards joined by commas; empty: not yet known."""
-    sessions: _builtins.int
-    """Of a generator: sessions of all orchestrators."""
-    waiting: _builtins.int
-    """Of a generator: sessions that wait for slots."""
-    @_builtins.property
-    def slots(self) -> _common_pb2.SlotGauge:
-        """Of a generator: its slots; absent: not yet known."""
-
-    def __init__(
-        self,
-        *,
-        kind: Global___BackendKind.ValueType = ...,
-        address: _builtins.str = ...,
-        health: Global___BackendHealth.ValueType = ...,
-        running: _builtins.int = ...,
-        serves: _builtins.str = ...,
-        sessions: _builtins.int = ...,
-        waiting: _builtins.int = ...,
-        slots: _common_pb2.SlotGauge | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "health", b"health", "kind", b"kind", "running", b"running", "serves", b"serves", "sessions", b"sessions", "slots", b"slots", "waiting", b"waiting"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BackendState: _TypeAlias = BackendState  # noqa: Y015
-
-@_typing.final
-class GetRecordRequest(_message.Message):
-    """Requests the record of a request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """As in the response to the request, its events, and the server's logs and traces."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetRecordRequest: _TypeAlias = GetRecordRequest  # noqa: Y015
-
-@_typing.final
-class GetRecordResponse(_message.Message):
-    """The record."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RECORD_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def record(self) -> Global___RequestRecord:
-        """The record."""
-
-    def __init__(
-        self,
-        *,
-        record: Global___RequestRecord | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetRecordResponse: _TypeAlias = GetRecordResponse  # noqa: Y015
-
-@_typing.final
-class ListRecordsRequest(_message.Message):
-    """Requests a list of the caller's latest requests."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListRecordsRequest: _TypeAlias = ListRecordsRequest  # noqa: Y015
-
-@_typing.final
-class ListRecordsResponse(_message.Message):
-    """The list."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RECORDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRecord]:
-        """At most 64 records without their rounds, the latest request first."""
-
-    def __init__(
-        self,
-        *,
-        records: _abc.Iterable[Global___RequestRecord] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListRecordsResponse: _TypeAlias = ListRecordsResponse  # noqa: Y015
-
-@_typing.final
-class RequestRecord(_message.Message):
-    """The record of a running or ended request, without its texts. Durations and offsets are by the
-    orchestrator's monotonic clock, since the request arrived.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    START_TIME_FIELD_NUMBER: _builtins.int
-    SELECTION_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    OUTCOME_FIELD_NUMBER: _builtins.int
-    ELAPSED_DURATION_FIELD_NUMBER: _builtins.int
-    QUEUED_OFFSET_FIELD_NUMBER: _builtins.int
-    RUNNING_OFFSET_FIELD_NUMBER: _builtins.int
-    OPENED_OFFSET_FIELD_NUMBER: _builtins.int
-    N_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    ROUNDS_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    ANSWER_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
-    USAGE_FIELD_NUMBER: _builtins.int
-    DEGRADATIONS_FIELD_NUMBER: _builtins.int
-    HURRIED_FIELD_NUMBER: _builtins.int
-    STOPPED_BY_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request's id."""
-    max_tokens: _builtins.int
-    """Most tokens of a candidate."""
-    outcome: _builtins.str
-    """OK, or the reason of the error it ended with, as in that error's ErrorInfo; empty while it runs."""
-    n: _builtins.int
-    """Candidates at the start; 0: not yet known."""
-    prompt_tokens: _builtins.int
-    """Tokens of the prompt; 0: not yet known."""
-    source: Global___AnswerSource.ValueType
-    """Where its answer came from."""
-    answer_candidate_id: _builtins.int
-    """Id of the candidate that is the answer, if there is one."""
-    score: _builtins.float
-    """The answer's reward."""
-    hurried: _builtins.bool
-    """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
-    stopped_by: Global___StopReason.ValueType
-    """Why it ended before all candidates did."""
-    @_builtins.property
-    def start_time(self) -> _timestamp_pb2.Timestamp:
-        """When it arrived, by the orchestrator's clock."""
-
-    @_builtins.property
-    def selection(self) -> Global___Selection:
-        """Which candidate is returned, defaults filled in, rewards by their names."""
-
-    @_builtins.property
-    def elapsed_duration(self) -> _duration_pb2.Duration:
-        """Time until its end, or so far."""
-
-    @_builtins.property
-    def queued_offset(self) -> _duration_pb2.Duration:
-        """When it entered the queue; absent: not yet, or it ended before, for instance from the cache."""
-
-    @_builtins.property
-    def running_offset(self) -> _duration_pb2.Duration:
-        """When it left the queue and began to wait for slots."""
-
-    @_builtins.property
-    def opened_offset(self) -> _duration_pb2.Duration:
-        """When the session was open."""
-
-    @_builtins.property
-    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRound]:
-        """Its rounds so far; for an answer not generated for this request, those that generated it. Later
-        rounds of requests with very many candidates are without `candidates`.
-        """
-
-    @_builtins.property
-    def usage(self) -> Global___Usage:
-        """The cost of the answer for the request that generated it; absent without an answer."""
-
-    @_builtins.property
-    def degradations(self) -> _containers.RepeatedScalarFieldContainer[Global___Degradation.ValueType]:
-        """How the answer is weaker than requested."""
-
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        start_time: _timestamp_pb2.Timestamp | None = ...,
-        selection: Global___Selection | None = ...,
-        max_tokens: _builtins.int = ...,
-        outcome: _builtins.str = ...,
-        elapsed_duration: _duration_pb2.Duration | None = ...,
-        queued_offset: _duration_pb2.Duration | None = ...,
-        running_offset: _duration_pb2.Duration | None = ...,
-        opened_offset: _duration_pb2.Duration | None = ...,
-        n: _builtins.int = ...,
-        prompt_tokens: _builtins.int = ...,
-        rounds: _abc.Iterable[Global___RecordedRound] | None = ...,
-        source: Global___AnswerSource.ValueType = ...,
-        answer_candidate_id: _builtins.int = ...,
-        score: _builtins.float = ...,
-        usage: Global___Usage | None = ...,
-        degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
-        hurried: _builtins.bool = ...,
-        stopped_by: Global___StopReason.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed_duration", b"elapsed_duration", "opened_offset", b"opened_offset", "queued_offset", b"queued_offset", "running_offset", b"running_offset", "selection", b"selection", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_candidate_id", b"answer_candidate_id", "degradations", b"degradations", "elapsed_duration", b"elapsed_duration", "hurried", b"hurried", "max_tokens", b"max_tokens", "n", b"n", "opened_offset", b"opened_offset", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "queued_offset", b"queued_offset", "request_id", b"request_id", "rounds", b"rounds", "running_offset", b"running_offset", "score", b"score", "selection", b"selection", "source", b"source", "start_time", b"start_time", "stopped_by", b"stopped_by", "usage", b"usage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RequestRecord: _TypeAlias = RequestRecord  # noqa: Y015
-
-@_typing.final
-class RecordedRound(_message.Message):
-    """A round of a record."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_OFFSET_FIELD_NUMBER: _builtins.int
-    TRACE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def start_offset(self) -> _duration_pb2.Duration:
-        """When it began, since the arrival of the request it was generated for."""
-
-    @_builtins.property
-    def trace(self) -> Global___RoundTrace:
-        """The round in numbers."""
-
-    def __init__(
-        self,
-        *,
-        start_offset: _duration_pb2.Duration | None = ...,
-        trace: Global___RoundTrace | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_offset", b"start_offset", "trace", b"trace"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_offset", b"start_offset", "trace", b"trace"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RecordedRound: _TypeAlias = RecordedRound  # noqa: Y015

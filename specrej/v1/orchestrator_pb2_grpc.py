@@ -55,16 +55,6 @@ class OrchestratorServiceStub:
                 request_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.SerializeToString,
                 response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeResponse.FromString,
                 _registered_method=True)
-        self.GetRecord = channel.unary_unary(
-                '/specrej.v1.OrchestratorService/GetRecord',
-                request_serializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordResponse.FromString,
-                _registered_method=True)
-        self.ListRecords = channel.unary_unary(
-                '/specrej.v1.OrchestratorService/ListRecords',
-                request_serializer=specrej_dot_v1_dot_orchestrator__pb2.ListRecordsRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.ListRecordsResponse.FromString,
-                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -99,22 +89,6 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetRecord(self, request, context):
-        """The record of one of the caller's latest requests: one that runs in this process, or one that has
-        ended here or, if the orchestrators share a Redis, elsewhere. NOT_FOUND: no record for the caller's
-        tenant.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListRecords(self, request, context):
-        """The caller's latest requests, as GetRecord finds them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,16 +111,6 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.FromString,
                     response_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeResponse.SerializeToString,
-            ),
-            'GetRecord': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetRecord,
-                    request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordResponse.SerializeToString,
-            ),
-            'ListRecords': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListRecords,
-                    request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.ListRecordsRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_orchestrator__pb2.ListRecordsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -258,60 +222,6 @@ class OrchestratorService:
             '/specrej.v1.OrchestratorService/Describe',
             specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.SerializeToString,
             specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetRecord(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specrej.v1.OrchestratorService/GetRecord',
-            specrej_dot_v1_dot_orchestrator__pb2.GetRecordRequest.SerializeToString,
-            specrej_dot_v1_dot_orchestrator__pb2.GetRecordResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListRecords(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specrej.v1.OrchestratorService/ListRecords',
-            specrej_dot_v1_dot_orchestrator__pb2.ListRecordsRequest.SerializeToString,
-            specrej_dot_v1_dot_orchestrator__pb2.ListRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,13 +41,6 @@ class OrchestratorServiceStub:
     """Scores given answers with a reward, once; it generates nothing."""
     Describe: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]
     """Models, rewards, limits and defaults."""
-    GetRecord: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]
-    """The record of one of the caller's latest requests: one that runs in this process, or one that has
-    ended here or, if the orchestrators share a Redis, elsewhere. NOT_FOUND: no record for the caller's
-    tenant.
-    """
-    ListRecords: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListRecordsRequest, _orchestrator_pb2.ListRecordsResponse]
-    """The caller's latest requests, as GetRecord finds them."""
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
@@ -62,13 +55,6 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Scores given answers with a reward, once; it generates nothing."""
     Describe: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]  # type: ignore[assignment]
     """Models, rewards, limits and defaults."""
-    GetRecord: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]  # type: ignore[assignment]
-    """The record of one of the caller's latest requests: one that runs in this process, or one that has
-    ended here or, if the orchestrators share a Redis, elsewhere. NOT_FOUND: no record for the caller's
-    tenant.
-    """
-    ListRecords: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListRecordsRequest, _orchestrator_pb2.ListRecordsResponse]  # type: ignore[assignment]
-    """The caller's latest requests, as GetRecord finds them."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Answers prompts with the best of many candidates."""
@@ -104,24 +90,5 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.OrchestratorServiceDescribeResponse, _abc.Awaitable[_orchestrator_pb2.OrchestratorServiceDescribeResponse]]:
         """Models, rewards, limits and defaults."""
-
-    @_abc_1.abstractmethod
-    def GetRecord(
-        self,
-        request: _orchestrator_pb2.GetRecordRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_orchestrator_pb2.GetRecordResponse, _abc.Awaitable[_orchestrator_pb2.GetRecordResponse]]:
-        """The record of one of the caller's latest requests: one that runs in this process, or one that has
-        ended here or, if the orchestrators share a Redis, elsewhere. NOT_FOUND: no record for the caller's
-        tenant.
-        """
-
-    @_abc_1.abstractmethod
-    def ListRecords(
-        self,
-        request: _orchestrator_pb2.ListRecordsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_orchestrator_pb2.ListRecordsResponse, _abc.Awaitable[_orchestrator_pb2.ListRecordsResponse]]:
-        """The caller's latest requests, as GetRecord finds them."""
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,7 +22,7 @@ RUNNABLE = {"sh", "python"}
 _README = {
     "make demo": (
         "sh",
-        "run: tests/gateway/page/test_demo.py::test_the_demo_prints_the_address_of_its_replay",
+        "run: tests/gateway/page/test_demo.py::test_the_demo_prints_the_address_of_the_page",
     ),
     "make up": ("sh", ""),
     "from openai": ("python", "run: tests/e2e/test_gateway.py::test_printed_examples_run"),

@@ -4,7 +4,7 @@
 reset during a stream, and at times a whole client process is killed. Resources are counted every
 two seconds.
 
-Bounded stores that fill up are no leak: 256 request records, thirty cached answers, one series per
+Bounded stores that fill up are no leak: thirty cached answers, one series per
 status, at most 16 connections to Redis. Measurement therefore starts after 4 minutes and 5,000
 requests, once files, threads and series have had no new maximum for a minute, or after 4 more
 minutes. The services run without malloc's caches per thread, which fill for an hour to some 100 KiB

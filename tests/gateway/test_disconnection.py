@@ -35,8 +35,8 @@ async def all_free(stack: Stack) -> bool:
     return await owned(stack) == (0, 0, 0)
 
 
-async def num_answers(stack: Stack) -> int:
-    return (await describe_service(stack.orchestrator_address)).num_answers
+async def num_answers(stack: Stack) -> float:
+    return (await scrape(stack.metrics_urls[:1])).sum("specrej_answers_total")
 
 
 async def num_calls(stack: Stack) -> float:

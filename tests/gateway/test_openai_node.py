@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import Stack
-from specrej import Client
 from tests.gateway.gateways import gateway_at
 from tests.gateway.scripted import ALL, script
 from tests.programs import ROOT, run
-from tests.serving import until, until_slots_are_free
+from tests.serving import until_slots_are_free
 from tests.specrej.fakes import FakeOrchestrator
 
 SOURCE = Path(__file__).with_name("node")
@@ -30,14 +29,7 @@ async def run_tests(name: str, url: str) -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_all_services_on_toys(stack: Stack) -> None:
     await run_tests("openai.test.js", stack.gateway_url)
-    await until_slots_are_free(stack.generator_address)
-    async with Client(stack.orchestrator_address) as client:
-
-        async def is_cancelled() -> bool:
-            latest, *_ = await client.records()
-            return latest.outcome == "CANCELLED"  # of the last test, which aborts
-
-        await until(is_cancelled)
+    await until_slots_are_free(stack.generator_address)  # of the last test, which aborts
 
 
 async def test_calls_and_items(address: str, orchestrator: FakeOrchestrator) -> None:

@@ -10,8 +10,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from deploy.local.stack import Stack
-
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MODEL = "toy"
@@ -174,16 +172,6 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
     with pytest.raises(openai.NotFoundError) as missing:
         await create(client, extra_body=extra(rewards={"none": 1}))
     assert missing.value.param == "specrej.rewards"
-
-
-async def test_records_by_the_answers_id(client: AsyncOpenAI, stack: Stack) -> None:
-    answer = await create(client, max_tokens=20)
-    record = await client.get(f"/specrej/records/{answer.id}", cast_to=object)
-    assert isinstance(record, dict)
-    assert record["outcome"] == "OK"
-    assert f"chatcmpl-{record['request_id']}" == answer.id
-    with pytest.raises(openai.NotFoundError):
-        await client.get("/specrej/records/none", cast_to=object)
 
 
 ADD: Any = {

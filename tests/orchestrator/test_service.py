@@ -12,35 +12,30 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
-import grpc
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.__main__ import _backend_states
-from orchestrator.background import converted, in_thread
+from orchestrator.background import converted
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Defaults, Plan, Planner
 from specrej import contracts as c
 from specrej.client import Client
 from specrej.contracts import Finished, FinishReason, Prompt, wire
 from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Unavailable
-from specrej.security import Caller, Role, Share, new_token, set_caller
+from specrej.security import Caller, Share, set_caller
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator import caching
-from tests.orchestrator.backends.fleets import PATIENT, generators, reward_services
 from tests.serving import failure_of, reason_of, turns, until, violations_of
 from tests.world import (
     ALL,
     BOUND_S,
     Code,
     HeldGenerator,
-    HeldReward,
     LongTexts,
     World,
     generation,
@@ -121,10 +116,7 @@ async def test_a_run_knows_its_deadline(service: World, monkeypatch: pytest.Monk
     assert all(0 < time_s <= BOUND_S + 1 for time_s in left_s) and len(left_s) == 2
 
 
-# Besides answers: texts of candidates on request, and the service's description
-
-
-STATE = c.BackendState(c.BackendKind.REWARD, "10.0.0.1:50052", c.BackendHealth.AWAY, 0)
+# Besides answers: texts of candidates on request
 
 
 async def texts_of(
@@ -156,68 +148,6 @@ async def test_the_texts_of_a_round_are_bounded() -> None:
             pb.GenerateStreamRequest(request=small_request(selection={"n": 32}), texts=True),
         )
         assert len(texts) == 2
-
-
-async def test_a_description_counts_requests_of_the_process(cached_service: World) -> None:
-    """Guards against counters of one kind of answer in place of another."""
-    service = cached_service
-    first = await service.orchestrator.describe()
-    reply = await service.answer(small_request(seed=1))
-    await service.answer(small_request(seed=1))
-    service.admission._limits = type(service.admission._limits)(1, 0)
-    service.shut("extend")
-    running = service.stub.GenerateStream(pb.GenerateStreamRequest(request=small_request(seed=2)))
-    await until(lambda: service.num_held("extend") == 1)
-    failure = await failure_of(service.answer(small_request(seed=3)))
-    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    now = await service.orchestrator.describe()
-    assert (now.num_answers, now.num_cached, now.num_refused) == (1, 1, 1)
-    usage = reply.usage
-    assert now.generated_tokens == usage.generated_tokens
-    assert now.saved_tokens_estimate == usage.best_of_n_tokens_estimate - usage.generated_tokens
-    assert first.process_id == now.process_id != ""
-    running.cancel()
-    service.generator.gates["extend"].open()
-    await until(lambda: service.is_idle)
-
-
-@pytest.mark.parametrize(
-    ("role", "is_listed"), [(None, True), (Role.ADMIN, True), (Role.GENERATE, False)]
-)
-async def test_operators_see_backends(tmp_path: Path, role: Role | None, is_listed: bool) -> None:
-    """Guards against addresses of the network that any tenant's token shows."""
-    settings: dict[str, str] = {}
-    metadata: tuple[tuple[str, str], ...] = ()
-    if role:
-        token, line = new_token("acme", [role])
-        (tmp_path / "tokens").write_text(line)
-        settings = {"tokens_file": str(tmp_path / "tokens")}
-        metadata = (("authorization", f"Bearer {token}"),)
-    async with world(server_settings=settings, backends=lambda: [STATE]) as service:
-        request = pb.OrchestratorServiceDescribeRequest()
-        reply = await service.stub.Describe(request, metadata=metadata, timeout=BOUND_S)
-        assert [backend.address for backend in reply.backends] == [STATE.address] * is_listed
-
-
-async def test_the_state_of_each_backend() -> None:
-    """Guards against a state of the fleet in place of the backend's."""
-    toys = [HeldGenerator(end_every=end) for end in (30, 30, 40)]
-    settings = replace(PATIENT, resolve_s=60)  # one that is away is not connected to anew
-    opening = generators(*toys, settings=settings)
-    async with opening as running, reward_services(HeldReward()) as judging:
-        await running.servers[1].kill()
-        await until(lambda: running.counts == (1, 1, 1))
-        spec = c.SessionSpec(c.Prompt.from_user("why?"), 2, c.Sampling(max_tokens=8), 4)
-        async with running.client.open(spec):
-            states = _backend_states(running.fleet, judging.fleet)
-            of_address = {state.address: state for state in states}
-            assert len(of_address) == 4
-            health = [of_address[f"127.0.0.1:{s.port}"].health for s in running.servers]
-            assert sorted(h.value for h in health) == ["away", "other_version", "serving"]
-            assert sum(state.running for state in states) == 1
-            assert {state.serves for state in states} == {"toy"}
-            assert [bool(state.slots) for state in states] == [True, True, True, False]
-            assert states[3].kind is c.BackendKind.REWARD
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
@@ -408,10 +338,6 @@ async def test_whole_answers_are_best_of_n(cached_service: World) -> None:
     cached_service.generator.described["form"] = c.CandidateForm.WHOLE_ANSWERS
     generation = await cached_service.answer(small_request(selection={"n": 6}))
     assert [trace.num_rejected for trace in generation.rounds] == [0]
-    record = await cached_service.stub.GetRecord(
-        pb.GetRecordRequest(request_id=generation.request_id)
-    )
-    assert record.record.selection.algorithm == pb.ALGORITHM_BEST_OF_N
     best_of_n = {"n": 6, "algorithm": pb.ALGORITHM_BEST_OF_N}
     assert (await cached_service.answer(small_request(selection=best_of_n))).cached
     described = await cached_service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
@@ -623,7 +549,7 @@ async def test_no_tenant_takes_all_threads() -> None:
 
     async def call(tenant: str) -> str:
         set_caller(Caller(tenant))
-        return await in_thread(work, tenant)
+        return await converted(lambda _: work(tenant), b"x" * 8192)
 
     greedy = [asyncio.create_task(call("greedy")) for _ in range(20)]
     await until(lambda: bool(began))
@@ -646,9 +572,6 @@ _SMALL, _LARGE = (
 )
 _TOKENS = replace(_SMALL, candidates=(replace(_SMALL.best, token_ids=(7,) * 5000),))
 _TEXT = replace(_SMALL, candidates=(replace(_SMALL.best, text="x" * 100_000),))
-_RECORD = c.RequestRecord(
-    "id", 0.0, c.Selection(), 1, rounds=(c.RecordedRound(0.0, _LARGE.rounds[0]),)
-)
 
 
 @pytest.mark.parametrize(
@@ -661,7 +584,6 @@ _RECORD = c.RequestRecord(
         (c.Finished(_TEXT), True),
         (c.RoundCompleted(_SMALL.rounds[0], (), "", (c.CandidateText(1, "x" * 100_000),)), True),
         (c.RoundCompleted(_LARGE.rounds[0], (), ""), True),
-        (_RECORD, True),
         (b"x" * 4096, False),
         (b"x" * 8192, True),
     ],

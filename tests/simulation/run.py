@@ -36,7 +36,6 @@ from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.run import run
-from orchestrator.observe.requests import RequestRecords
 from specrej import Client, Retries, contracts
 from specrej.client import client as client_module
 from specrej.contracts import CacheControl, Generation, Options
@@ -226,7 +225,6 @@ class Process:
                 FleetRewards(self.rewards, draw),
                 cached,
                 self.admission,
-                records=RequestRecords(4, clock=loop.time),
             )
         servicer = OrchestratorServicer(self.orchestrator)
         self._server = Server(

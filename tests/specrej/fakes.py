@@ -9,7 +9,6 @@ from typing import Any
 
 from specrej import contracts as c
 from specrej.contracts import Options, wire
-from specrej.contracts.errors import NotFound
 from specrej.security import current_caller
 from specrej.server.serving import Context, Service
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -80,32 +79,6 @@ SERVICE = c.ServiceDescription(
     running=1,
     queued=0,
     default_schedule=c.Schedule("tokens", tokens=(16, 64)),
-    num_answers=1234,
-    num_degraded=5,
-    num_hurried=6,
-)
-
-
-RECORD = c.RequestRecord(
-    "r1",
-    1_700_000_000.0,
-    c.Selection(n=8, rewards=(c.WeightedReward("relevance"),)),
-    64,
-    outcome="OK",
-    elapsed_ms=2100.0,
-    queued_at_ms=10.0,
-    running_at_ms=30.0,
-    opened_at_ms=40.0,
-    n=8,
-    prompt_tokens=9,
-    rounds=tuple(
-        c.RecordedRound(start, done)
-        for start, done in zip((50.0, 1071.0), GENERATION.rounds, strict=True)
-    ),
-    source=c.AnswerSource.RUN,
-    answer_id=3,
-    score=0.5,
-    usage=GENERATION.usage,
 )
 
 
@@ -208,21 +181,6 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
     ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
         return wire.to_message(SERVICE, orchestrator_pb2.OrchestratorServiceDescribeResponse)
-
-    async def GetRecord(  # noqa: N802 - the name of the rpc
-        self, request: orchestrator_pb2.GetRecordRequest, context: Context
-    ) -> orchestrator_pb2.GetRecordResponse:
-        if request.request_id != RECORD.request_id:
-            raise NotFound("no record of such a request")
-        return orchestrator_pb2.GetRecordResponse(
-            record=wire.to_message(RECORD, orchestrator_pb2.RequestRecord)
-        )
-
-    async def ListRecords(  # noqa: N802 - the name of the rpc
-        self, request: orchestrator_pb2.ListRecordsRequest, context: Context
-    ) -> orchestrator_pb2.ListRecordsResponse:
-        listed = wire.to_message(replace(RECORD, rounds=()), orchestrator_pb2.RequestRecord)
-        return orchestrator_pb2.ListRecordsResponse(records=[listed])
 
     async def _take(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> None:
         self.requests.append(request)

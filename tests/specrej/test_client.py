@@ -18,7 +18,7 @@ from specrej.client.client import build_request
 from specrej.contracts import Options, errors, wire
 from specrej.security import new_token
 from tests.serving import listening
-from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
+from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, SERVICE, FakeOrchestrator
 from tests.specrej.test_wire import REQUESTS
 
 MISSPELT: Any = "bath"
@@ -143,9 +143,6 @@ async def test_values_survive_the_wire(address: str, orchestrator: FakeOrchestra
         assert await client.generate("why?", **OPTIONS) == GENERATION
         assert tuple([event async for event in client.stream("why?", **OPTIONS)]) == EVENTS
         assert await client.describe() == SERVICE
-        assert await client.record("r1") == RECORD
-        with pytest.raises(errors.NotFound):
-            await client.record("r2")
     assert orchestrator.requests == [build_request("why?", **OPTIONS)] * 2
 
 
@@ -357,7 +354,6 @@ async def test_a_calls_own_token_replaces_the_clients(
             assert [event async for event in events]
         assert orchestrator.tenants == ["own", "other", "other"]
         assert await client.describe(token=other) == SERVICE
-        assert await client.record("r1", token=other) == RECORD
         for bad, text in (("unknown", "unknown token"), ("a b", "one bearer token")):
             with pytest.raises(errors.Unauthenticated, match=text):
                 await client.generate("why?", token=bad)

@@ -8,14 +8,13 @@ import signal
 import sys
 import threading
 from concurrent.futures import CancelledError
-from dataclasses import replace
 
 import pytest
 
 from specrej import Client, Retries, SyncClient
 from specrej.contracts import errors
 from tests.serving import until
-from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
+from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, SERVICE, FakeOrchestrator
 
 # What programs begin with.
 _BEGIN = "import os, sys, threading; from specrej import SyncClient"
@@ -77,10 +76,6 @@ async def test_values_are_those_of_the_client(address: str, orchestrator: FakeOr
             assert tuple(client.stream("why?", **OPTIONS)) == EVENTS
             assert client.describe() == SERVICE
             assert client.is_serving()
-            assert client.records() == (replace(RECORD, rounds=()),)
-            assert client.record("r1") == RECORD
-            with pytest.raises(errors.NotFound):
-                client.record("r2")
 
     await asyncio.to_thread(calls)
     assert len(orchestrator.requests) == 3

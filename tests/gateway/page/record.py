@@ -1,7 +1,6 @@
 """Record the streams of the reducer's tests: `python -m tests.gateway.page.record`.
 
-Each file has the events of one request of the toys, with the milliseconds at which they arrived,
-and the record of the request.
+Each file has the events of one request of the toys, with the milliseconds at which they arrived.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
 _STOPPED = {"stopped": 2}
 
 
-async def recorded(client: Client, name: str) -> dict[str, Any]:
-    """The events and the record of one request."""
-    began, events, rounds, request_id = time.perf_counter(), [], 0, ""
+async def recorded(client: Client, name: str) -> list[dict[str, Any]]:
+    """The events of one request."""
+    began, events, rounds = time.perf_counter(), list[dict[str, Any]](), 0
     options = {**_COMMON, "cache": c.CacheControl.REFRESH, **REQUESTS[name]}
     stream = client.stream("why?", progress=True, text_deltas=True, texts=True, **options)
     async with aclosing(stream):
@@ -44,20 +43,11 @@ async def recorded(client: Client, name: str) -> dict[str, Any]:
             ((kind, data),) = wire.to_plain(event).items()
             at = round((time.perf_counter() - began) * 1e3, 1)
             events.append({"at": at, "name": kind, "data": data})
-            match event:
-                case c.Admitted():
-                    request_id = event.request_id
-                case c.Finished(generation):
-                    request_id = generation.request_id
-                case c.RoundCompleted():
-                    rounds += 1
+            rounds += isinstance(event, c.RoundCompleted)
             if rounds == _STOPPED.get(name):
                 events.append({"at": at + 1, "name": "stopped", "data": {}})
                 break
-    record = await client.record(request_id)
-    while not record.outcome:
-        record = await client.record(request_id)
-    return {"events": events, "record": wire.to_plain(record)}
+    return events
 
 
 async def main() -> None:

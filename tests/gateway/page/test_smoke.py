@@ -10,9 +10,9 @@ import pytest
 
 from deploy.local.stack import Stack
 from specrej.client import Client
-from specrej.contracts import Fate, Schedule, ServiceDescription
+from specrej.contracts import CacheControl, Fate, Schedule, ServiceDescription
 from tests.gateway.gateways import gateway_at
-from tests.gateway.page.window import PROMPT, SEEDED, Window, fates_of, record_of
+from tests.gateway.page.window import PROMPT, SEEDED, Window, fates_of
 from tests.serving import describe_generator, until_slots_are_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -22,15 +22,12 @@ async def test_lanes_are_those_of_the_response(fresh: Window, client: Client) ->
     """Guards against lanes that show another cut than the service's, and another answer."""
     await fresh.run(**SEEDED)
     assert await fresh.ended() == "finished"
-    record = await record_of(fresh, client)
-    assert await fresh.fates() == fates_of(record)
-    assert {Fate.REJECTED.value, "winner"} <= set(fates_of(record).values())
-    options = {**SEEDED, "temperature": 0.7}
-    same = await client.generate(PROMPT, **options)
+    same = await client.generate(PROMPT, **SEEDED, temperature=0.7, cache=CacheControl.BYPASS)
+    assert await fresh.fates() == fates_of(same)
+    assert {Fate.REJECTED.value, "winner"} <= set(fates_of(same).values())
     assert await fresh.text("#answer") == same.best.text.strip()
-    usage = record.usage
-    assert usage and await fresh.text("#live .made") == f"{usage.generated_tokens:,}"
-    saved = 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate
+    assert await fresh.text("#live .made") == f"{same.usage.generated_tokens:,}"
+    saved = 1 - same.usage.generated_tokens / same.usage.best_of_n_tokens_estimate
     assert await fresh.text("#live .saved") == f"{round(100 * saved)} %"
 
 
@@ -48,28 +45,27 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
 
 
 @pytest.mark.long
-async def test_a_record_replays_step_by_step_and_at_any_speed(
-    fresh: Window, client: Client
-) -> None:
+async def test_a_request_replays_step_by_step_and_at_any_speed(fresh: Window) -> None:
     """Guards against a replay that differs from the run, and a player that only runs forwards."""
-    generation = await client.generate(PROMPT, n=24, max_tokens=96, seed=12)
-    record = await client.record(generation.request_id)
-    await fresh.load(f"#record={generation.request_id}")
+    await fresh.run(n=24, max_tokens=96, seed=12)
+    assert await fresh.ended() == "finished"
+    rounds, fates = (await fresh.state())["rounds"], await fresh.fates()
+    await fresh.press("Replay")
     await fresh.until("document.getElementById('past').state.n")
     await fresh.seek(0)
     lives: list[int] = []
-    for _ in range(len(record.rounds) + 2):
+    for _ in range(len(rounds) + 2):
         await fresh.press("Step forward")
         state = await fresh.state("past")
         if len(state["rounds"]) > len(lives):
             lives.append(state["numLive"])
-    assert lives == [done.trace.num_live for done in record.rounds]
+    assert lives == [trace["num_live"] for trace in rounds]
     await fresh.press("Step back")
-    assert len((await fresh.state("past"))["rounds"]) < len(record.rounds) + 1
+    assert len((await fresh.state("past"))["rounds"]) < len(rounds) + 1
     await fresh.fill_speed("16")
     await fresh.press("Play")
     assert await fresh.ended("past") == "finished"
-    assert await fresh.fates("past") == fates_of(record)
+    assert await fresh.fates("past") == fates
     await fresh.seek(0)
     await fresh.press("Step forward")
     await fresh.frames(2)

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specrej.client import Client
-from specrej.contracts import RequestRecord
+from specrej.contracts import Generation
 from tests.browser import Page
 from tests.serving import until
 
@@ -154,7 +153,7 @@ class Window:
         return str((await self.state())["id"])
 
     async def seek(self, thousandths: float) -> None:
-        """Show that part of the time of the record."""
+        """Show that part of the time of the replay."""
         await self.js(
             """
             const seek = document.getElementById('seek');
@@ -175,11 +174,7 @@ class Window:
         )
 
 
-async def record_of(window: Window, client: Client, race: str = "live") -> RequestRecord:
-    return await client.record((await window.state(race))["id"])
-
-
-def fates_of(record: RequestRecord) -> dict[int, str]:
+def fates_of(generation: Generation) -> dict[int, str]:
     """The last fate of each candidate; the answer is the winner."""
-    fates = {c.id: c.fate.value for done in record.rounds for c in done.trace.candidates}
-    return fates | {record.answer_id: "winner"}
+    fates = {c.id: c.fate.value for trace in generation.rounds for c in trace.candidates}
+    return fates | {generation.best.id: "winner"}
