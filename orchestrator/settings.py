@@ -34,9 +34,9 @@ class OrchestratorSettings(ServiceSettings):
     (SPECREJ_ORCHESTRATOR_MAX_RUNNING=8); flags win.
 
     default_rewards is a JSON list of rewards, such as
-      [{"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
+      [{"name": "helpful", "normalization": {"kind": "batch"}},
        {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}]
-    Each has a weight (default 1), a normalization of kind none, fixed or batch (default none), and
+    Each has a weight (default 1), a normalization of kind none or batch (default none), and
     vetoes candidates with a raw value below veto_below (default: no veto).
     """
 

@@ -47,12 +47,8 @@ def combine(
 
 def _weighted(column: Sequence[float], reward: WeightedReward) -> list[float]:
     """All candidates' terms of one reward."""
-    match reward.normalization.kind:
-        case "fixed":
-            mean, deviation = reward.normalization.mean, reward.normalization.deviation
-            column = [(value - mean) / deviation for value in column]
-        case "batch":
-            column = _standardised(column)
+    if reward.normalization.kind == "batch":
+        column = _standardised(column)
     return [reward.weight * value for value in column]
 
 

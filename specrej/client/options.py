@@ -16,7 +16,7 @@ from specrej.security import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
 STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):TEXT"
-REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch][,stage=cuts|end]"
+REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,batch][,stage=cuts|end]"
 VOTE_SYNTAX = "number | boxed | tool_call | (regex|json|function):TEXT"
 
 
@@ -59,7 +59,11 @@ def parse_reward(text: str) -> c.WeightedReward:
     stage = parts.pop("stage", "both")
     if stage not in ("both", "cuts", "end"):
         raise ValueError("unknown stage")
-    made = c.WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
+    is_batch = parts.pop("batch", None) == ""
+    if parts:
+        raise ValueError("unknown part")
+    normalization = c.Normalization("batch" if is_batch else "none")
+    made = c.WeightedReward(name, float(weight or 1), normalization, veto_below)
     return replace(made, stage=cast(Any, stage))
 
 
@@ -96,18 +100,6 @@ def parse_structured_output(text: str) -> c.StructuredOutput:
         case "grammar" if given:
             return c.Grammar(given)
     raise ValueError("unknown structured output")
-
-
-def _normalization(parts: Mapping[str, str]) -> c.Normalization:
-    match sorted(parts.items()):
-        case []:
-            return c.Normalization()
-        case [("batch", "")]:
-            return c.Normalization("batch")
-        case [("deviation", deviation), ("mean", mean)]:
-            return c.Normalization("fixed", float(mean), float(deviation))
-        case _:
-            raise ValueError("unknown normalization")
 
 
 # Of options that take more than a number, text or enumeration: parser, metavar, and what to use

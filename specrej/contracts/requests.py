@@ -353,14 +353,11 @@ class Branching:
 class Normalization:
     """Makes the values of different rewards comparable before they are weighted.
 
-    "none": values as they are. "fixed": (value - mean) / deviation. "batch": the same, with the
-    mean and standard deviation over all candidates that count at the decision token; 0 for all if
-    all values are equal.
+    "none": values as they are. "batch": (value - mean) / deviation over all candidates that count
+    at the decision token; 0 for all if all values are equal.
     """
 
-    kind: Literal["none", "fixed", "batch"] = "none"
-    mean: float = 0.0  # only with "fixed", as `deviation`
-    deviation: float = 1.0
+    kind: Literal["none", "batch"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +428,7 @@ class Selection:
     rewards: tuple[WeightedReward, ...] = option(
         (),
         "A reward, repeatable: a weighted sum. Candidates with a value below veto are "
-        "rejected; mean and deviation, or those of the batch, normalize the values.",
+        "rejected; mean and deviation of the batch normalize the values.",
     )
     return_candidates: int = option(
         1,

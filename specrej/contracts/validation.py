@@ -96,8 +96,7 @@ MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
 MAX_WINDOW = 4096  # tokens of a confidence
 MAX_WEIGHT = 1e6
-MAX_REWARD = 1e12  # thresholds, means and deviations
-MIN_DEVIATION = 1e-12
+MAX_REWARD = 1e12  # thresholds
 MAX_BIAS = 100.0
 MAX_ALL_LOGPROBS = 2**20  # of all tokens of a request's candidates
 
@@ -448,7 +447,6 @@ def _check_reward(reward: c.WeightedReward, path: str) -> Iterator[Violation]:
     if not 0 < abs(reward.weight) <= MAX_WEIGHT:
         accepted = f"-{MAX_WEIGHT:g} .. {MAX_WEIGHT:g} and not 0"
         yield _out_of(f"{path}.weight", reward.weight, accepted)
-    yield from _check_normalization(reward.normalization, f"{path}.normalization")
     if reward.veto_below is not None:
         yield from _within(f"{path}.veto_below", reward.veto_below, -MAX_REWARD, MAX_REWARD)
     yield from check_data(reward.data, f"{path}.data")
@@ -463,15 +461,6 @@ def check_data(data: str, path: str) -> Iterator[Violation]:
             json.loads(data)
         except (ValueError, RecursionError):
             yield Violation(path, "must be JSON")
-
-
-def _check_normalization(normalization: c.Normalization, path: str) -> Iterator[Violation]:
-    kind, mean, deviation = normalization.kind, normalization.mean, normalization.deviation
-    if kind == "fixed":
-        yield from _within(f"{path}.mean", mean, -MAX_REWARD, MAX_REWARD)
-        yield from _within(f"{path}.deviation", deviation, MIN_DEVIATION, MAX_REWARD)
-    elif normalization != c.Normalization(kind):
-        yield Violation(path, "mean and deviation require kind = fixed")
 
 
 def check_request(

@@ -143,11 +143,9 @@ class _NormalizationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Nor
     """NONE."""
     NORMALIZATION_KIND_NONE: _NormalizationKind.ValueType  # 1
     """Values as they are."""
-    NORMALIZATION_KIND_FIXED: _NormalizationKind.ValueType  # 2
-    """(value - mean) / deviation."""
     NORMALIZATION_KIND_BATCH: _NormalizationKind.ValueType  # 3
-    """The same with the mean and the standard deviation over all live and finished candidates at a
-    decision token; 0 for all if all values are equal.
+    """(value - mean) / deviation over all live and finished candidates at a decision token; 0 for all
+    if all values are equal.
     """
 
 class NormalizationKind(_NormalizationKind, metaclass=_NormalizationKindEnumTypeWrapper):
@@ -157,11 +155,9 @@ NORMALIZATION_KIND_UNSPECIFIED: NormalizationKind.ValueType  # 0
 """NONE."""
 NORMALIZATION_KIND_NONE: NormalizationKind.ValueType  # 1
 """Values as they are."""
-NORMALIZATION_KIND_FIXED: NormalizationKind.ValueType  # 2
-"""(value - mean) / deviation."""
 NORMALIZATION_KIND_BATCH: NormalizationKind.ValueType  # 3
-"""The same with the mean and the standard deviation over all live and finished candidates at a
-decision token; 0 for all if all values are equal.
+"""(value - mean) / deviation over all live and finished candidates at a decision token; 0 for all
+if all values are equal.
 """
 Global___NormalizationKind: _TypeAlias = NormalizationKind  # noqa: Y015
 
@@ -440,28 +436,18 @@ class Normalization(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
-    MEAN_FIELD_NUMBER: _builtins.int
-    DEVIATION_FIELD_NUMBER: _builtins.int
     kind: Global___NormalizationKind.ValueType
     """Absent: none."""
-    mean: _builtins.float
-    """Only with kind fixed: in the reward's own unit; -1e12 .. 1e12; default 0."""
-    deviation: _builtins.float
-    """Only with kind fixed: in the same unit; 1e-12 .. 1e12; default 1."""
     def __init__(
         self,
         *,
         kind: Global___NormalizationKind.ValueType = ...,
-        mean: _builtins.float = ...,
-        deviation: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deviation", b"_deviation", "deviation", b"deviation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deviation", b"_deviation", "deviation", b"deviation", "kind", b"kind", "mean", b"mean"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__deviation: _TypeAlias = _typing.Literal["deviation"]  # noqa: Y015
-    _WhichOneofArgType__deviation: _TypeAlias = _typing.Literal["_deviation", b"_deviation"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__deviation) -> _WhichOneofReturnType__deviation | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Normalization: _TypeAlias = Normalization  # noqa: Y015
 

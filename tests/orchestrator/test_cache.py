@@ -636,7 +636,6 @@ _OTHER_SELECTIONS: list[dict[str, Any]] = [
     *({"vote": c.Vote("regex", argument)} for argument in ("a", "b")),
     {"vote": c.Vote(stop_probability=0.9)},
     *({"confidence_cut": cut} for cut in (c.ConfidenceCut(), c.ConfidenceCut(0.5))),
-    {"rewards": (c.WeightedReward("a", normalization=c.Normalization("fixed", 0.0, 2.0)),)},
     {"score_thinking": True},
 ]
 _USER = c.Message("user", "hello")

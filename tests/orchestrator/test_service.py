@@ -499,7 +499,7 @@ async def test_a_reward_without_description_is_replaced_if_allowed(kind: type[Ex
 
 
 MIXED = (
-    c.WeightedReward("toy", 3.0, c.Normalization("fixed", 0.25, 0.125)),
+    c.WeightedReward("toy", 3.0),
     c.WeightedReward("likelihood", -0.5, c.Normalization("batch")),
     c.WeightedReward("other", 1.0, veto_below=0.0),
 )

@@ -63,7 +63,7 @@ INVALID_OF_ORCHESTRATOR = [
     ),
     (
         '--default-rewards=[{"name": "a", "normalization": {"kind": "bath"}}]',
-        "Input should be 'none', 'fixed' or 'batch'",
+        "Input should be 'none' or 'batch'",
     ),
     ('--default-rewards=[{"name": "a", "wait": 2}]', "Unexpected"),
 ]
@@ -145,7 +145,7 @@ def test_a_password_of_redis_is_there_once(capsys: pytest.CaptureFixture[str]) -
 
 
 MANUAL = """
-[{"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
+[{"name": "helpful", "normalization": {"kind": "batch"}},
  {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}]"""
 
 
@@ -155,7 +155,7 @@ def test_the_manuals_rewards_are_accepted(monkeypatch: pytest.MonkeyPatch, sourc
     is_flag = source == "flag"
     monkeypatch.setenv("SPECREJ_ORCHESTRATOR_DEFAULT_REWARDS", "[]" if is_flag else MANUAL)
     settings = load(OrchestratorSettings, ["--default-rewards", MANUAL] if is_flag else [])
-    helpful = WeightedReward("helpful", 1.0, Normalization("fixed", 0.2, 1.1))
+    helpful = WeightedReward("helpful", 1.0, Normalization("batch"))
     harmless = WeightedReward("harmless", 0.5, Normalization("batch"), -1.0)
     assert settings.default_rewards == (helpful, harmless)
     example = " ".join(MANUAL.split())

@@ -300,11 +300,7 @@ def test_structured_output(tmp_path: Path) -> None:
         (parse_reward, "likelihood=0.5", c.WeightedReward("likelihood", 0.5)),
         (parse_reward, "a=-2,veto=-1", c.WeightedReward("a", -2.0, veto_below=-1.0)),
         (parse_reward, "a,batch", c.WeightedReward("a", normalization=c.Normalization("batch"))),
-        (
-            parse_reward,
-            "a=3,deviation=1.1,veto=0,mean=0.2",
-            c.WeightedReward("a", 3.0, c.Normalization("fixed", 0.2, 1.1), 0.0),
-        ),
+        (parse_reward, "a=3,batch,veto=0", c.WeightedReward("a", 3.0, c.Normalization("batch"), 0)),
     ],
 )
 def test_texts_of_values(parse: Callable[[str], object], text: str, value: object) -> None:

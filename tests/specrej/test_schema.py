@@ -218,12 +218,6 @@ def complete(message: Any, path: str) -> None:
             message.sampling.logprobs = True
         case "selection.schedule.tokens[0]":
             message.selection.schedule.kind = orchestrator_pb2.SCHEDULE_KIND_TOKENS
-        case (
-            "selection.rewards[0].normalization.mean"
-            | "selection.rewards[0].normalization.deviation"
-        ):
-            fixed = orchestrator_pb2.NORMALIZATION_KIND_FIXED
-            message.selection.rewards[0].normalization.kind = fixed
 
 
 def violated(message: Any) -> list[str]:

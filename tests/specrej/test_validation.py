@@ -101,13 +101,6 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"branching": c.Branching(), "algorithm": c.Algorithm.BEST_OF_N}, "branching"),
     ({"rewards": (A, c.WeightedReward("a", 2.0))}, "rewards"),
     ({"rewards": tuple(c.WeightedReward(f"r{i}") for i in range(9))}, "rewards"),
-    *(
-        ({"rewards": (A, c.WeightedReward("b", normalization=normalization))}, f"rewards[1].{path}")
-        for normalization, path in (
-            (c.Normalization(mean=1.0), "normalization"),
-            (c.Normalization("batch", deviation=2.0), "normalization"),
-        )
-    ),
 ]
 BAD_PROMPTS = [
     (c.Prompt(), "prompt"),
