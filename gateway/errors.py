@@ -31,7 +31,6 @@ class HTTPError(errors.SpecrejError):
 # Status, OpenAI's type and code.
 _ANSWERS: dict[type[errors.SpecrejError], tuple[int, str, str]] = {
     errors.InvalidRequest: (400, "invalid_request_error", "invalid_value"),
-    errors.SlotsExceeded: (400, "invalid_request_error", "slots_exceeded"),
     errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
     errors.PermissionDenied: (403, "permission_error", "permission_denied"),
     errors.NotFound: (404, "invalid_request_error", "not_found"),
@@ -39,6 +38,8 @@ _ANSWERS: dict[type[errors.SpecrejError], tuple[int, str, str]] = {
     errors.Unavailable: (503, "service_unavailable_error", "unavailable"),
     errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
 }
+# Of reasons why a request is invalid.
+_CODES = {"CONTEXT_EXCEEDED": "context_length_exceeded", "SLOTS_EXCEEDED": "slots_exceeded"}
 # Anthropic's types.
 _ANTHROPIC = {
     401: "authentication_error",
@@ -73,8 +74,7 @@ def body_of(
     elif isinstance(error, errors.InvalidRequest):
         named = [f"{name_of(item.field)}: {item.description}" for item in error.violations]
         message, path = "; ".join(named), error.violations[0].field
-        if error.reason == "CONTEXT_EXCEEDED":
-            code = "context_length_exceeded"
+        code = _CODES.get(error.reason, code)
     elif path and name_of(path) == "model":
         code = "model_not_found"
     param = name_of(path) if path else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from specrej.contracts import Forks
-from specrej.contracts.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
+from specrej.contracts.errors import InvalidRequest, Overloaded, Violation
 from specrej_models.slots import SlotLedger
 
 # Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
@@ -140,8 +140,7 @@ class AdmissionQueue(Generic[S]):
         """Admit a session, now or when slots are free.
 
         Raises:
-            InvalidRequest: more candidates than `max_candidates`.
-            SlotsExceeded: it can never fit.
+            InvalidRequest: more candidates than `max_candidates`, or it can never fit.
             Overloaded: too many sessions wait already.
         """
         self._check_capacity(session.demand)
@@ -227,9 +226,9 @@ class AdmissionQueue(Generic[S]):
         if needed <= capacity:
             return
         most = demand.max_candidates_within(capacity - demand.prompt_slots)
-        raise SlotsExceeded(
+        numbers = {"needed": needed, "capacity": capacity, "candidates": min(most, limit)}
+        raise InvalidRequest(
             [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
-            needed=needed,
-            capacity=capacity,
-            max_candidates=min(most, self._max_candidates),
+            reason="SLOTS_EXCEEDED",
+            metadata={name: str(number) for name, number in numbers.items()},
         )

@@ -144,7 +144,7 @@ class Engine:
         """Admit a session now or when there are slots, which its future `opened` shows.
 
         Raises:
-            SlotsExceeded: it can never fit.
+            InvalidRequest: it can never fit.
             Overloaded: too many sessions wait already.
         """
         self.queue.enter(session)

@@ -47,7 +47,7 @@ class EngineThread:
     def open(self, command: OpenCommand) -> tuple[int, Future[Opened]]:
         """A session's id at once; the future waits for its slots.
 
-        The future raises SlotsExceeded (it can never fit) or Overloaded (too many wait).
+        The future raises InvalidRequest (it can never fit) or Overloaded (too many wait).
         """
         session = self.engine.new_session(command)
         return session.id, self._send(session.opened, lambda: self.engine.open(session))

@@ -39,7 +39,6 @@ from specrej.security import Role, new_token, time_of
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.InvalidRequest: 2,
-    errors.SlotsExceeded: 2,
     errors.NotFound: 2,
     errors.Unavailable: 3,
     errors.DeadlineExceeded: 4,

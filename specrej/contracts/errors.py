@@ -2,7 +2,6 @@
 
     SpecrejError
     ├── InvalidRequest     INVALID_ARGUMENT    every violation, with its field's path
-    │   └── SlotsExceeded  INVALID_ARGUMENT    too many candidates or tokens for the KV slots
     ├── Unauthenticated    UNAUTHENTICATED     missing or unknown token
     ├── PermissionDenied   PERMISSION_DENIED   the token lacks the role
     ├── NotFound           NOT_FOUND           unknown model, reward or request
@@ -49,7 +48,11 @@ class SpecrejError(Exception):
 
 
 class InvalidRequest(SpecrejError):
-    """The request cannot be served, now or later."""
+    """The request cannot be served, now or later.
+
+    Reasons besides its own: CONTEXT_EXCEEDED, and SLOTS_EXCEEDED if the prompt and `n` candidates
+    never fit into a generator's KV slots; `metadata` has the numbers.
+    """
 
     reason = "INVALID_REQUEST"
 
@@ -80,29 +83,6 @@ def raise_if_any(violations: Iterable[Violation]) -> None:
         listed.append(Violation("request", f"and {num_more} more"))
     if listed:
         raise InvalidRequest(listed)
-
-
-class SlotsExceeded(InvalidRequest):
-    """The prompt and `n` candidates never fit into a generator's KV slots.
-
-    `capacity` is the generator's slots; `max_candidates` is the most candidates that would fit.
-    """
-
-    reason = "SLOTS_EXCEEDED"
-
-    def __init__(
-        self,
-        violations: Sequence[Violation],
-        *,
-        max_candidates: int,
-        capacity: int = 0,
-        needed: int | None = None,
-    ) -> None:
-        numbers = {"needed": needed, "capacity": capacity or None, "candidates": max_candidates}
-        metadata = {name: str(value) for name, value in numbers.items() if value is not None}
-        super().__init__(violations, metadata=metadata)
-        self.max_candidates = max_candidates
-        self.capacity = capacity
 
 
 class Unauthenticated(SpecrejError):

@@ -6,7 +6,6 @@ the `grpc-retry-pushback-ms` trailer. Other exceptions are INTERNAL with an opaq
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +23,6 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
 # Of several errors with a code, the last one stands for statuses without details.
 _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
-    errors.SlotsExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
@@ -48,8 +46,6 @@ _TOO_MUCH_METADATA = "metadata size exceeds"
 # Limits of the trailers: beyond 8 KiB a client may, beyond 16 KiB it will see RESOURCE_EXHAUSTED
 # instead of the status.
 _MAX_TEXT_CHARACTERS = 1024
-
-_NUMBER = re.compile("[0-9]{1,18}")  # in metadata; Python refuses to read thousands of digits
 
 # A longer delay from a peer is passed on as one hour.
 _MAX_RETRY_S = 3600.0
@@ -93,7 +89,7 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
         case grpc.StatusCode.INVALID_ARGUMENT:
             violations = [errors.Violation(v.field, v.description) for v in bad.field_violations]
             violations = violations or [errors.Violation("request", message)]
-            return _invalid_request(violations, info.reason, metadata)
+            return errors.InvalidRequest(violations, reason=info.reason, metadata=metadata)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _exhausted(message, delay, metadata)
         case grpc.StatusCode.UNAVAILABLE:
@@ -166,20 +162,6 @@ def _exhausted(message: str, delay_s: float, metadata: dict[str, str]) -> errors
     if _TOO_LARGE in message or _TOO_MUCH_METADATA in message:
         return errors.InternalError(message)
     return errors.Overloaded(message, retry_after_s=delay_s, metadata=metadata)
-
-
-def _invalid_request(
-    violations: list[errors.Violation], reason: str, metadata: dict[str, str]
-) -> errors.InvalidRequest:
-    if reason != errors.SlotsExceeded.reason:
-        return errors.InvalidRequest(violations, reason=reason, metadata=metadata)
-    numbers = {name: int(text) for name, text in metadata.items() if _NUMBER.fullmatch(text)}
-    return errors.SlotsExceeded(
-        violations,
-        max_candidates=numbers.get("candidates", 0),
-        capacity=numbers.get("capacity", 0),
-        needed=numbers.get("needed"),
-    )
 
 
 def _details(

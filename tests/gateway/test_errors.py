@@ -34,7 +34,7 @@ from tests.specrej.fakes import EVENTS, FakeOrchestrator
 VIOLATION = errors.Violation("sampling.temperature", "must be 0 or 0.01 .. 2, is 3")
 BAD = errors.InvalidRequest([VIOLATION])
 LONG = errors.InvalidRequest([VIOLATION], reason="CONTEXT_EXCEEDED")
-LARGE = errors.SlotsExceeded([VIOLATION], max_candidates=3)
+LARGE = errors.InvalidRequest([VIOLATION], reason="SLOTS_EXCEEDED")
 FULL = errors.Overloaded("full", retry_after_s=2.5)
 AWAY = errors.Unavailable("away", retry_after_s=0.5)
 FINAL = {"x-should-retry": "false"}  # clients do not repeat it

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.admission import AdmissionQueue, Blocks, Demand
-from specrej.contracts.errors import InvalidRequest, Overloaded, SlotsExceeded
+from specrej.contracts.errors import InvalidRequest, Overloaded
 from specrej_models.slots import SlotLedger
 
 
@@ -60,9 +60,11 @@ class Room:
 def test_a_session_that_never_fits_is_refused(n: int, prompt: int, most: int) -> None:
     """With the most candidates that would; 90 + 20 slots of one candidate do not fit."""
     room = Room()
-    with pytest.raises(SlotsExceeded) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         room.queue.enter(session_of(0, n, prompt=prompt))
-    assert (refused.value.capacity, refused.value.max_candidates) == (105, most)
+    metadata = refused.value.metadata
+    assert (metadata["capacity"], metadata["candidates"]) == ("105", str(most))
+    assert refused.value.reason == "SLOTS_EXCEEDED"
 
 
 def test_too_many_waiting_sessions_are_refused_and_cancelled_ones_leave() -> None:

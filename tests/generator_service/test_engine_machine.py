@@ -27,7 +27,7 @@ from generator_service.engine.engine import Engine
 from generator_service.engine.grammar import Grammars, TokenizerSpec
 from generator_service.engine.model import CausalLM
 from specrej.contracts import FinishReason, Regex, RoundEnd, Sampling, TokenBias
-from specrej.contracts.errors import InternalError, SlotsExceeded
+from specrej.contracts.errors import InternalError, InvalidRequest
 from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, grown, opened
 from tests.reward_service.tiny import make_tokenizer
@@ -229,7 +229,7 @@ class EngineMachine(RuleBasedStateMachine):
         command = command_of(prompt, n, sampling, first, cache_salt=salt)
         rows = max(1, n) * (min(first, max_tokens) - 1)
         if len(prompt) + max(rows, max_tokens - 1) > self.engine.ledger.capacity:
-            with pytest.raises(SlotsExceeded):
+            with pytest.raises(InvalidRequest, match="KV slots"):
                 opened(self.engine, command)
         else:
             session = opened(self.engine, command)

@@ -20,9 +20,9 @@ from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
 from specrej import contracts as c
 from specrej.contracts.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     Overloaded,
     RewardInvalid,
-    SlotsExceeded,
     Unavailable,
     Violation,
 )
@@ -407,7 +407,7 @@ async def refusing(error: Exception | None) -> AsyncIterator[None]:
     [
         Unavailable("away"),
         Overloaded("full"),
-        SlotsExceeded([Violation("n", "too many")], max_candidates=1),
+        InvalidRequest([Violation("n", "too many")]),
         None,
     ],
     ids=lambda error: type(error).__name__,

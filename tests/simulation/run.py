@@ -487,7 +487,6 @@ class Simulation:
                 "CancelledError": task.cancelling(),
                 "DeadlineExceeded": is_stuck or deadline_s < DEADLINE_S,
                 "InvalidRequest": self._slots < 100,
-                "SlotsExceeded": self._slots < 100,
                 "Overloaded": True,
                 "RewardInvalid": "reward" in faults,
                 "Unavailable": bool(faults & {"crash", "upgrade", "refuse", "stall", "reward"})

@@ -21,8 +21,6 @@ VIOLATIONS = (errors.Violation("sampling.top_p", "must be (0, 1]"), errors.Viola
 
 
 def example(kind: type[errors.SpecrejError]) -> errors.SpecrejError:
-    if issubclass(kind, errors.SlotsExceeded):
-        return kind(VIOLATIONS, needed=9, capacity=8, max_candidates=3)
     if issubclass(kind, errors.InvalidRequest):
         return kind(VIOLATIONS, reason="CONTEXT_EXCEEDED", metadata={"limit": "2048"})
     if issubclass(kind, errors.RetryableError):
