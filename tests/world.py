@@ -57,7 +57,6 @@ T = TypeVar("T")
 
 Code = grpc.StatusCode
 SERVICE = "specrej.v1.OrchestratorService"
-BATCH = pb.Normalization(kind=pb.NORMALIZATION_KIND_BATCH)
 ALL = {"algorithm": pb.ALGORITHM_BEST_OF_N, "return_candidates": 64}
 # `end_every` of a generator, and so its fingerprint, per test: tests share no cached answers.
 ENDS = iter(range(30, 10**6))

@@ -243,33 +243,13 @@ class GeneratorLost(Unavailable):
 class Session(Protocol):
     """One prompt, its candidates, and the KV slots they hold."""
 
-    @property
-    def n(self) -> int:
-        """Candidates at the start; their ids are consecutive, from the spec's `first_id` on."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the rendered prompt; 0: the first round has them."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most new tokens of a candidate."""
-
-    @property
-    def reduced(self) -> bool:
-        """Whether N was left open, and the slots of other sessions made it smaller."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The generator's, or empty in a process without a port."""
-
-    @property
-    def costly_rounds(self) -> bool:
-        """Whether each round computes tokens again, so that fewer rounds are cheaper."""
-
-    @property
-    def answer_form(self) -> AnswerForm:
-        """How answers mark their parts."""
+    n: int  # candidates at the start; their ids are consecutive, from the spec's `first_id` on
+    prompt_tokens: int  # of the rendered prompt; 0: the first round has them
+    max_tokens: int  # most new tokens of a candidate
+    reduced: bool  # whether N was left open, and the slots of other sessions made it smaller
+    fingerprint: str  # the generator's, or empty in a process without a port
+    costly_rounds: bool  # whether each round computes tokens again, so that fewer are cheaper
+    answer_form: AnswerForm  # how answers mark their parts
 
     async def extend(self, until_tokens: int, report: Report | None = None) -> Round:
         """Grow all live candidates to `until_tokens` new tokens.

@@ -26,7 +26,7 @@ MAX_REWARDS = 8
 MAX_RESPONSES = 1024  # of a public request to score
 MAX_DATA_BYTES = 65_536  # of a reward
 MAX_BATCH = 65_536  # candidates that a service can be configured for
-_NAME_CHARACTERS = 256
+NAME_CHARACTERS = 256  # of a text that MAX_CHARACTERS does not name
 MAX_TOKEN_CHARACTERS = 128  # of a token; the longest of common vocabularies are white space
 _TEXT_CHARACTERS = 2**17 * MAX_TOKEN_CHARACTERS  # of a candidate: as many tokens as it may have
 
@@ -48,17 +48,13 @@ MAX_ITEMS: Mapping[str, int] = {
     "ScoreBatch.candidates": MAX_BATCH,
     "OrchestratorServiceScoreRequest.responses": MAX_RESPONSES,
 }
-# All texts of requests: how many characters each may have.
+# Texts of requests: how many characters each may have.
 MAX_CHARACTERS: Mapping[str, int] = {
-    "Message.role": _NAME_CHARACTERS,
     "Message.content": MAX_PROMPT_CHARACTERS,
-    "Message.tool_call_id": _NAME_CHARACTERS,
     "TextPart.text": MAX_PROMPT_CHARACTERS,
-    "Image.media_type": _NAME_CHARACTERS,
     "Tool.name": 64,
     "Tool.description": 65_536,
     "Tool.parameters": 65_536,
-    "ToolCall.id": _NAME_CHARACTERS,
     "ToolCall.name": 64,
     "ToolCall.arguments": MAX_PROMPT_CHARACTERS,
     "Prompt.text": MAX_PROMPT_CHARACTERS,
@@ -69,16 +65,10 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "Vote.argument": 1024,
     "Regex.pattern": 4096,
     "Grammar.lark": 65_536,
-    "GenerateRequest.model": _NAME_CHARACTERS,
-    "WeightedReward.name": _NAME_CHARACTERS,
     "OpenSession.cache_salt": 128,
-    "OpenSession.adapter": _NAME_CHARACTERS,
-    "ScoreRequest.reward": _NAME_CHARACTERS,
     "ScoreRequest.responses": _TEXT_CHARACTERS,
     "ScoreRequest.data": MAX_DATA_BYTES,
-    "OpenScoring.reward": _NAME_CHARACTERS,
     "OpenScoring.data": MAX_DATA_BYTES,
-    "OrchestratorServiceScoreRequest.reward": _NAME_CHARACTERS,
     "OrchestratorServiceScoreRequest.responses": _TEXT_CHARACTERS,
     "OrchestratorServiceScoreRequest.data": MAX_DATA_BYTES,
     "ScoreCandidate.text": _TEXT_CHARACTERS,
@@ -123,8 +113,8 @@ def check_lengths(message: Any, path: str = "") -> Iterator[Violation]:
                 here = f"{where}[{index}]" if field.is_repeated else where
                 if field.message_type:
                     yield from check_lengths(item, here)
-                elif len(item) > MAX_CHARACTERS[name]:
-                    accepted = f"at most {MAX_CHARACTERS[name]} characters"
+                elif len(item) > (most := MAX_CHARACTERS.get(name, NAME_CHARACTERS)):
+                    accepted = f"at most {most} characters"
                     yield Violation(here, f"must have {accepted}, has {len(item)}")
 
 

@@ -19,7 +19,13 @@ from google.protobuf.message_factory import GetMessageClass
 from deploy.stubs import described
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.contracts import MAX_INT32, wire
-from specrej.contracts.validation import MAX_CHARACTERS, MAX_ITEMS, check_lengths, check_request
+from specrej.contracts.validation import (
+    MAX_CHARACTERS,
+    MAX_ITEMS,
+    NAME_CHARACTERS,
+    check_lengths,
+    check_request,
+)
 from specrej.v1 import common_pb2, orchestrator_pb2
 from tests.serving import part
 
@@ -91,7 +97,8 @@ def test_one_character_more_than_the_limit_is_refused() -> None:
     """Guards against a new text without a limit, and one that counts bytes."""
     for request, fields in TEXTS:
         field = fields[-1]
-        most, index = MAX_CHARACTERS[name_of(field)], "[1]" if field.is_repeated else ""
+        most = MAX_CHARACTERS.get(name_of(field), NAME_CHARACTERS)
+        index = "[1]" if field.is_repeated else ""
         for size, expected in (
             (most, []),
             (most + 1, [f"must have at most {most} characters, has {most + 1}"]),
@@ -251,7 +258,7 @@ def test_lengths_of_the_schema_are_those_of_the_services() -> None:
             assert rules.repeated.max_items == MAX_ITEMS[name], name
             rules = rules.repeated.items
         if most := rules.string.max_len:
-            assert most == MAX_CHARACTERS[name], name
+            assert most == MAX_CHARACTERS.get(name, NAME_CHARACTERS), name
 
 
 def test_what_must_be_set_is_required() -> None:
