@@ -130,7 +130,7 @@ async def attacked(stack: Stack, ports: Ports, name: str, seconds: float) -> See
                         async with asyncio.timeout(_CALL_S):
                             await call(client, ports[1])
                     except (SpecrejError, OSError, EOFError, AssertionError) as error:
-                        failed.append(f"{call.__name__[1:]} {type(error).__name__}")
+                        failed.append(f"{call.__name__[1:]} {type(error).__name__} {error}")
                     took.append(time.monotonic() - began)
                 for key, process in processes.items():
                     most[key] = max(most[key], process.memory_info().rss)
