@@ -10,7 +10,8 @@ New tenants start at the current virtual time and could delay a waiting tenant f
 
 A tenant that has no running request need not wait for one of another tenant to end: a quarter more
 permits than the limit, rounded down, are for such tenants. They are charged, too, and one that was
-served an average running request more than the others waits.
+served an average running request more than the others, in tokens and in seconds, waits. Seconds
+count because a slow reward holds permits for few tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Tenant:
     waits_since: int = 0
     passed: int = 0
     # The candidate-tokens of each request in line, by the permit that it waits for.
-    line: OrderedDict[asyncio.Future[None], int] = field(default_factory=OrderedDict)
+    line: OrderedDict[asyncio.Future[float], int] = field(default_factory=OrderedDict)
 
 
 class Admission:
@@ -101,6 +102,7 @@ class Admission:
         """`clock` returns seconds."""
         self.running = 0
         self._running_tokens = 0  # their candidate-tokens
+        self._begun_s = 0.0  # the sum of their begins
         self._limits = limits
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
@@ -141,14 +143,14 @@ class Admission:
         self._tenants[tenant] = own
         own.held += tokens
         try:
-            is_charged = await self._acquire(own, tokens)
-            began, permit = self._clock(), Permit()
+            began, is_charged = await self._acquire(own, tokens)
+            permit = Permit()
             try:
                 yield permit
             finally:
                 own.start -= min(permit.unused, tokens) / own.weight * is_charged
                 self._note(tenant, self._clock() - began, tokens)
-                self._release(own, tokens)
+                self._release(own, tokens, began)
         finally:
             own.held -= tokens
             for name, one in [*self._tenants.items()]:
@@ -213,35 +215,40 @@ class Admission:
         most = self._limits.max_running
         if self.running < most or tenant.running:
             return self.running < most
-        excess = (tenant.start - self._virtual) * tenant.weight * self.running
-        is_bounded = any(other.passed >= MOST_PASSED for other in self._with_lines())
-        is_bounded = is_bounded or excess > self._running_tokens
-        return self.running < most + most // 4 and not is_bounded
+        if self.running >= most + most // 4:
+            return False
+        if any(other.passed >= MOST_PASSED for other in self._with_lines()):
+            return False
+        excess = (tenant.start - self._virtual) * tenant.weight
+        held_s = self._clock() - self._begun_s / self.running  # on average
+        return (
+            excess <= self._running_tokens / self.running
+            or self._service_s(tenant, excess) < held_s
+        )
 
-    async def _acquire(self, own: _Tenant, tokens: int) -> bool:
-        """Wait for a permit; whether it was charged."""
+    async def _acquire(self, own: _Tenant, tokens: int) -> tuple[float, bool]:
+        """Wait for a permit; when it was given, and whether it was charged."""
         if not own.line:
             own.start = max(own.start, self._virtual)
             if self._may_run(own):
-                self._grant(own, tokens, lines := self._with_lines())
-                return bool(lines)
+                lines = self._with_lines()
+                return self._grant(own, tokens, lines), bool(lines)
             own.waits_since, own.passed = next(self._arrivals), 0
         if self.queued >= self._limits.max_queued:
             self._evict()
-        permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        permit: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         own.line[permit] = tokens
         try:
-            await permit
+            return await permit, True
         except asyncio.CancelledError:
             if permit.done() and not (permit.cancelled() or permit.exception()):
-                self._release(own, tokens)  # cancelled before it resumed
+                self._release(own, tokens, permit.result())  # cancelled before it resumed
             raise
         finally:
             own.line.pop(permit, None)
-        return True
 
-    def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> None:
-        """Count a permit, and charge it if there are tenants with `lines`."""
+    def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> float:
+        """Count a permit, and charge it if there are tenants with `lines`; returns its begin."""
         for other in lines:
             other.passed += other.waits_since < tenant.came
         if lines and self.running < self._limits.max_running:
@@ -252,12 +259,15 @@ class Admission:
         tenant.running += 1
         self.running += 1
         self._running_tokens += tokens
+        self._begun_s += (began := self._clock())
+        return began
 
-    def _release(self, own: _Tenant, tokens: int) -> None:
+    def _release(self, own: _Tenant, tokens: int, began: float) -> None:
         """Return a permit, and give those that are free to the next in line."""
         own.running -= 1
         self.running -= 1
         self._running_tokens -= tokens
+        self._begun_s = self._begun_s - began if self.running else 0.0
         if not self._with_lines():  # all tenants are equal again
             self._virtual = max([self._virtual, *(one.start for one in self._tenants.values())])
         while ready := [tenant for tenant in self._with_lines() if self._may_run(tenant)]:
@@ -265,8 +275,7 @@ class Admission:
             tenant = min(ready, key=lambda one: (one.passed < MOST_PASSED, one.start))
             permit, tokens = tenant.line.popitem(last=False)
             if not permit.done():  # else cancelled, and has not resumed yet
-                self._grant(tenant, tokens, lines)
-                permit.set_result(None)
+                permit.set_result(self._grant(tenant, tokens, lines))
 
     def _evict(self) -> None:
         """Refuse the last request of the longest line."""

@@ -206,6 +206,19 @@ async def test_a_tenant_with_nothing_running_need_not_wait() -> None:
     await requests.finish_all()
 
 
+async def test_permits_that_are_held_for_long_count_by_their_seconds() -> None:
+    """Guards a tenant of short requests against one whose requests wait for a slow reward."""
+    requests = Requests(8, 100)
+    await requests.arrive(30, tenant="slow", tokens=10)
+    requests.clock.now_s += 10.0
+    for number in range(30, 30 + MOST_PASSED - 1):
+        await requests.arrive(tenant="one", tokens=10)
+        requests.clock.now_s += 0.1
+        await requests.end(number)
+    assert requests.entered == [*range(8), *range(30, 30 + MOST_PASSED - 1)]
+    await requests.finish_all()
+
+
 async def test_the_expected_wait_follows_the_fair_order() -> None:
     """Guards a newcomer against a refusal because of the requests of others behind it, and their
     tenant against a place that it will not get in time."""
