@@ -1,4 +1,4 @@
-"""Tables of figures in the documents: `make tables`; `--check` fails if one is stale.
+"""Tables and a picture of figures in the documents: `make tables`; `--check` fails if one is stale.
 
 Each is between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md, docs/*.md or
 benchmarks/README.md, and is written from a file of benchmarks/results. Tables of programs that
@@ -19,6 +19,8 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.answer import differences
+from experiments.pictures import draw
+from experiments.statistics import Estimate
 
 ROOT = Path(__file__).parents[1]
 _MEASURED = ROOT / "benchmarks/results"
@@ -42,6 +44,8 @@ def main() -> None:
                 path.write_text(fresh, "utf-8")
     if check and stale:
         sys.exit(f"stale tables in {', '.join(stale)}: run make tables")
+    if not check:
+        draw(ROOT / "docs/right.svg", "Right answers", "right answers", _studies())
 
 
 def markdown(headings: Sequence[str], rows: Rows) -> str:
@@ -106,6 +110,18 @@ def _gpu() -> str:
         for one in measured("gpu_check_h200")["speed"]
     ]
     return markdown(("N", "tokens/s", "of the bound", "prune of half, ms"), rows)
+
+
+def _studies() -> dict[str, dict[str, list[tuple[str, float, Estimate]]]]:
+    """The points of all studies of right answers."""
+    studies = {}
+    for name in ("checks", "humaneval", "reasoning"):
+        study = measured(f"right_{name}")
+        studies[f"{name}, N = {study['n']}: tokens"] = {
+            one["policy"]: [("", one["tokens"], Estimate(*one["right"]))]
+            for one in study["policies"]
+        }
+    return studies
 
 
 def _right(name: str) -> Callable[[], str]:

@@ -37,8 +37,8 @@ def draw(
             axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.set_xlabel(f"{cost} per answer")
         axes.grid(alpha=0.3)
+        axes.legend()
     all_axes[0].set_ylabel(worth)
-    axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     style: Any = {"font.size": 9, "svg.hashsalt": "specrej", "svg.fonttype": "path"}
     with matplotlib.rc_context(style):
