@@ -2,6 +2,7 @@
 
 A short text can ask sympy, or a schema a validator, for work without end. The process receives one
 check per line. One that exceeds the bounds ends the process, and the next check starts another.
+Structured outputs are tried in such a process, too (`generator_service.engine.grammar`).
 Only this file imports the libraries of `specrej-server[verify]`, which are not part of `specrej`.
 """
 
@@ -13,8 +14,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +25,8 @@ from typing import Any
 CPU_S = 2.0  # of the processor's time per check
 _MEMORY_BYTES = 1 << 31
 _LIBRARIES = {"math": "math_verify", "schema": "jsonschema_rs"}
+# Of a process: one that computes ends by itself, but one that waits for ever does not.
+_PATIENCE_S = 120.0
 _MOST_ENDED = 4  # checks of one request that may exceed the bounds
 
 Check = Callable[..., bool]
@@ -49,6 +54,69 @@ def escape_pattern(text: str) -> str:
     return str(re2.escape(text))
 
 
+class LineProcess:
+    """A program of Python that answers each line with one; used by one thread at a time.
+
+    It starts at the first line, and again at the first one after it has ended.
+    """
+
+    def __init__(self, *arguments: str, opening: str = "", **environment: str) -> None:
+        """Of Python. `opening`: what it reads before the first line, without an answer."""
+        self._command = [sys.executable, *arguments]
+        self._opening = opening
+        self._environment = environment
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, line: str) -> str:
+        """The answer; empty if the process has ended by itself, or had to be."""
+        if self.process and self.process.poll() is not None:  # killed between two lines
+            self.end()
+        text = f"{line}\n" if self.process else f"{self._opening}{line}\n"
+        process = self.process = self.process or self._start()
+        assert process.stdin and process.stdout
+        hangs = threading.Timer(_PATIENCE_S, _kill, (process,))
+        hangs.daemon = True
+        hangs.start()
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(text)
+                process.stdin.flush()
+            answer = process.stdout.readline()
+        finally:
+            hangs.cancel()
+        if not answer:
+            self.end()
+        return answer
+
+    def end(self) -> None:
+        """End the process, with what it has started."""
+        self._end()
+        self.process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path), **self._environment}
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the service, which ends it
+            env=os.environ | environment,
+        )
+        self._end = weakref.finalize(self, _end, process)
+        return process
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    _kill(process)
+    process.communicate()
+
+
 class Isolated:
     """A process for checks of one kind; used by one thread at a time.
 
@@ -63,8 +131,8 @@ class Isolated:
         if not find_spec(_LIBRARIES[kind]):
             text = f"requires {_LIBRARIES[kind]}: pip install 'specrej-server[verify]'"
             raise ValueError(f"a reward with checks of kind {kind} {text}")
-        self._kind, self._cpu_s = kind, cpu_s
-        self._process: subprocess.Popen[str] | None = None
+        # The file alone: the package imports what a check does not need.
+        self._lines = LineProcess("-P", __file__, kind, str(cpu_s or CPU_S))
         if not self._ask(*trial):
             raise RuntimeError(f"checks of kind {kind} do not work: see the log")
 
@@ -88,40 +156,8 @@ class Isolated:
 
     def _ask(self, *arguments: str) -> bool | None:
         """Whether the check holds; None if it exceeded the bounds."""
-        if self._process and self._process.poll() is not None:  # killed between two checks
-            self._end()
-            self._process = None
-        process = self._process = self._process or self._start()
-        assert process.stdin and process.stdout
-        try:
-            process.stdin.write(json.dumps(arguments) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            self._end()
-            self._process = None
-            return None
-        return bool(json.loads(answer))
-
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            # The file alone: the package imports what a check does not need.
-            [sys.executable, "-P", __file__, self._kind, str(self._cpu_s or CPU_S)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the service, which ends it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        self._end = weakref.finalize(self, _end, process)
-        return process
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
+        answer = self._lines.ask(json.dumps(arguments))
+        return bool(json.loads(answer)) if answer else None
 
 
 # The process runs everything below.

@@ -19,17 +19,15 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from decimal import Decimal
 from math import trunc
 from pathlib import Path
@@ -42,6 +40,7 @@ from numpy.typing import NDArray
 
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Violation
+from specrej.isolated import LineProcess
 
 # llguidance is imported at the first use: the engine runs without it, too.
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ _PATH = "sampling.structured_output"
 _MOST_TRIED = 256  # outputs whose trials are remembered
 _MOST_WAITING = 64  # outputs of a tenant that wait for their trial
 _LOWEST_PRIORITY = 19  # of trials: sessions under way keep the processor
-# Of a trial process: those that compute end by themselves, but one that waits for ever does not.
-_PATIENCE_S = 120.0
 # Processor seconds per output; a large schema, such as one with 500 properties, takes half.
 _TRIAL_S, _TRIAL_BYTES, _TRIAL_TOKENS = 0.5, 4 << 30, 32
 # Of stack, half of a thread's: the service compiles again, in a thread of its own, where references
@@ -153,7 +150,11 @@ class Grammars:
 
     def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
         """Takes a second."""
-        self._trials = Trials(spec, end_ids)
+        opening = json.dumps([*astuple(spec), sorted(end_ids)])
+        # One thread: it forks.
+        one_thread = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+        module = ("-m", "generator_service.engine.grammar")
+        self._trials = LineProcess(*module, opening=f"{opening}\n", **one_thread)
         self._trying = threading.Lock()
         self._errors: dict[StructuredOutput, str] = {}  # of outputs that were tried; "": none
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
@@ -227,75 +228,19 @@ class Grammars:
         error = self._errors.get(output)
         if error is None:
             with self._trying:
-                error = self._errors[output] = self._trials.run(source)
+                error = self._errors[output] = self._tried(source)
                 if len(self._errors) > _MOST_TRIED:
                     del self._errors[next(iter(self._errors))]
         return error
 
-
-class Trials:
-    """A process that compiles grammars with bounded time and memory; of one thread at a time."""
-
-    def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
-        marks = list(spec.mark_ids)
-        self._opening = json.dumps(
-            [spec.json, spec.vocabulary, spec.eos_id, marks, sorted(end_ids)]
-        )
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(self, source: str) -> str:
+    def _tried(self, source: str) -> str:
         """The reason why `source` cannot be compiled within the bounds; empty if it can."""
-        if self._process and self._process.poll() is not None:  # it was killed between two trials
-            self._end()
-            self._process = None
-        lines = [json.dumps(source)] if self._process else [self._opening, json.dumps(source)]
-        process = self._process = self._process or self._start()
-        assert process.stdin and process.stdout
-        hangs = threading.Timer(_PATIENCE_S, _kill, (process,))
-        hangs.daemon = True
-        hangs.start()
-        try:
-            with suppress(BrokenPipeError):
-                process.stdin.writelines(f"{line}\n" for line in lines)
-                process.stdin.flush()
-            answer = process.stdout.readline()
-        finally:
-            hangs.cancel()
+        answer = self._trials.ask(json.dumps(source))
         if not answer:
-            self._process, code = None, process.wait()
-            self._end()
-            log.error("the process that tries structured outputs has ended: %d", code)
+            log.error("the process that tries structured outputs has ended")
             raise InternalError("the generator cannot compile structured outputs")
         error: str = json.loads(answer)
         return error
-
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "generator_service.engine.grammar"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the service, which ends it
-            # One thread: it forks.
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "OPENBLAS_NUM_THREADS": "1",
-                "RAYON_NUM_THREADS": "1",
-            },
-        )
-        self._end = weakref.finalize(self, _end, process)
-        return process
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with the trial under way
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    _kill(process)
-    process.communicate()
 
 
 @dataclass(frozen=True, slots=True)

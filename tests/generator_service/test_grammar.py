@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from generator_service.engine import grammar
 from generator_service.engine.grammar import Grammars, Matchers, TokenizerSpec, unpacked
+from specrej import isolated
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded
 from tests.reward_service.tiny import make_tokenizer
@@ -281,16 +282,16 @@ def test_a_trial_process_that_ends_or_hangs_decides_nothing(
     that blocks all later ones without the processor time that ends it."""
     compiler = Grammars(SPEC, [EOS])
     compiler.compile(Regex("a+"))
-    process = compiler._trials._process
+    process = compiler._trials.process
     assert process
     process.kill()
     process.wait()
     compiler.compile(Regex("b+"))
-    process = compiler._trials._process
+    process = compiler._trials.process
     assert process
     process.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patched:
-        patched.setattr(grammar, "_PATIENCE_S", 0.2)
+        patched.setattr(isolated, "_PATIENCE_S", 0.2)
         with pytest.raises(InternalError, match="cannot compile structured outputs"):
             compiler.compile(Regex("c+"))
     compiler.compile(Regex("c+"))
@@ -305,7 +306,7 @@ async def test_tenants_try_their_outputs_by_turns(monkeypatch: pytest.MonkeyPatc
         tried.append(source)
         return "" if may_end.wait(60) else "late"
 
-    monkeypatch.setattr(compiler._trials, "run", trial)
+    monkeypatch.setattr(compiler, "_tried", trial)
     monkeypatch.setattr(grammar, "_MOST_WAITING", 5)
     outputs = [Regex(letter) for letter in "abcde"]
     many = [asyncio.ensure_future(compiler.compiled(one, "many")) for one in outputs]
@@ -323,27 +324,27 @@ def test_an_output_that_takes_too_long_costs_no_new_process() -> None:
     """Guards the processor against a second for each of them; trials run below all other work."""
     compiler = Grammars(SPEC, [EOS])
     compiler.compile(Regex("a+"))
-    process = compiler._trials._process
+    process = compiler._trials.process
     assert process
     assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
     if (group := Path(f"/proc/{process.pid}/autogroup")).exists():
         assert group.read_text().endswith(" nice 19\n")
     refusal(JsonSchema('{"type": "array", "maxItems": 1000000001}'), compiler)
     compiler.compile(Regex("b+"))
-    assert compiler._trials._process is process
+    assert compiler._trials.process is process
 
 
 async def test_an_output_that_was_tried_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards other callers against one whose outputs take too long, again and again."""
     compiler = Grammars(SPEC, [EOS])
     assert await compiler.compiled(WORDS)
-    run, may_end, tried = compiler._trials.run, threading.Event(), list[str]()
+    run, may_end, tried = compiler._tried, threading.Event(), list[str]()
 
     def slow(source: str) -> str:
         tried.append(source)
         return run(source) if may_end.wait(60) else ""
 
-    monkeypatch.setattr(compiler._trials, "run", slow)
+    monkeypatch.setattr(compiler, "_tried", slow)
     bad = Regex("(")
     refused = [asyncio.ensure_future(compiler.compiled(bad)) for _ in range(2)]
     await until(lambda: len(tried) == 1)
