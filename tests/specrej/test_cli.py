@@ -13,7 +13,6 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -324,29 +323,36 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     await server.stop(0)
 
 
-async def test_health_follows_the_service(server: Server, tmp_path: Path) -> None:
+async def test_health_follows_the_service(
+    server: Server,
+    tmp_path: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Guards against a probe that restarts a healthy service, or sends calls to another.
 
     Failures are one line, because it ends up in the events of a pod.
     """
-    files = {"CA": "ca.pem", "CERT": "server.pem", "KEY": "server.key"}
-    variables = {f"SPECREJ_TLS_{name}": str(tmp_path / path) for name, path in files.items()}
-    probe = ("health", f"localhost:{server.port}", "--timeout", "2", "--service")
-    loading = await run(*probe, HEALTH_NAME, **variables)
-    assert (loading.returncode, loading.stderr) == (1, "specrej: NOT_SERVING\n")
+    for name, file in (("CA", "ca"), ("CERT", "server"), ("KEY", "server")):
+        kind = "key" if name == "KEY" else "pem"
+        monkeypatch.setenv(f"SPECREJ_TLS_{name}", str(tmp_path / f"{file}.{kind}"))
+    probe = ("health", f"localhost:{server.port}", "--service", HEALTH_NAME, "--timeout")
+
+    async def failure(*flags: str) -> str:
+        with pytest.raises(SystemExit, match="1"):
+            await command(*probe, "2", *flags)
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert await failure() == "specrej: NOT_SERVING"
     server.set_serving(True)
-    ready = await run(*probe[:3], "inf", *probe[4:], HEALTH_NAME, **variables)
-    assert ready == (0, "", "")
-    unknown = await run(*probe, "unknown", **variables)
-    without_certificate = await run(*probe, HEALTH_NAME, SPECREJ_TLS_CA=variables["SPECREJ_TLS_CA"])
-    without_file = await run(*probe, HEALTH_NAME, "--tls-ca", str(tmp_path / "none.pem"))
-    for outcome, message in (
-        (unknown, "NOT_FOUND"),
-        (without_certificate, "UNAVAILABLE"),
-        (without_file, "none.pem"),
-    ):
-        assert (outcome.returncode, len(outcome.stderr.splitlines())) == (1, 1)
-        assert message in outcome.stderr
+    assert await command(*probe, "inf") == ("", "")
+    assert "NOT_FOUND" in await failure("--service", "unknown")
+    assert "none.pem" in await failure("--tls-ca", str(tmp_path / "none.pem"))
+    for name in ("CERT", "KEY"):
+        monkeypatch.delenv(f"SPECREJ_TLS_{name}")
+    assert "UNAVAILABLE" in await failure()
 
 
 # Ends of commands: interrupts, readers that leave, narrow encodings
@@ -376,7 +382,7 @@ async def test_a_text_on_stdin_must_be_utf_8(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "unbuffered"),
-    [*product(("describe --address ADDRESS", "token acme"), ("", "1")), ("--help", "")],
+    [("describe --address ADDRESS", ""), ("token acme", "1"), ("--help", "")],
 )
 async def test_a_reader_that_leaves_is_no_traceback(
     address: str, command: str, unbuffered: str
