@@ -83,8 +83,7 @@ def _orchestrator(
     generators: Fleet[RemoteGenerator],
     rewards: Fleet[RemoteRewards],
 ) -> Orchestrator:
-    limits = Limits(settings.max_running, settings.max_queued, settings.tenant_tokens)
-    admission = Admission(limits)
+    admission = Admission(Limits(settings.max_running, settings.max_queued))
     instruments.observe_admission(admission)
     return Orchestrator(
         FleetGenerator(generators),

@@ -82,13 +82,6 @@ class OrchestratorSettings(ServiceSettings):
     max_queued: Annotated[int, Field(ge=0)] = Field(
         64, description="requests that may wait, in equal parts for the tenants that do"
     )
-    tenant_tokens: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="candidate-tokens that a tenant may have running and waiting, unless the "
-        "tokens file has its own limit. A request counts as min(n * max_tokens, all slots), plus "
-        "prompt characters / 4, plus 1 per prefix to score, plus 1 per value to return; 0: no "
-        "limit",
-    )
     deadline_s: Seconds = Field(
         600, description="seconds a request may take whose client set no deadline"
     )

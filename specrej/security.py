@@ -6,7 +6,8 @@ A tokens file has one JSON object per line, blank lines and lines that begin wit
 
 The file holds digests only, so that reading it grants no access. Roles are `generate` (the
 default), `gateway` (generate for the tenant that the metadata names) and `admin` (describe only).
-One line of a tenant may also have its `weight` and its `tenant_tokens`, see `Share`.
+One line of a tenant may also have its `weight`, 1 by default: its part of the capacity is in
+proportion to it where several tenants wait.
 A line may have `"expires": "2030-12-31T23:59:59Z"` (ISO 8601), the end of its token's validity.
 """
 
@@ -42,7 +43,7 @@ _CERTIFIED_NAMES = "x509_subject_alternative_name"
 OURS = "/specrej."
 _HEALTH = "/grpc.health.v1.Health/"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-_FIELDS = {"tenant", "sha256", "roles", "weight", "tenant_tokens", "expires"}
+_FIELDS = {"tenant", "sha256", "roles", "weight", "expires"}
 _LEAST_WEIGHT = 0.01
 
 TOKEN_VARIABLE = "SPECREJ_TOKEN"
@@ -69,23 +70,12 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A tenant's part of the capacity: proportional to its weight where several tenants wait.
-
-    `tokens`: candidate-tokens that it may have running and waiting; 0: no limit; None: the default.
-    """
-
-    weight: float = 1.0
-    tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Caller:
     """A call's tenant and roles. Tenants share neither cached answers nor prompt prefixes."""
 
     tenant: str = ""
     roles: frozenset[Role] = frozenset()
-    share: Share = Share()
+    weight: float = 1.0
 
 
 # Set by the interceptor for the task of a call and the tasks it starts.
@@ -109,19 +99,19 @@ class Entry:
 
     tenant: str
     roles: frozenset[Role]
-    share: Share
+    weight: float
     expires: float  # seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A tokens file: its lines by the SHA-256 digest of their token, and shares by tenant.
+    """A tokens file: its lines by the SHA-256 digest of their token, and weights by tenant.
 
-    A tenant's share is that of any of its lines.
+    A tenant's weight is that of any of its lines.
     """
 
     entries: Mapping[bytes, Entry]
-    shares: Mapping[str, Share]
+    weights: Mapping[str, float]
 
 
 class Access:
@@ -174,7 +164,7 @@ class Access:
         tenant = entry.tenant
         if Role.GATEWAY in entry.roles:
             tenant = named or tenant
-        return Caller(tenant, entry.roles, tokens.shares.get(tenant, Share()))
+        return Caller(tenant, entry.roles, tokens.weights.get(tenant, 1.0))
 
 
 def _roles_for(method: str) -> frozenset[Role]:
@@ -221,20 +211,20 @@ def read_tokens(path: Path) -> Tokens:
     """
     lines = enumerate(path.read_text("utf-8", "replace").split("\n"), 1)
     entries: dict[bytes, Entry] = {}
-    shares: dict[str, Share] = {}
+    weights: dict[str, float] = {}
     for number, line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
             digest, entry = _entry(line)
-            share = entry.share
+            weight = entry.weight
             if entries.setdefault(digest, entry) is not entry:
                 raise ValueError("the same token twice")
-            if share != Share() and shares.setdefault(entry.tenant, share) != share:
-                raise ValueError("two weights or limits of one tenant")
+            if weight != 1 and weights.setdefault(entry.tenant, weight) != weight:
+                raise ValueError("two weights of one tenant")
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-    return Tokens(entries, shares)
+    return Tokens(entries, weights)
 
 
 def _entry(line: str) -> tuple[bytes, Entry]:
@@ -250,7 +240,9 @@ def _entry(line: str) -> tuple[bytes, Entry]:
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError("sha256 must be 64 hex digits")
     end = math.inf if expires is None else time_of(expires)
-    return bytes.fromhex(digest), Entry(tenant, _roles(given.get("roles")), _share(given), end)
+    return bytes.fromhex(digest), Entry(
+        tenant, _roles(given.get("roles")), _weight(given.get("weight", 1.0)), end
+    )
 
 
 def time_of(given: Any) -> float:
@@ -274,13 +266,10 @@ def _roles(given: object) -> frozenset[Role]:
     return frozenset(Role(role) for role in given)
 
 
-def _share(given: Mapping[str, Any]) -> Share:
-    weight, tokens = given.get("weight", 1.0), given.get("tenant_tokens")
+def _weight(weight: Any) -> float:
     if type(weight) not in (int, float) or not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
         raise ValueError(f"weight must be from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}")
-    if tokens is not None and (type(tokens) is not int or tokens < 0):
-        raise ValueError("tenant_tokens must be 0 or more")
-    return Share(float(weight), tokens)
+    return float(weight)
 
 
 def new_token(tenant: str, roles: Iterable[Role] = (), expires: str = "") -> tuple[str, str]:

@@ -138,7 +138,7 @@ class ServiceSettings(ProcessSettings):
     )
     tokens_file: str = Field(
         "",
-        description="JSON lines of tenant, sha256, roles, expires, weight, tenant_tokens; all calls"
+        description="JSON lines of tenant, sha256, roles, expires, weight; all calls"
         " except health need a token",
     )
     max_message_bytes: MessageBytes = Field(

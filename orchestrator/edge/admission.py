@@ -27,7 +27,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from specrej.contracts.errors import Overloaded, TooLate
-from specrej.security import Share
 
 MOST_PASSED = 12
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
@@ -42,13 +41,10 @@ class Limits:
 
     `max_running` requests run, and a quarter more of tenants that have none running; `max_queued`
     wait, in equal parts for the tenants that wait.
-    `tenant_tokens` bounds the candidate-tokens that one tenant has running and waiting, unless its
-    share has a limit; 0: no limit.
     """
 
     max_running: int
     max_queued: int
-    tenant_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -127,19 +123,19 @@ class Admission:
         tenant: str = "",
         tokens: int = 1,
         time_left_s: float = math.inf,
-        share: Share | None = None,
+        weight: float = 1.0,
     ) -> AsyncIterator[Permit]:
         """Wait for a permit and hold it while the context lasts; `time_left_s`: to the deadline.
         What is `unused` at its end is given back to the tenant.
 
         Raises:
-            Overloaded: the tenant's part of the line is full, or its limit is reached; carries a
-                delay. Also while waiting, if a tenant with a shorter line needs the place.
+            Overloaded: the tenant's part of the line is full; carries a delay. Also while waiting,
+                if a tenant with a shorter line needs the place.
             TooLate: the expected wait is longer than the time left.
         """
         own = self._tenants.get(tenant) or _Tenant(tenant, next(self._arrivals))
-        own.weight = (share := share or Share()).weight
-        self._check(own, tokens, time_left_s, share)
+        own.weight = weight
+        self._check(own, time_left_s)
         self._tenants[tenant] = own
         own.held += tokens
         try:
@@ -162,17 +158,11 @@ class Admission:
         held = [(name, tenant.held) for name, tenant in [*self._tenants.items()] if tenant.held]
         return heapq.nlargest(num_tenants, held, key=lambda pair: pair[1])
 
-    def _check(self, own: _Tenant, tokens: int, time_left_s: float, share: Share) -> None:
+    def _check(self, own: _Tenant, time_left_s: float) -> None:
         """Raises Overloaded or TooLate unless this request may run or wait."""
-        limits = self._limits
-        limit = limits.tenant_tokens if share.tokens is None else share.tokens
-        excess = own.held + tokens - limit
-        if limit and own.held and excess > 0:
-            text = f"{own.held} candidate-tokens of {limit} are under way"
-            wait_s = self._service_s(own, excess) / limits.max_running
-            raise Overloaded(text, retry_after_s=_bounded(wait_s))
         if self._may_run(own):
             return
+        limits = self._limits
         num_lines, wait_s = len(self._with_lines()) + (not own.line), self._fair_wait_s(own)
         is_full = self.queued >= limits.max_queued
         if is_full and (len(own.line) + 1) * num_lines > limits.max_queued:

@@ -46,7 +46,6 @@ from specrej.contracts.validation import (
     check_prompt_bytes,
     check_request,
 )
-from specrej.security import Share
 
 T = TypeVar("T")
 
@@ -123,7 +122,7 @@ class Plan:
     candidate_tokens: int  # upper bound, for admission
     grown_tokens: int  # most of these that candidates may grow to
     tenant: str
-    share: Share
+    weight: float  # of the tenant
     key_of: Callable[[str, str], str]  # of the answer, by the fingerprints that make it
     generator_fingerprint: str
     reward_fingerprint: str
@@ -172,7 +171,7 @@ class Planner:
         self,
         request: c.GenerationRequest,
         tenant: str,
-        share: Share,
+        weight: float,
         violations: Sequence[Violation],
         time_left_s: float,
     ) -> Plan:
@@ -222,7 +221,7 @@ class Planner:
             candidate_tokens=_candidate_tokens(request, most, generator),
             grown_tokens=_grown_tokens(request, most, generator),
             tenant=tenant,
-            share=share,
+            weight=weight,
             key_of=partial(answer_key, planned, tenant=tenant, secret=self._secret),
             generator_fingerprint=generator.fingerprint,
             reward_fingerprint="" if away else _fingerprint_of(rewards, served),

@@ -26,7 +26,6 @@ from orchestrator.observe.requests import ObservedRequest, note_request, observi
 from specrej import contracts as c
 from specrej import telemetry
 from specrej.contracts.errors import InvalidRequest, Violation
-from specrej.security import Share
 from specrej.telemetry import names
 
 
@@ -77,7 +76,7 @@ class Orchestrator:
         emit: Callable[[c.Event], None],
         *,
         tenant: str,
-        share: Share,
+        weight: float,
         violations: Sequence[Violation] = (),
         time_left_s: float = math.inf,
         within: WithinRounds | None = None,
@@ -85,7 +84,7 @@ class Orchestrator:
         """Answer one request: `emit` receives each event as it happens, `Finished` last; `within`
         those within rounds.
 
-        `emit` must return at once: the run waits for it. `share` is the tenant's; `violations`
+        `emit` must return at once: the run waits for it. `weight` is the tenant's; `violations`
         are those of the message's conversion; `time_left_s`: to the deadline.
 
         Raises:
@@ -94,7 +93,7 @@ class Orchestrator:
         request_id = uuid.uuid4().hex
         note_request(request, request_id, tenant)
         with telemetry.span(names.SPAN_PLAN):
-            plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
+            plan = await self._planner.plan(request, tenant, weight, violations, time_left_s)
         if within:
             within = replace(within, emit=partial(_emit_named, within.emit, request_id))
         with observing(plan.request, plan.model, plan.arrived, time_left_s) as observed:
@@ -124,7 +123,7 @@ class Orchestrator:
         unfinished: bool,
         data: str,
         tenant: str,
-        share: Share,
+        weight: float,
         time_left_s: float = math.inf,
     ) -> tuple[str, c.Scores]:
         """The name of the reward ("" is the default), and its score for each response.
@@ -138,7 +137,7 @@ class Orchestrator:
         tokens = characters_to_tokens(sum(map(len, responses)))
         try:
             async with (
-                self._admission.enter(tenant, max(1, tokens), time_left_s, share),
+                self._admission.enter(tenant, max(1, tokens), time_left_s, weight),
                 self._rewards.open(name, prompt, data) as session,
             ):
                 return name, await checked(session, candidates)
@@ -159,7 +158,7 @@ class Orchestrator:
                 if plan.must_check:  # before it holds a permit
                     await self._generator.check(spec_of(plan.request, salt))
                 tokens, left_s = plan.candidate_tokens, plan.left_s
-                entering = self._admission.enter(plan.tenant, tokens, left_s, plan.share)
+                entering = self._admission.enter(plan.tenant, tokens, left_s, plan.weight)
                 permit, queue_ms = await observed.admitted(stack, entering)
             except InvalidRequest as error:
                 raise _with_public_paths(error) from error
@@ -172,7 +171,7 @@ class Orchestrator:
                 salt,
                 plan.left_s,
                 within=within,
-                weight=plan.share.weight,
+                weight=plan.weight,
                 cheap=plan.cheap,
                 extract=plan.extract,
                 are_valid=plan.are_valid,

@@ -182,7 +182,7 @@ def _of_call() -> dict[str, Any]:
     """Who calls, and the seconds left to the deadline."""
     caller, left_s = current_caller(), time_left_s()
     left_s = math.inf if left_s is None else left_s
-    return {"tenant": caller.tenant, "share": caller.share, "time_left_s": left_s}
+    return {"tenant": caller.tenant, "weight": caller.weight, "time_left_s": left_s}
 
 
 def _answer_reply(event: c.Event) -> pb.GenerateResponse:

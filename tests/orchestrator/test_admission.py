@@ -15,7 +15,6 @@ from orchestrator.cache import tenant_digest
 from orchestrator.edge.admission import MOST_PASSED, Admission, Limits
 from orchestrator.observe import instruments
 from specrej.contracts.errors import Overloaded, TooLate
-from specrej.security import Share
 from specrej.telemetry import metrics, names
 from specrej.telemetry.metrics import Observe
 from specrej.telemetry.names import Metric
@@ -28,9 +27,9 @@ BOUND_S = 5.0
 class Requests:
     """Numbered requests that hold their permits until the test finishes them."""
 
-    def __init__(self, max_running: int, max_queued: int, **limits: int) -> None:
+    def __init__(self, max_running: int, max_queued: int) -> None:
         self.clock = Clock()
-        self.admission = Admission(Limits(max_running, max_queued, **limits), self.clock)
+        self.admission = Admission(Limits(max_running, max_queued), self.clock)
         self.tasks: list[asyncio.Task[None]] = []
         self.entered: list[int] = []
         self.running = 0
@@ -48,10 +47,10 @@ class Requests:
         tenant: str = "",
         tokens: int = 1,
         time_left_s: float = math.inf,
-        share: Share | None = None,
+        weight: float = 1.0,
     ) -> None:
         end = asyncio.Event()
-        work = self._hold(len(self.tasks), end, tenant, tokens, time_left_s, share)
+        work = self._hold(len(self.tasks), end, tenant, tokens, time_left_s, weight)
         self.tasks.append(asyncio.create_task(work))
         self._ends.append(end)
 
@@ -251,21 +250,6 @@ async def test_the_expected_wait_is_that_of_the_tenants_ahead() -> None:
     await requests.finish_all()
 
 
-async def test_candidate_tokens_of_a_tenant_are_limited() -> None:
-    """Guards the other tenants, and the tenant itself against a limit that never ends."""
-    requests = Requests(10, 10, tenant_tokens=100)
-    admission = requests.admission
-    await requests.arrive(tenant="a", tokens=80)
-    await requests.arrive(tenant="b", tokens=1000)  # a single request may exceed the limit
-    refusal = await requests.refused(tenant="a", tokens=21)
-    assert "80 candidate-tokens of 100 are under way" in refusal.message
-    async with admission.enter("a", 20), admission.enter("c", 100):
-        assert admission.running == 4
-    await requests.finish_all()
-    async with admission.enter("a", 100):
-        assert admission.running == 1
-
-
 _ACTIONS = st.sampled_from(["start", "start", "turn", "finish", "cancel"])
 
 
@@ -404,8 +388,8 @@ async def test_tenants_that_wait_have_their_shares_in_any_window(
 
     async def arrive(owner: int, tokens: int) -> None:
         owners.append((owner, tokens))
-        share = Share(weights[owner] if owner < len(sizes) else 1.0)
-        await requests.arrive(tenant=str(owner), tokens=tokens, share=share)
+        weight = weights[owner] if owner < len(sizes) else 1.0
+        await requests.arrive(tenant=str(owner), tokens=tokens, weight=weight)
 
     for number in range(max_running):
         await arrive(100 + number, 1)

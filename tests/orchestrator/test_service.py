@@ -26,7 +26,7 @@ from specrej import contracts as c
 from specrej.client import Client
 from specrej.contracts import Finished, FinishReason, Prompt, wire
 from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Unavailable
-from specrej.security import Caller, Share, set_caller
+from specrej.security import Caller, set_caller
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator import caching
@@ -403,7 +403,7 @@ async def planned(
     selection |= parts.pop("selection", {})
     request = c.GenerationRequest(prompt, selection=c.Selection(**selection), **parts)
     planner = Planner(Described(), TwoRewards(), secret=Secret())
-    plan = await planner.plan(request, "", Share(), (), 5.0)
+    plan = await planner.plan(request, "", 1.0, (), 5.0)
     assert 0 < plan.left_s < 5, "the time in the queue is no part of the run's"
     for scorer in plan.scorers:
         async with scorer(plan.request.prompt):
@@ -491,7 +491,7 @@ async def test_a_reward_without_description_is_replaced_if_allowed(kind: type[Ex
     served: Any = SimpleNamespace(describe=described, open=print)
     known, unknown = (Planner(ToyGenerator(), served, secret=Secret()) for _ in range(2))
     asked = c.GenerationRequest(c.Prompt.from_user("hi"), allow_degraded=True)
-    arguments = (asked, "", Share(), (), math.inf)
+    arguments = (asked, "", 1.0, (), math.inf)
     await known.plan(*arguments)
     described.side_effect = kind("failed")
     assert not (await known.plan(*arguments)).has_no_rewards

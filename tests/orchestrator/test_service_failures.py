@@ -68,25 +68,18 @@ async def test_times_count_from_arrival() -> None:
     assert 0 < queue_s <= first_round_s <= total_s
 
 
-async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> None:
-    """Guards the way of a tenant's limit from the file to admission; a request has 522:
-    twelve candidates of 40 tokens and three rounds, one is returned, and the prompt."""
+async def test_the_weight_of_the_tokens_file_applies(tmp_path: Path) -> None:
+    """Guards the way of a tenant's weight from the file to admission."""
     token, entry = new_token("acme")
-    place(tmp_path / "tokens", entry)
-    metadata = [("authorization", f"Bearer {token}")]
+    place(tmp_path / "tokens", json.dumps({**json.loads(entry), "weight": 4}))
     async with world(server_settings={"tokens_file": str(tmp_path / "tokens")}) as service:
         service.generator.gates["extend"].shut()
-        first = service.stub.Generate(small_request(seed=0), metadata=metadata)
+        metadata = [("authorization", f"Bearer {token}")]
+        call = service.stub.Generate(small_request(seed=0), metadata=metadata)
         await until(lambda: service.admission.running == 1)
-        place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 900}))
-        error = await failure_of(service.stub.Generate(small_request(seed=1), metadata=metadata))
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert error.details() == "522 candidate-tokens of 900 are under way"
-        place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 1044}))
-        second = service.stub.Generate(small_request(seed=1), metadata=metadata)
-        await until(lambda: service.admission.running == 2)
+        assert service.admission._tenants["acme"].weight == 4
         service.generator.gates["extend"].open()
-        assert (await first).text and (await second).text
+        assert (await call).text
 
 
 @pytest.mark.parametrize("is_default", [True, False], ids=["default", "client"])

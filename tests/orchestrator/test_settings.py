@@ -77,7 +77,7 @@ INVALID_OF_GENERATOR = [
 # Numbers that may be 0.
 ZERO = {
     *("port", "metrics_port", "health_port", "threads", "kv_slots", "prefix_cache"),
-    *("max_queued", "max_waiting", "tenant_tokens", "context_tokens"),
+    *("max_queued", "max_waiting", "context_tokens"),
     *("auto_candidates", "default_n", "least_bytes_s"),
 }
 

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from specrej import Client, security
 from specrej.client.channel import open_channel
 from specrej.contracts import errors
-from specrej.security import Access, Share, check_credentials, is_local, read_tokens
+from specrej.security import Access, check_credentials, is_local, read_tokens
 from specrej.server import interceptor
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
@@ -107,18 +107,18 @@ def test_only_a_gateway_names_tenants(path: Path) -> None:
     assert Access().admit(GENERATE, []).tenant == ""
 
 
-def test_a_tenant_has_one_share(tmp_path: Path) -> None:
-    """Guards new tokens of a tenant, and tenants of a gateway, against the default share."""
+def test_a_tenant_has_one_weight(tmp_path: Path) -> None:
+    """Guards new tokens of a tenant, and tenants of a gateway, against the default weight."""
     path = tokens_file(tmp_path / "tokens", acme=None, other=None, edge=["gateway"])
-    more = line(tenant="acme", weight=2.5, tenant_tokens=0)
+    more = line(tenant="acme", weight=2.5)
     place(path, f"{path.read_text()}\n{more}")
     access, header = Access(path), ("specrej-tenant", "acme")
-    assert access.admit(GENERATE, bearer("acme-token")).share == Share(2.5, 0)
-    assert access.admit(GENERATE, [*bearer("edge-token"), header]).share == Share(2.5, 0)
-    assert access.admit(GENERATE, bearer("edge-token")).share == Share()
-    assert access.admit(GENERATE, bearer("other-token")).share == Share()
+    assert access.admit(GENERATE, bearer("acme-token")).weight == 2.5
+    assert access.admit(GENERATE, [*bearer("edge-token"), header]).weight == 2.5
+    assert access.admit(GENERATE, bearer("edge-token")).weight == 1
+    assert access.admit(GENERATE, bearer("other-token")).weight == 1
     place(path, path.read_text().replace("2.5", "4"))
-    assert access.admit(GENERATE, bearer("acme-token")).share == Share(4, 0)
+    assert access.admit(GENERATE, bearer("acme-token")).weight == 4
 
 
 def test_two_tenants_are_refused(path: Path) -> None:
@@ -168,10 +168,9 @@ def line(**changes: object) -> str:
         *((line(sha256=digest), "line 1: sha256 must be 64") for digest in (None, "s3cret")),
         *((line(roles=roles), "roles must be") for roles in BAD_ROLES),
         *((line(weight=weight), "weight must be from 0.01 to 100") for weight in BAD_WEIGHTS),
-        *((line(tenant_tokens=n), "tenant_tokens must be 0 or more") for n in (-1, 1.5, "s3cret")),
         *((line(expires=time), "line 1: expires must be a time") for time in BAD_TIMES),
         (f"{line()}\n{line()}", "line 2: the same token twice"),
-        (f"{line(weight=2)}\n{line(sha256='cd' * 32, weight=3)}", "line 2: two weights or limits"),
+        (f"{line(weight=2)}\n{line(sha256='cd' * 32, weight=3)}", "line 2: two weights"),
     ],
 )
 def test_errors_of_bad_lines_do_not_quote_them(tmp_path: Path, text: str, message: str) -> None:

@@ -34,7 +34,6 @@ from reward_service.kinds.toy import ToyReward
 from specrej import contracts as c
 from specrej.contracts.errors import NotFound, Overloaded, SpecrejError, Unavailable
 from specrej.remote import RemoteGenerator
-from specrej.security import Share
 from tests.orchestrator.backends.fleets import (
     PATIENT,
     QUICK,
@@ -523,7 +522,7 @@ async def test_a_request_is_charged_for_one_generator() -> None:
         selection = c.Selection(n, rewards=(c.WeightedReward("likelihood"),))
         asked = c.GenerationRequest(PROMPT, c.Sampling(max_tokens=64), selection)
         planner = Planner(generator, UNUSED_REWARDS, secret=Secret())
-        return (await planner.plan(asked, "", Share(), (), math.inf)).candidate_tokens
+        return (await planner.plan(asked, "", 1.0, (), math.inf)).candidate_tokens
 
     small, large = HeldGenerator(200), HeldGenerator(300)
     async with generators(small, large) as running:
