@@ -29,6 +29,9 @@ Edge = tuple[str, str, Port]
 def edges(policies: Iterable[Object], peers: Iterable[Peer], ports: Iterable[Port]) -> set[Edge]:
     """Return allowed (source, target, port) edges with source or target in our namespace."""
     policies, peers, ports = list(policies), list(peers), list(ports)
+    rules = {
+        (way, peer): _rules(policies, way, peer) for way in ("egress", "ingress") for peer in peers
+    }
     return {
         (source.name, target.name, port)
         for source in peers
@@ -36,23 +39,26 @@ def edges(policies: Iterable[Object], peers: Iterable[Peer], ports: Iterable[Por
         for port in ports
         if source != target
         and NAMESPACE in (source.namespace, target.namespace)
-        and _allowed(policies, "egress", source, target, port)
-        and _allowed(policies, "ingress", target, source, port)
+        and _allowed(rules["egress", source], "egress", target, port)
+        and _allowed(rules["ingress", target], "ingress", source, port)
     }
 
 
-def _allowed(policies: list[Object], way: str, own: Peer, other: Peer, port: Port) -> bool:
-    """Return whether a policy allows it; a pod that no policy selects is unrestricted."""
+def _rules(policies: list[Object], way: str, own: Peer) -> list[Object] | None:
+    """The rules of all policies that select a pod; None: there is none, so all is allowed."""
     if own.namespace != NAMESPACE:
-        return True
+        return None
     of_own = [
         policy["spec"]
         for policy in policies
         if way.capitalize() in policy["spec"]["policyTypes"]
         and selects(policy["spec"]["podSelector"], dict(own.labels))
     ]
-    rules = (rule for spec in of_own for rule in spec.get(way) or ())
-    return not of_own or any(_rule_allows(rule, way, other, port) for rule in rules)
+    return [rule for spec in of_own for rule in spec.get(way) or ()] if of_own else None
+
+
+def _allowed(rules: list[Object] | None, way: str, other: Peer, port: Port) -> bool:
+    return rules is None or any(_rule_allows(rule, way, other, port) for rule in rules)
 
 
 def _rule_allows(rule: Mapping[str, Any], way: str, other: Peer, port: Port) -> bool:

@@ -49,8 +49,9 @@ HEALTH_NAMES = {
 }
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 OPERATORS, INGRESS, SHARED = m.VARIANTS
-# It reads the schemas, of some MB, for each object.
+# It reads the schemas, of some MB, and lists their folders for each object.
 schemas.schema_contents = cache(schemas.schema_contents)
+schemas.all_versions = cache(schemas.all_versions)
 OLDEST, *_, NEWEST = sorted({schemas.major_minor(item) for item in schemas.all_versions()})[-5:]
 CRDS = m.ROOT / ".tools" / "schemas"  # make crd-schemas
 COMPILER = ("--strict", "--skipLibCheck", "--module", "nodenext", "--target", "es2022")
@@ -111,27 +112,36 @@ def test_a_wish_changes_what_is_rendered(wish: str, values: str) -> None:
     # The Secret of Redis differs each time.
     changed = [item for item in wished if item not in plain and item["kind"] != "Secret"]
     assert changed or len(wished) < len(plain), wish
-    for item in changed:
-        if not m.package_of(item):
-            kubernetes_validate.validate(dict(item), NEWEST, strict=True)
+    validate(changed, NEWEST)
 
 
 # Schemas
 
 
+def validate(items: Iterable[m.Object], minor: str) -> None:
+    """Raises ValidationError: a cluster of this version would reject an object, or drop a field.
+
+    For custom resources see `test_custom_resources_are_valid`.
+    """
+    for item in items:
+        if not m.package_of(item):
+            _validate(json.dumps(item), minor)
+
+
+@cache
+def _validate(item: str, minor: str) -> None:
+    """Presets have most objects in common."""
+    kubernetes_validate.validate(json.loads(item), minor, strict=True)
+
+
 @pytest.mark.parametrize("minor", [OLDEST, NEWEST])
 def test_objects_are_valid(manifests: m.Manifests, minor: str) -> None:
     """Guards against a field that a cluster would reject or drop, and schemas without effect."""
-    for item in manifests.objects:
-        if not m.package_of(item):  # else see test_custom_resources_are_valid
-            kubernetes_validate.validate(dict(item), minor, strict=True)
-    for name in manifests.workloads:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}}
-        kubernetes_validate.validate({**pod, "spec": manifests.pod(name)}, minor, strict=True)
+    validate(manifests.objects, minor)
     wrong: dict[str, Any] = deepcopy(dict(manifests.workloads["orchestrator"]))
     wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, minor, strict=True)
+        validate([wrong], minor)
 
 
 def _program(objects: Iterable[m.Object]) -> str:
@@ -556,8 +566,7 @@ def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
 def test_the_router_knows_all_servers() -> None:
     """Guards against a server without requests, and fields that a cluster refuses."""
     objects = [*yaml.safe_load_all((m.DEPLOY / "vllm-router.yaml").read_text())]
-    for item in objects:
-        kubernetes_validate.validate(item, NEWEST, strict=True)
+    validate(objects, NEWEST)
     manifests = m.Manifests(tuple(objects))
     servers, router = manifests.workloads["vllm"]["spec"], manifests.container("vllm-router")
     hosts = [f"vllm-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
