@@ -6,13 +6,12 @@ import asyncio
 import signal
 import sys
 from functools import partial
-from itertools import count
 from typing import Any
 
 from tests.faults import phases
 from tests.faults.case import Case, Play, case
 from tests.faults.phases import Phase, held_at
-from tests.faults.world import LEASE_S, SERVICES, Call, Outcome, World
+from tests.faults.world import LEASE_S, SERVICES, Outcome, World
 
 _DEADLINE_S = 5.0  # longer than a phase takes to be reached
 _CALL_S = 60.0  # a slow machine needs 20 s
@@ -36,38 +35,6 @@ async def kill(name: str, phase: Phase, world: World, **options: Any) -> list[st
         outcome = await call.outcome()
     await world.stack.restart(name)
     return [outcome.label]
-
-
-async def starts_again(world: World) -> list[str]:
-    """A request whose generator is killed starts again at another one, with the same answer."""
-    async with (
-        world.another("generator") as other,
-        world.another(
-            "orchestrator", GENERATOR_ADDRESS=f"{world.addresses['generator']},{other}"
-        ) as address,
-    ):
-        call, options = await _placed(world, address)
-        world.kill("generator")
-        outcomes = [await call.outcome(), await Call(address, **options).outcome()]
-        await world.stack.restart("generator")
-    answers = [outcome.generation for outcome in outcomes if outcome.generation]
-    texts = {tuple(ranked.text for ranked in answer.candidates) for answer in answers}
-    assert len(texts) == 1, "the answer differs from that of a run at one generator"
-    return [outcome.label for outcome in outcomes]
-
-
-async def _placed(world: World, address: str) -> tuple[Call, dict[str, Any]]:
-    """A call that runs at the world's own generator, and its options."""
-    for number in count():  # half of the prompts are placed there
-        options: dict[str, Any] = {"prompt": f"Prompt {number}", "n": 8, "max_tokens": 400}
-        call = Call(address, timeout_s=_CALL_S, **options)
-        for _ in range(50):
-            if (await world.generator()).sessions:
-                return call, options
-            await asyncio.sleep(0.01)
-        call.cancel()
-        await call.outcome()
-    raise AssertionError
 
 
 async def stop_backend(name: str, phase: Phase, world: World) -> list[str]:
@@ -176,7 +143,6 @@ CASES: tuple[Case, ...] = (
         for name in SERVICES
         for point, phase in _PHASES.items()
     ),
-    case("kill/one-of-two-generators", starts_again, "OK x 2", limit_s=_START_S),
     *(case(f"stop/{name}", play, code) for name, (play, code) in _STOPPED.items()),
     *(case(f"starve/{name}", partial(starve, name), "OK", limit_s=_START_S) for name in SERVICES),
     *(

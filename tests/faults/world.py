@@ -11,9 +11,7 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
-from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ from tests.serving import describe_generator, describe_service, health_of
 
 T = TypeVar("T")
 RECOVERY_S = 10.0  # bound of the invariant
-_START_S = 60.0
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
 CALL_S = 20.0  # a call that takes longer hangs
 CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
@@ -165,11 +162,9 @@ class World:
         stack: Stack,
         proxies: Mapping[str, Proxy],
         other_children: frozenset[int],
-        variables: Mapping[str, str],
     ) -> None:
         """`other_children`: process ids of children that do not belong to the stack."""
         self.stack = stack
-        self.variables = variables  # of all its services
         # Between the orchestrator and "generator", "reward", "redis".
         self.proxies = proxies
         self._other_children = other_children
@@ -242,27 +237,6 @@ class World:
             if status == psutil.STATUS_ZOMBIE:
                 await self.stack.restart(name)
 
-    @asynccontextmanager
-    async def another(self, kind: str, **settings: str) -> AsyncIterator[str]:
-        """The address of one more process of a service, with these settings besides the world's,
-        once it serves; it is killed at the end."""
-        settings = {"PORT": str(Ports.free().orchestrator), **settings}
-        named = {f"SPECREJ_{kind.upper()}_{name}": value for name, value in settings.items()}
-        address = f"{HOST}:{settings['PORT']}"
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", Stack.modules[kind]),
-            env={**os.environ, **self.variables, **named},
-            stderr=DEVNULL,
-        )
-        try:
-            serves = partial(health_of, address)
-            await _until_described(serves, lambda health: health == "SERVING", _START_S)
-            yield address
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
     async def settle(self) -> float:
         """Return the seconds until the invariant holds.
 
@@ -328,7 +302,7 @@ async def world(environment: Mapping[str, str] | None = None) -> AsyncIterator[W
         (files / CACHE_SECRET).write_text(secrets.token_hex(32))
         variables = {**_environment(proxies, files), **(environment or {})}
         stack = await undo.enter_async_context(Stack(ports, environment=variables, grace_s=10))
-        running = World(stack, proxies, other_children, variables)
+        running = World(stack, proxies, other_children)
         await running.settle()  # the first answer is the reference
         yield running
 
