@@ -1,9 +1,10 @@
 """Right answers for fewer tokens: verifiers, waves and votes on tasks with known answers.
 
-`make right ARGS="checks"`, `"reasoning"` or `"humaneval"`: collects all candidates of each task at
-a service that runs on this machine, once; replays every policy on them by the loop that serves
-requests (`experiments.recorded`); and writes a table with 95 % intervals over tasks. With --live,
-services with the verifier answer the first tasks as well, by the study's policy for that.
+`make right ARGS="checks"`, `"reasoning"`, `"calls"` or `"humaneval"`: collects all candidates of
+each task at a service that runs on this machine, once; replays every policy on them by the loop
+that serves requests (`experiments.recorded`); and writes a table with 95 % intervals over tasks.
+With --live, services with the verifier answer the first tasks as well, by the study's policy for
+that.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Study:
     policies: Mapping[str, c.Selection]
     verifier: Mapping[str, Any] = field(default_factory=dict)  # spec of the reward `verifier`
     live: str = ""  # the policy of --live
+    temperature: float = TEMPERATURE
 
 
 def _verified(*rewards: c.WeightedReward, waves: int = 0) -> c.Selection:
@@ -121,8 +123,9 @@ STUDIES = {
             "likelihood": _MAJORITY,
             "exact stop, waves of 4": _voting("tool_call", waves=4),
             "stop at 0.95, waves of 4": _voting("tool_call", 0.95, waves=4),
-            "stop at 0.95, waves of 2": _voting("tool_call", 0.95, waves=2),
+            **{f"stop at {p}, waves of 2": _voting("tool_call", p, waves=2) for p in (0.95, 0.9)},
         },
+        temperature=0.65,
     ),
     "humaneval": Study(
         right_tasks.humaneval,
@@ -144,7 +147,7 @@ STUDIES = {
 
 
 def _sampling(study: Study, task: Task) -> c.Sampling:
-    return c.Sampling(study.max_tokens, temperature=TEMPERATURE, seed=task.number)
+    return c.Sampling(study.max_tokens, temperature=study.temperature, seed=task.number)
 
 
 async def collect(study: Study, tasks: Sequence[Task], path: Path, model: str) -> None:
@@ -294,6 +297,8 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
         if study.tasks is right_tasks.checks:
             wrong_vetoes += await count_wrong_vetoes(task, answers, verifier)
     rows = table(right, tokens, next(iter(study.policies)))
+    for row in rows:
+        row["less one sample"] = _cells(mean(np.subtract(right[row["policy"]], passing)))
     about = {"tasks": len(tasks), "n": study.n, "one_sample": float(np.mean(passing))}
     if study.tasks is right_tasks.checks:
         about["passing_candidates_vetoed"] = wrong_vetoes

@@ -226,8 +226,8 @@ def _wanted(drawn: random.Random, number: int) -> tuple[str, str, dict[str, Any]
 
 
 def calls(count: int) -> list[Task]:
-    """Requests with one right call among five tools."""
-    drawn, extract = random.Random(0), extractor(Vote("tool_call"), {})
+    """Requests with one right call among five tools, each after an example of every tool."""
+    drawn, extract = random.Random(1), extractor(Vote("tool_call"), {})
     tools = tuple(
         Tool(
             name,
@@ -243,11 +243,17 @@ def calls(count: int) -> list[Task]:
         )
         for name, (description, properties) in _TOOLS.items()
     )
+    examples: list[Message] = []
+    for number in range(len(tools)):
+        text, name, arguments = _wanted(random.Random(1000 + number), number)
+        call = ToolCall(f"example-{number}", name, json.dumps(arguments))
+        examples += [Message("user", text), Message("assistant", "", (call,))]
+        examples += [Message("tool", "Done.", (), call.id), Message("assistant", "Done.")]
     tasks = []
     for number in range(count):
         text, name, arguments = _wanted(drawn, number)
         expected = vote_of_calls([ToolCall("", name, json.dumps(arguments))])
-        prompt = Prompt((Message("user", text),), tools=tools, tool_choice="required")
+        prompt = Prompt((*examples, Message("user", text)), tools=tools, tool_choice="required")
 
         def is_right(answer: str, vote: str | None, expected: str = expected) -> bool:
             return (extract(answer) if vote is None else vote) == expected
