@@ -21,8 +21,6 @@ from dataclasses import asdict, fields
 from html import escape
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from deploy.local.machine import describe_machine
 from deploy.local.processes import ProcessError
 from loadtest.__main__ import run_locust, serving
@@ -61,7 +59,7 @@ def main() -> None:
         parser.exit(1, f"loadtest-report: {error}\n")
     print(*("\t".join(row) for row in table([*alone, *loaded])), sep="\n")
     if not code:
-        picture(alone, loaded).savefig(given.out / "report.svg", metadata={"Date": None})
+        draw(given.out / "report.svg", alone, loaded)
         (given.out / "report.html").write_text(page(alone, loaded), "utf-8")
     rows = {"alone": [*map(asdict, alone)], "loaded": [*map(asdict, loaded)]}
     result = {**rows, "max_tokens": given.max_tokens, **describe_machine()}
@@ -137,8 +135,11 @@ def _of(algorithm: str, rows: Sequence[Bought]) -> list[Bought]:
     return [one for one in rows if one.algorithm == algorithm]
 
 
-def picture(alone: Sequence[Bought], loaded: Sequence[Bought]) -> Figure:
-    """Seconds against N; reward against tokens; answers per second against users."""
+def draw(path: Path, alone: Sequence[Bought], loaded: Sequence[Bought]) -> None:
+    """Write an SVG file: seconds against N; reward against tokens; answers per second against
+    users."""
+    from matplotlib.figure import Figure  # only here: to import it takes seconds
+
     figure = Figure(figsize=(13, 4), layout="constrained")
     seconds, rewards, rates = figure.subplots(1, 3)
     for color, algorithm in (("C0", _OURS), ("C1", _FULL)):
@@ -164,7 +165,7 @@ def picture(alone: Sequence[Bought], loaded: Sequence[Bought]) -> Figure:
         axes.set_xticks(ticks, map(str, ticks))
         axes.minorticks_off()
     rates.set_ylim(bottom=0)
-    return figure
+    figure.savefig(path, metadata={"Date": None})
 
 
 def page(alone: Sequence[Bought], loaded: Sequence[Bought]) -> str:

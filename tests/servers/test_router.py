@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.endpoint import open_endpoint
 from specrej.contracts import Generator, Prompt, Sampling, SessionSpec
 from tests.servers.starting import MODEL, router, vllm_server
 from tests.serving import until
@@ -35,6 +34,9 @@ async def servers() -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def _generator(url: str, header: str) -> AsyncIterator[Generator]:
+    # Only here: it imports torch, and all processes of the tests would.
+    from generator_service.stock.endpoint import open_endpoint
+
     own: dict[str, Any] = {
         "model": str(MODEL),
         "remote_url": f"{url}/v1",
