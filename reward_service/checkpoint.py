@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,13 +25,9 @@ HEAD_TENSOR = "head"
 
 
 def load_model(
-    spec: LocalSpec,
-    resources: Resources,
-    auto_class: Any = AutoModel,
-    *,
-    heads: Collection[str] = (),
+    spec: LocalSpec, resources: Resources, *, heads: Collection[str] = ()
 ) -> PreTrainedModel:
-    """A model by one of transformers' Auto classes, with all its weights; float32 on the CPU.
+    """A model without its head, with all its weights; float32 on the CPU.
 
     Sets torch's thread count, which belongs to the thread that sets it. heads: beginnings of the
     names of the tensors that the reward reads itself.
@@ -44,7 +39,7 @@ def load_model(
         torch.set_num_threads(resources.threads)
     load_config(spec.directory)
     model = load_weights(
-        auto_class,
+        AutoModel,
         spec.directory,
         spare=heads,
         dtype=torch.float32 if resources.device == "cpu" else "auto",

@@ -206,7 +206,6 @@ class Text:
     """A tokenized text that is computed whole, and the head's output for it once it is."""
 
     token_ids: Sequence[int]
-    types: Sequence[int] = ()  # token types, for encoders
     result: Any = None
     num_computed: int = 0
 

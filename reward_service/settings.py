@@ -20,9 +20,8 @@ class RewardSettings(ServiceSettings):
     Set by flags, or by environment variables named SPECREJ_REWARD_ and the setting's name.
 
     rewards is a JSON list; the first is the default of requests that name none. The kinds are
-    classifier, cross-encoder, relevance, function, http, toy, answer,
-    checks, schema, call, tests and judge; docs/rewards.md says what each is for, and its options.
-    An example:
+    classifier, relevance, function, http, toy, answer, checks, schema, call, tests and judge;
+    docs/rewards.md says what each is for, and its options. An example:
     [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].
 
     Each reward computed here has a thread of its own, which computes batches of all sessions

@@ -59,9 +59,6 @@ SpecialTokens = Literal["template", "tokenizer", "both"]
 # What a reward does with the images of prompts: reads them, reads the texts alone, or refuses them.
 Images = Literal["read", "text", "refuse"]
 
-# The index of the label whose logit is the score; None: there is one label.
-Label = Annotated[int, Field(ge=0)] | None
-
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -153,17 +150,6 @@ class RelevanceSpec(LocalSpec):
     kind: Literal["relevance"] = "relevance"
 
 
-class CrossEncoderSpec(LocalSpec):
-    """An encoder that reads prompt and response as a pair.
-
-    label: the index of the label that is the score, where there are several.
-    """
-
-    loader = "encoder:CrossEncoderReward"
-    kind: Literal["cross-encoder"] = "cross-encoder"
-    label: Label = None
-
-
 class ClassifierSpec(LocalSpec):
     """A decoder-only sequence classifier, or a backbone with a head of its own.
 
@@ -178,7 +164,7 @@ class ClassifierSpec(LocalSpec):
     kind: Literal["classifier"] = "classifier"
     special_tokens: SpecialTokens = "template"
     head_file: Path | None = None
-    label: Label = None
+    label: Annotated[int, Field(ge=0)] | None = None
     engine: Literal["auto", "own", "vllm"] = "auto"
     vllm_options: dict[str, Any] = Field(default_factory=dict)
 
@@ -330,7 +316,6 @@ class JudgeSpec(ServerSpec):
 RewardSpec = Annotated[
     ToySpec
     | RelevanceSpec
-    | CrossEncoderSpec
     | ClassifierSpec
     | FunctionSpec
     | HTTPSpec

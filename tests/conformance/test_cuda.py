@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig
 
 from reward_service.reward import score_batch
 from tests.reward_service import tiny
@@ -27,10 +26,8 @@ def test_causal_rewards_score_as_on_the_processor(tmp_path: Path, family: str) -
     assert _largest_difference("classifier", tmp_path) < 1e-3
 
 
-def test_encoders_score_as_on_the_processor(tmp_path: Path) -> None:
-    config = BertConfig(**tiny.SIZES, max_position_embeddings=260, pad_token_id=0)
-    tiny.save(tmp_path, config, tiny.make_tokenizer(tiny.PAD))
-    assert _largest_difference("cross-encoder", tmp_path) < 1e-3
+def test_relevance_is_as_on_the_processor() -> None:
+    assert _largest_difference("relevance", Path(".models/relevance")) < 1e-3
 
 
 def _largest_difference(kind: str, directory: Path) -> float:

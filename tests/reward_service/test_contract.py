@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from tests.reward_service import tiny
 from tests.reward_service.endpoint import served
-from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.tiny import PROMPT, TEXTS, batch, load, save, working
 
 
@@ -25,13 +24,10 @@ def brevity(prompt: Prompt, responses: list[str]) -> list[float]:
     return [-len(response) for response in responses]
 
 
-save_pairs = partial(save_cross_encoder, config=CONFIGS["deberta"])
-
 # How a tiny model of the kind is saved, and options beside it. Not here: a classifier on
 # vLLM, which needs another environment, and those of REMOTE; judge has tests of its own.
 KINDS: dict[str, tuple[Callable[[Path], Path] | None, dict[str, Any]]] = {
     "classifier": (save, {}),
-    "cross-encoder": (save_pairs, {}),
     "relevance": (None, {"directory": True}),
     "toy": (None, {}),
     "function": (None, {"function": f"{__name__}:brevity"}),
@@ -40,7 +36,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path] | None, dict[str, Any]]] = {
     "schema": (None, {}),
     "call": (None, {}),
 }
-# Relevance is an encoder like the other, of a size that takes seconds.
+# Relevance has a size that takes seconds, and tests of its own.
 TINY = [name for name in KINDS if name != "relevance"]
 # A text that every kind scores otherwise than an empty one.
 TEXT = "one.\n\nTw{}<tool_call>"
@@ -123,21 +119,16 @@ def test_scores_do_not_depend_on_the_batch(make: Make, name: str) -> None:
     assert backwards == pytest.approx(expected[::-1], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["cross-encoder", "classifier"])
-def test_of_a_response_that_is_too_long_one_end_counts(make: Make, name: str) -> None:
-    """Guards against candidates with equal scores: what is new is at the end. Encoders, which read
-    short texts, read the beginning. More than the model takes is cut before it is tokenized."""
-    reward = make(name)
+def test_of_a_response_that_is_too_long_the_end_counts(make: Make) -> None:
+    """Guards against candidates with equal scores: what is new is at the end. More than the model
+    takes is cut before it is tokenized."""
+    reward = make("classifier")
     for length in (tiny.CONTEXT * 8, tiny.CONTEXT * MAX_TOKEN_CHARACTERS + 50):
         body = "so it goes on, " * (length // 15 + 1)
         other_end = score(reward, PROMPT, [f"{body} left", f"{body} right"]).values
         other_beginning = score(reward, PROMPT, [f"left {body}", f"right {body}"]).values
-        if name == "classifier":
-            assert abs(other_end[0] - other_end[1]) > 1e-6
-            assert other_beginning[0] == pytest.approx(other_beginning[1], abs=1e-5)
-        else:
-            assert other_end[0] == pytest.approx(other_end[1], abs=1e-5)
-            assert abs(other_beginning[0] - other_beginning[1]) > 1e-6
+        assert abs(other_end[0] - other_end[1]) > 1e-6
+        assert other_beginning[0] == pytest.approx(other_beginning[1], abs=1e-5)
 
 
 def test_prompt_over_the_models_limit_is_an_invalid_request(make: Make) -> None:

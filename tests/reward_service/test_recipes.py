@@ -21,7 +21,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
 from tests.reward_service import tiny
-from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.tiny import BOS, PAD, PROMPT, TEXTS, batch, load
 
 QUESTION = PROMPT.messages[0].content
@@ -100,19 +99,6 @@ class Card:
         return float(head(model(ids).last_hidden_state)[0, -1])
 
 
-class CrossEncoder(Card):
-    """OpenAssistant's card: the question and the answer as a pair."""
-
-    def save(self, directory: Path) -> Path:
-        return save_cross_encoder(directory, CONFIGS["deberta"])
-
-    @torch.inference_mode()
-    def reward(self, directory: Path, text: str) -> float:
-        tokenizer, model = tiny.plain(directory)
-        encoded = tokenizer([QUESTION], [text], return_tensors="pt", return_token_type_ids=False)
-        return float(model(**encoded).logits[0, 0])
-
-
 TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{% endfor %}"
 STRIPPED: dict[str, Any] = {"strips": True, "adds": True}
 TWO_BOS: dict[str, Any] = {"adds": True, "num_bos": 2}
@@ -128,7 +114,6 @@ CARDS = {
     "Qwen2.5-Math-RM-72B": Card("qwen2", two),
     "INF-ORM-Llama3.1-70B": Card("llama", two),
     "GRM-Llama3-8B-rewardmodel-ft": Card(**TWO_BOS),
-    "reward-model-deberta-v3-large-v2": CrossEncoder(),
 }
 
 

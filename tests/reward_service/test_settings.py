@@ -36,7 +36,7 @@ def test_defaults_are_the_embedded_models() -> None:
     [
         ("rewards", "[]", "at least 1"),
         ("rewards", "not json", "rewards"),
-        ("rewards", '[{"name": "t", "kind": "magic"}]', "'toy', 'relevance', 'cross-encoder'"),
+        ("rewards", '[{"name": "t", "kind": "magic"}]', "'toy', 'relevance', 'classifier'"),
         ("rewards", '[{"name": "../x", "kind": "toy"}]', "should match pattern"),
         ("rewards", '[{"name": "x", "kind": "toy", "directory": "y"}]', "0.toy.directory"),
         ("rewards", CLASSIFIER % '"label": 1, "head_file": "z"', "label must be 0"),
