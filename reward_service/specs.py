@@ -155,9 +155,10 @@ class ClassifierSpec(LocalSpec):
 
     special_tokens: what writes BOS and the like: the chat "template", or the "tokenizer", which
     removes one that the template writes first; or "both"; head_file: a file with the head's
-    weights, the tensor `head`, in place of the checkpoint's `score`; label: the index of the label
-    that is the score, where there are several; engine: what computes it, "auto" is vLLM on CUDA
-    where it can and the own network elsewhere; vllm_options: further engine arguments of vLLM.
+    weights, the tensor `head` [hidden], in place of the checkpoint's `score`; label: the index of
+    the label that is the score, where there are several; engine: what computes it, "auto" is vLLM
+    on CUDA where it can and the own network elsewhere; vllm_options: further engine arguments of
+    vLLM.
     """
 
     loader = "classifier:load_classifier"

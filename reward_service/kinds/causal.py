@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from reward_service.checkpoint import Network
 from reward_service.conversation import Tokens, Turns, load_conversation
 from reward_service.reward import Reward, Task, distinct
 from reward_service.specs import ClassifierSpec, Resources
@@ -146,11 +146,12 @@ class CausalReward(SegmentedModel, Reward):
         spec: ClassifierSpec,
         resources: Resources,
         model: PreTrainedModel,
-        head: Network,
+        head: Tensor,
         pad_id: int | None,
-        digest: str,
+        digest: str = "",
     ) -> None:
-        """Takes over `model`. pad_id: of padding, which is not read; digest: of the head's file.
+        """Takes over `model`, which has no head. head: [labels, hidden]; pad_id: of padding, which
+        is not read; digest: of the head's file.
 
         Raises:
             ValueError: the model's layers do not all keep plain keys and values.
@@ -165,7 +166,7 @@ class CausalReward(SegmentedModel, Reward):
         self.conversation = load_conversation(spec, model.config)
         self.probe = self.conversation.probe
         self.kept_tokens = 0
-        self._head = head
+        self._head = head.detach().float().clone()  # else it may keep a whole file in memory
         self._label = spec.label or 0
         self._pad_id = pad_id
         self._capacity = resources.kept_tokens
@@ -209,7 +210,8 @@ class CausalReward(SegmentedModel, Reward):
         states = self._run(network, token_ids, positions, segments).last_hidden_state[0]
         if rows:
             texts = [span.text for span in spans if span.text]
-            for text, output in zip(texts, self._head(states[rows]), strict=True):
+            outputs = F.linear(states[rows].float(), self._head)
+            for text, output in zip(texts, outputs, strict=True):
                 text.output = output
 
     def free(self, session: KeptSession) -> None:

@@ -1,8 +1,9 @@
 """Sequence classifiers: Bradley-Terry models, and regression heads with several labels.
 
-The score is the head's output at the end of the conversation, one label's logit. The head is linear
-or has several layers. An unfinished text is scored as if it ended there: these models were trained
-on whole conversations, and their reward is read at the tokens that close the last turn.
+The score is the head's output at the end of the conversation, one label's logit. The head is the
+linear layer `score`, or one in a file of its own. An unfinished text is scored as if it ended
+there: these models were trained on whole conversations, and their reward is read at the tokens that
+close the last turn.
 
 On CPUs they run on the own network. On CUDA they run on vLLM's pooling, if it reads the head and is
 installed: its prefix cache keeps beginnings that texts share, in whole blocks while there is room,
@@ -18,18 +19,25 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from reward_service.checkpoint import HEAD_TENSOR, Network, check_labels, load_head, load_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from reward_service.checkpoint import load_model
 from reward_service.conversation import Conversation, Turns, load_conversation
 from reward_service.kinds.causal import CausalReward, num_read
 from reward_service.reward import Reward, RewardLost, Task, Text, distinct, text_task
 from reward_service.specs import ClassifierSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt
-from specrej_models.probe import check_tensors, load_config
+from specrej_models.probe import check_tensors, load_config, one_sentence, weights_of
 from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import BLOCK_TOKENS, end_children_with_us, prepare_environment
 
 log = logging.getLogger(__name__)
+
+# The tensor in the file of a head, [hidden].
+HEAD_TENSOR = "head"
 
 _MAX_TEXTS = 256
 
@@ -63,22 +71,40 @@ def _refusal(spec: ClassifierSpec) -> str:
         return "vLLM is not installed: pip install 'specrej-server[models,vllm]'"
     if spec.head_file:
         return "vLLM does not read head_file"
-    others = load_head(spec.directory, "score").keys() - {"weight"}
-    return f"vLLM reads score.weight alone, not score.{min(others)}" if others else ""
+    heads: set[str] = set()
+    for path in weights_of(spec.directory):
+        with one_sentence(str(path)), safe_open(path, framework="pt") as tensors:
+            heads |= {name for name in tensors.keys() if name.startswith("score.")}  # noqa: SIM118
+    others = sorted(heads - {"score.weight"})
+    return f"vLLM reads score.weight alone, not {others[0]}" if others else ""
 
 
 def _load_own(spec: ClassifierSpec, resources: Resources) -> CausalReward:
     spec = spec.model_copy(update={"engine": "own"})  # for the fingerprint
-    network = _network(spec, resources.device)
-    model = load_model(spec, resources, heads=("score.",))
-    config = model.config.get_text_config()
-    if network.num_inputs != config.hidden_size:
-        reason = f"has {network.num_inputs} inputs, the backbone {config.hidden_size}"
-        raise ValueError(f"{spec.head_file or spec.directory}: the head {reason}")
-    pad_id, digest = config.pad_token_id, ""
-    if spec.head_file:  # it was fitted to the last token
-        pad_id, digest = None, fingerprint.of_file(spec.head_file)
-    return CausalReward(spec, resources, model, network, pad_id, digest)
+    if not spec.head_file:
+        whole: Any = load_model(spec, resources, AutoModelForSequenceClassification)
+        if not hasattr(whole, "score"):
+            raise ValueError(f"{spec.directory}: must be decoder-only: its head is not score")
+        _check_label(spec, whole.config)
+        pad_id = whole.config.get_text_config().pad_token_id
+        return CausalReward(spec, resources, whole.base_model, whole.score.weight, pad_id)
+    model = load_model(spec, resources, spare=("score.",))
+    with one_sentence(str(spec.head_file)):
+        head = load_file(spec.head_file, resources.device)[HEAD_TENSOR].reshape(1, -1)
+    num_inputs, hidden = head.shape[1], model.config.get_text_config().hidden_size
+    if num_inputs != hidden:
+        reason = f"the head has {num_inputs} inputs, the backbone {hidden}"
+        raise ValueError(f"{spec.head_file}: {reason}")
+    digest = fingerprint.of_file(spec.head_file)
+    # It was fitted to the last token, of whatever kind.
+    return CausalReward(spec, resources, model, head, None, digest)
+
+
+def _check_label(spec: ClassifierSpec, config: Any) -> None:
+    """Raises ValueError unless the label is there, or there is one and none is named."""
+    if (spec.label or 0) >= config.num_labels or (spec.label is None and config.num_labels > 1):
+        has = f"has {config.num_labels} labels, label must be the index of one"
+        raise ValueError(f"{spec.directory}: {has}")
 
 
 class VLLMClassifier(Reward):
@@ -160,7 +186,7 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     check_tensors(spec.directory, reads_quantized=True)
     conversation = load_conversation(spec, config)
     text_config = config.get_text_config()
-    check_labels(spec.directory, spec.label, config.num_labels)
+    _check_label(spec, config)
     if longest := spec.vllm_options.get("max_model_len"):
         conversation.max_tokens = min(conversation.max_tokens, int(longest))
     arguments: dict[str, Any] = {
@@ -191,17 +217,3 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
     return VLLMClassifier(spec, resources, llm, raw, conversation, text_config.pad_token_id)
-
-
-def _network(spec: ClassifierSpec, device: str) -> Network:
-    """Raises ValueError: there is no such head, or it has another number of labels."""
-    source, name = spec.directory, "score"
-    if spec.head_file:
-        source, name = spec.head_file, HEAD_TENSOR
-    tensors = load_head(source, name, device)
-    try:
-        network = Network(tensors)
-    except ValueError as error:
-        raise ValueError(f"{source}: {name}: {error}") from None
-    check_labels(spec.directory, spec.label, network.num_outputs)
-    return network

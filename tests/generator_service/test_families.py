@@ -18,7 +18,7 @@ from generator_service.engine.model import CausalLM
 from generator_service.engine.text import Text
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
-from reward_service.checkpoint import HEAD_TENSOR
+from reward_service.kinds.classifier import HEAD_TENSOR
 from reward_service.reward import score
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej_models import hub

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig
 
 import reward_service
-from reward_service.checkpoint import HEAD_TENSOR
+from reward_service.kinds.classifier import HEAD_TENSOR
 from reward_service.reward import score
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
@@ -70,9 +70,9 @@ BERT = BertConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1, num_atten
     [
         ({"config": TWO_LABELS}, "has 2 labels, label must be the index"),
         # Transformers would make up the missing head, with a warning.
-        ({"auto_class": AutoModelForCausalLM}, "lacks the weights score, has lm_head, model"),
+        ({"auto_class": AutoModelForCausalLM}, "lacks score.weight"),
         # An encoder was trained on its first token.
-        ({"config": BERT}, "lacks the weights score, has bert, classifier"),
+        ({"config": BERT}, "must be decoder-only: its head is not score"),
         ({"tokenizer": without_template()}, "no chat template"),
     ],
     ids=["labels", "no head", "encoder", "no template"],

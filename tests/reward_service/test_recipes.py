@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from torch import Tensor
 
 from reward_service.reward import score, score_batch
 from specrej.contracts import FinishReason
@@ -39,21 +36,15 @@ def recipes() -> dict[str, dict[str, Any]]:
     }
 
 
-def two() -> nn.Module:
-    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
-
-
 @dataclass(frozen=True)
 class Card:
     """A model of one card.
 
-    head: of several layers, for which transformers has no class; strips, adds: whether the card's
-    code removes the template's BOS, and whether its tokenizer adds one; num_bos: how many there are
-    then.
+    strips, adds: whether the card's code removes the template's BOS, and whether its tokenizer adds
+    one; num_bos: how many there are then.
     """
 
     family: str = "llama"
-    head: Callable[[], nn.Module] | None = None
     adds: bool = False
     strips: bool = False
     num_bos: int = 1
@@ -65,45 +56,25 @@ class Card:
         if self.template != tiny.TEMPLATE:
             tokenizer.chat_template = self.template
         config = tiny.make_config(self.family, 0, vocab_size=264, **self.changes)
-        auto_class = AutoModel if self.head else AutoModelForSequenceClassification
-        tiny.save(directory, config, tokenizer, auto_class)
-        if not self.head:
-            return directory
-        weights = load_file(directory / "model.safetensors")
-        weights = {f"model.{key}": tensor for key, tensor in weights.items()}
-        head = self.head().state_dict()
-        weights |= {f"score.{key}": torch.randn_like(tensor) for key, tensor in head.items()}
-        save_file(weights, directory / "model.safetensors", {"format": "pt"})
-        config = json.loads((directory / "config.json").read_text())
-        config |= {"architectures": ["Custom"], "auto_map": {"AutoModel": "custom.Missing"}}
-        (directory / "config.json").write_text(json.dumps(config))
-        return directory
+        return tiny.save(directory, config, tokenizer)
 
     @torch.inference_mode()
     def reward(self, directory: Path, text: str) -> float:
         """By the card's code."""
-        auto_class = AutoModel if self.head else AutoModelForSequenceClassification
-        tokenizer, model = tiny.plain(directory, auto_class)
-        written = tiny.conversation(directory, text, auto_class)
+        tokenizer, model = tiny.plain(directory)
+        written = tiny.conversation(directory, text)
         written = written.replace(BOS, "") if self.strips else written
         options = {"add_special_tokens": self.adds, "return_tensors": "pt"}
         ids: Tensor = tokenizer(written, **options).input_ids
         if tokenizer.bos_token:
             assert ids[0].tolist().count(tokenizer.bos_token_id) == self.num_bos
-        if not self.head:
-            return float(model(ids).logits[0, 0])
-        head = self.head()
-        weights = load_file(directory / "model.safetensors").items()
-        own = {k.removeprefix("score."): v for k, v in weights if k.startswith("score.")}
-        head.load_state_dict(own)
-        return float(head(model(ids).last_hidden_state)[0, -1])
+        return float(model(ids).logits[0, 0])
 
 
 TULU = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}{% endfor %}"
 STRIPPED: dict[str, Any] = {"strips": True, "adds": True}
 TWO_BOS: dict[str, Any] = {"adds": True, "num_bos": 2}
-# The code of INF-ORM and Qwen2.5-Math-RM was read for this, and the cards of FsfairX, GRM and
-# AceMath; of the others, what is known of them.
+# The cards of FsfairX, GRM and AceMath were read for this; of the others, what is known of them.
 CARDS = {
     "Skywork-Reward-Llama-3.1-8B-v0.2": Card(**STRIPPED),
     "Skywork-Reward-V2-Qwen3-8B": Card("qwen3", **STRIPPED, changes={"head_dim": 8}),
@@ -111,8 +82,6 @@ CARDS = {
     "RM-Mistral-7B": Card("mistral", **STRIPPED),
     "Llama-3.1-Tulu-3-8B-RM": Card(template=TULU, num_bos=0),
     "AceMath-7B-RM": Card("qwen2"),
-    "Qwen2.5-Math-RM-72B": Card("qwen2", two),
-    "INF-ORM-Llama3.1-70B": Card("llama", two),
     "GRM-Llama3-8B-rewardmodel-ft": Card(**TWO_BOS),
 }
 
@@ -132,10 +101,3 @@ def test_recipe_scores_as_the_models_card(tmp_path: Path, name: str) -> None:
         parts = {number: text[:part] for number, text in enumerate(TEXTS)}
         scores = score_batch(session, reward, batch(parts, FinishReason.STOP)).values
     assert scores == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_head_of_other_layers_is_refused(tmp_path: Path) -> None:
-    """Guards against a random head."""
-    card = Card(head=lambda: nn.Sequential(two()))
-    with pytest.raises(ValueError, match=r"score: must be a linear layer or .*, has 0\.0"):
-        load("classifier", card.save(tmp_path))
