@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from generator_service.engine.commands import Top
@@ -26,7 +26,9 @@ _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
 _LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
 _LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
 _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-TEXT_CALLS = c.AnswerForm("hermes")
+_THINKING = ("<think>", "</think>")
+TEXT_CALLS = c.AnswerForm("hermes", *_THINKING)
+_TEXT = c.AnswerForm("", *_THINKING)
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 
 
@@ -118,8 +120,10 @@ def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
 
 
 def answer_form(prompt: c.Prompt, able: Abilities) -> c.AnswerForm:
-    """How `CallsAsText` writes the answers of chats; servers without tools are asked for JSON."""
-    return (TEXT_CALLS if able.tools else JSON_CALLS) if prompt.tools else c.PLAIN
+    """How `PartsAsText` writes the answers of chats; servers without tools are asked for JSON."""
+    if not prompt.tools:
+        return c.PLAIN if prompt.text else _TEXT
+    return TEXT_CALLS if able.tools else replace(_TEXT, tool_format=JSON_CALLS.tool_format)
 
 
 def tools_of(prompt: c.Prompt) -> dict[str, Any]:
@@ -176,17 +180,26 @@ def structured_field(output: c.StructuredOutput, name: str) -> dict[str, Any]:
     return {name: {"type": "json_schema", "json_schema": described}}
 
 
-class CallsAsText:
-    """The text of an answer whose calls the server has parsed: they are written again, in the form
-    `TEXT_CALLS`. Its messages go in once, in order."""
+class PartsAsText:
+    """The text of an answer whose reasoning and calls the server has parsed: they are written again
+    as `TEXT_CALLS` has them. Its messages go in once, in order."""
 
     def __init__(self) -> None:
         self._index, self._has_arguments = -1, False  # of the call that is written
+        self._is_thinking = False
 
     def __call__(self, choice: Mapping[str, Any]) -> str:
         """The text of a message's choice."""
-        text, message = _text(choice), choice.get("message") or choice.get("delta") or {}
-        for number, call in enumerate(message.get("tool_calls") or ()):
+        content, message = _text(choice), choice.get("message") or choice.get("delta") or {}
+        calls = message.get("tool_calls") or ()
+        # llama.cpp, SGLang and DeepSeek have the longer name, vLLM the other one.
+        text = str(message.get("reasoning_content") or message.get("reasoning") or "")
+        if text and not self._is_thinking:
+            text, self._is_thinking = _THINKING[0] + text, True
+        if self._is_thinking and (content or calls or choice.get("finish_reason") == "stop"):
+            text, self._is_thinking = text + _THINKING[1], False
+        text = encodable(text) + content
+        for number, call in enumerate(calls):
             function, index = call["function"], _count(call.get("index", number))
             if index != self._index:
                 text += self._close()
@@ -216,7 +229,7 @@ def part_of(
     """The part in a message of one of the API's forms: of chats or not, whole or of a stream.
 
     `made`: tokens that the answer has already; `most`: as `top_logprobs`; `text_of_choice`: such as
-    `CallsAsText`.
+    `PartsAsText`.
 
     Raises:
         InternalError: it has another form, or numbers that cannot be.

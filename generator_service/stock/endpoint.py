@@ -22,7 +22,7 @@ from generator_service.settings import GeneratorSettings
 from generator_service.stock.api import (
     TEXT_CALLS,
     Abilities,
-    CallsAsText,
+    PartsAsText,
     answer_form,
     part_of,
     request_of,
@@ -64,7 +64,7 @@ class EndpointRequests:
         """
         path, body = request_of(ask, self._model, self._able)
         made, top = len(ask.token_ids), ask.command.sampling.top_logprobs
-        as_text = CallsAsText() if ask.prompt.tools else None
+        as_text = PartsAsText() if ask.prompt.messages else None
         limit = made + ask.count
         last, usage = Part((), ()), Part((), ())
         sent = path, body, ask.session, ask.command.cache_salt

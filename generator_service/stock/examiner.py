@@ -18,7 +18,7 @@ from generator_service.stock.api import (
     KNOWN,
     TEXT_CALLS,
     Abilities,
-    CallsAsText,
+    PartsAsText,
     part_of,
     structured_field,
     text_of,
@@ -213,7 +213,7 @@ class Examiner:
                 prompt = Prompt(tools=(_TOOL,), tool_choice="required", tool_name=_TOOL.name)
                 await self._ask({**_CHAT, **tools_of(Prompt(tools=(_TOOL,)))})  # some refuse "auto"
                 body = {**_CHAT, **tools_of(prompt), "max_tokens": _CALL_TOKENS}
-                text = CallsAsText()((await self._ask(body))["choices"][0])
+                text = PartsAsText()((await self._ask(body))["choices"][0])
                 parts = parts_of(text, TEXT_CALLS, complete=True)
                 calls = parts.tool_calls if parts else ()
                 has_calls = [call.name for call in calls] == [_TOOL.name]

@@ -249,6 +249,37 @@ async def test_chats_have_tools_as_the_server_takes_them(servers: Servers, strea
         assert body["tool_choice"] == {"type": "function", "function": {"name": "count"}}
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+async def test_reasoning_that_a_chat_has_parsed_is_a_part_of_the_answer(
+    servers: Servers, name: str, streams: bool, finish: str
+) -> None:
+    """Guards reasoning that is lost, or scored as the answer; one that is cut has no answer."""
+    said = {"content": "Four"} if finish == "stop" else {}
+    deltas = [{name: "Two"}, {name: " times"}, said]
+    ended = {"delta": {}, "finish_reason": finish}
+    choices = [*({"delta": delta} for delta in deltas), ended]
+    if not streams:
+        choices = [{"message": {name: "Two times", **said}, "finish_reason": finish}]
+    usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 24}}
+    messages = [{"choices": [choice]} for choice in choices[:-1]]
+    messages.append({"choices": choices[-1:], **usage})
+    lines = [f"data: {line}\n\n".encode() for line in [*map(json.dumps, messages), "[DONE]"]]
+    headers = {"Content-Type": "text/event-stream"}
+    model = Completions(servers.directory, "chat", streams)
+    async with started(model) as server:
+        model.behave(
+            script=lambda *_: (
+                Reply(stream=iter(lines), headers=headers, keeps=True)
+                if streams
+                else Reply(messages[0], keeps=True)
+            )
+        )
+        parts, _ = await answered(server, c.Prompt.from_user("why?"))
+        assert parts == c.AnswerParts(said.get("content", ""), "Two times", ())
+
+
 async def test_a_chat_without_tools_is_asked_for_json(servers: Servers) -> None:
     server = await servers.get("chat")
     assert (await server.generator.describe()).tool_format == "json"
