@@ -76,6 +76,13 @@ def _voting(extractor: Any = "number", stop: float = 1.0, **more: Any) -> c.Sele
     return replace(_MAJORITY, vote=c.Vote(extractor, stop_probability=stop), **more)
 
 
+def _rejecting(first: int) -> c.Selection:
+    """A vote of those that rejection by likelihood keeps."""
+    schedule = c.Schedule(first=first)
+    selection = replace(_MAJORITY, vote=c.Vote("tool_call"), schedule=schedule)
+    return replace(selection, algorithm=c.Algorithm.SPECULATIVE_REJECTION, alpha=0.5)
+
+
 def _confident(keep: float) -> c.Selection:
     cut = c.ConfidenceCut(keep, 4)
     return replace(_MAJORITY, vote=c.Vote(weight="confidence"), waves=8, confidence_cut=cut)
@@ -124,6 +131,8 @@ STUDIES = {
             "exact stop, waves of 4": _voting("tool_call", waves=4),
             "stop at 0.95, waves of 4": _voting("tool_call", 0.95, waves=4),
             **{f"stop at {p}, waves of 2": _voting("tool_call", p, waves=2) for p in (0.95, 0.9)},
+            "stop at 0.8, waves of 1": _voting("tool_call", 0.8, waves=1),
+            **{f"rejection from {first}, vote": _rejecting(first) for first in (8, 16)},
         },
         temperature=0.65,
     ),

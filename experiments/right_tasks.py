@@ -227,7 +227,7 @@ def _wanted(drawn: random.Random, number: int) -> tuple[str, str, dict[str, Any]
 
 def calls(count: int) -> list[Task]:
     """Requests with one right call among five tools, each after an example of every tool."""
-    drawn, extract = random.Random(1), extractor(Vote("tool_call"), {})
+    drawn, extract = random.Random(2), extractor(Vote("tool_call"), {})
     tools = tuple(
         Tool(
             name,

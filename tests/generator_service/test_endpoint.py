@@ -259,12 +259,12 @@ async def test_reasoning_that_a_chat_has_parsed_is_a_part_of_the_answer(
     said = {"content": "Four"} if finish == "stop" else {}
     deltas = [{name: "Two"}, {name: " times"}, said]
     ended = {"delta": {}, "finish_reason": finish}
-    choices = [*({"delta": delta} for delta in deltas), ended]
+    choices: list[Any] = [*({"delta": delta} for delta in deltas), ended]
     if not streams:
         choices = [{"message": {name: "Two times", **said}, "finish_reason": finish}]
     usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 24}}
-    messages = [{"choices": [choice]} for choice in choices[:-1]]
-    messages.append({"choices": choices[-1:], **usage})
+    messages: list[Any] = [{"choices": [choice]} for choice in choices]
+    messages[-1] |= usage
     lines = [f"data: {line}\n\n".encode() for line in [*map(json.dumps, messages), "[DONE]"]]
     headers = {"Content-Type": "text/event-stream"}
     model = Completions(servers.directory, "chat", streams)
