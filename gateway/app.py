@@ -253,9 +253,8 @@ class Gateway:
         return await until_disconnected(http.receive, reading)
 
     async def describe(self, http: HTTPRequest) -> Response:
-        """The service: generator, rewards and load; and `docs_url`."""
-        described = wire.to_plain(await self._described(http))
-        return JSONResponse({**described, "docs_url": self._settings.docs_url})
+        """The service: generator, rewards, load and defaults."""
+        return JSONResponse(wire.to_plain(await self._described(http)))
 
     async def page(self, http: HTTPRequest) -> Response:
         """The page to watch requests, or another file of it."""

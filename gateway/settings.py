@@ -89,11 +89,6 @@ class GatewaySettings(ProcessSettings):
     max_body_bytes: int = Field(
         MAX_PUBLIC_MESSAGE_BYTES, ge=1024, le=2**30, description="most bytes of a request's body"
     )
-    docs_url: str = Field(
-        "",
-        pattern=r"^(https?://\S+)?$",
-        description="address of the documents, for a link of the page",
-    )
     cors_origins: str = Field(
         "", description="origins, separated by commas, whose pages may call; empty: none"
     )

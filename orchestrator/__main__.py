@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=Peer)
 
 _RETRY_S = 0.5
+_REPORT_S = 1.0  # between two reports of a backend
+_RESOLVE_S = 5.0  # between two lookups of the backends' names
 
 
 def main() -> None:
@@ -117,8 +119,8 @@ def _fleet(
         return channel, peer(channel)
 
     resolve = Resolver(addresses.split(",")).resolve
-    seconds = settings.backend_report_s, settings.backend_resolve_s, settings.backend_lost_s
-    return Fleet(kind, resolve, connect, version, FleetSettings(*seconds))
+    seconds = FleetSettings(_REPORT_S, _RESOLVE_S, settings.backend_lost_s)
+    return Fleet(kind, resolve, connect, version, seconds)
 
 
 def _versions_of(served: Sequence[RewardDescription]) -> Hashable:

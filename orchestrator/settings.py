@@ -54,10 +54,6 @@ class OrchestratorSettings(ServiceSettings):
     reward_address: Addresses = Field(
         "127.0.0.1:50052", description="host:port of the reward services, in the same way"
     )
-    backend_report_s: Seconds = Field(1, description="seconds between two reports of a backend")
-    backend_resolve_s: Seconds = Field(
-        5, description="seconds between two lookups of the backends' names"
-    )
     backend_lost_s: Seconds = Field(
         10, description="seconds of silence after which a backend's sessions go elsewhere"
     )

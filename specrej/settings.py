@@ -21,7 +21,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specrej.contracts.validation import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from specrej.contracts.validation import MAX_MESSAGE_BYTES
 from specrej.security import TLSFiles, is_loopback, read_tokens
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -59,7 +59,6 @@ class ProcessSettings(BaseSettings):
         description="OTLP gRPC collector URL for traces and metrics, http: or https:; empty: none",
     )
     metrics_port: Port = Field(0, description="HTTP port of a Prometheus endpoint; 0: none")
-    metrics_host: str = Field("", description="address of that port; empty: that of host")
     health_port: Port = Field(
         0, description="plaintext port of health checks alone, for probes; 0: none"
     )
@@ -146,9 +145,6 @@ class ServiceSettings(ProcessSettings):
     )
     max_calls: int = Field(
         2048, ge=1, le=2**20, description="calls that run at once, and streams of a connection"
-    )
-    max_metadata_bytes: int = Field(
-        MAX_METADATA_BYTES, ge=1024, le=2**20, description="maximum metadata size of a call"
     )
 
     @property

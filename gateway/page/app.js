@@ -303,8 +303,6 @@ async function describe() {
     setText($('service'), `${model} on ${device}${how}${sees ? ', takes images' : ''}`);
     offer(form, description);
     arrange(form);
-    set($('docs'), { href: description.docs_url || null });
-    $('docs').hidden = !description.docs_url;
     $('run').disabled = false;
     setText($('run'), 'Run');
     for (const race of document.querySelectorAll('[idle=loading]')) {

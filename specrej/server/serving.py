@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
+from specrej.contracts.validation import MAX_METADATA_BYTES
 from specrej.reloading_file import ReloadingFile
 from specrej.security import PEM, Access, TLSFiles, is_loopback
 from specrej.server.health import Health
@@ -270,8 +271,8 @@ def _grpc_server(
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             # Between a lower and a higher limit, grpc refuses at random.
-            ("grpc.max_metadata_size", settings.max_metadata_bytes),
-            ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ("grpc.keepalive_time_ms", 30_000),

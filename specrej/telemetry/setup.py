@@ -142,7 +142,7 @@ def _prometheus(settings: ProcessSettings) -> MetricReader:
 
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
-    host = (settings.metrics_host or settings.host).strip("[]")
+    host = settings.host.strip("[]")
     try:
         serve_metrics(settings.metrics_port, host, registry)
     except OSError as error:

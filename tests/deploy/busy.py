@@ -44,7 +44,6 @@ _ENVIRONMENT = {
     "SPECREJ_REWARD_REWARDS": json.dumps([{"name": "toy", "kind": "toy"}]),
     "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1",
     "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "1",
-    "SPECREJ_ORCHESTRATOR_BACKEND_REPORT_S": "0.2",
     "OTEL_METRIC_EXPORT_INTERVAL": "200",
 }
 # Hurried: many candidates, the last of which would take too long. Degraded: none ever ends.

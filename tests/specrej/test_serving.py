@@ -21,6 +21,7 @@ from deploy.local.stack import Ports
 from specrej.client.channel import open_channel
 from specrej.contracts import wire
 from specrej.contracts.errors import InternalError
+from specrej.contracts.validation import MAX_METADATA_BYTES
 from specrej.server.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
@@ -88,8 +89,7 @@ async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
 
 @pytest.fixture
 async def stub(orchestrator: FakeOrchestrator) -> AsyncIterator[Any]:
-    limits = {"max_message_bytes": LIMIT_BYTES, "max_metadata_bytes": LIMIT_BYTES}
-    async with serving(orchestrator.service(), **limits) as channel:
+    async with serving(orchestrator.service(), max_message_bytes=LIMIT_BYTES) as channel:
         yield OrchestratorServiceStub(channel)
 
 
@@ -118,9 +118,11 @@ async def test_metadata_above_the_limit_is_refused(
     request = message_of(256)
     # grpc's own metadata takes some hundred bytes.
     for _ in range(4):
-        await stub.Score(request, timeout=10, metadata=[("x-large", "v" * (LIMIT_BYTES - 1024))])
+        await stub.Score(
+            request, timeout=10, metadata=[("x-large", "v" * (MAX_METADATA_BYTES - 1024))]
+        )
     for _ in range(4):
-        call = stub.Score(request, timeout=10, metadata=[("x-large", "v" * LIMIT_BYTES)])
+        call = stub.Score(request, timeout=10, metadata=[("x-large", "v" * MAX_METADATA_BYTES)])
         assert (await failure_of(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(orchestrator.scored) == 4
     await stub.Score(request, timeout=10)
