@@ -16,7 +16,7 @@ from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisClient
-from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.admission import Admission
 from orchestrator.edge.extractors import functions_of
 from orchestrator.edge.planning import Defaults
 from orchestrator.edge.service import Orchestrator
@@ -85,7 +85,7 @@ def _orchestrator(
     generators: Fleet[RemoteGenerator],
     rewards: Fleet[RemoteRewards],
 ) -> Orchestrator:
-    admission = Admission(Limits(settings.max_running, settings.max_queued))
+    admission = Admission(settings.max_running, settings.max_queued)
     instruments.observe_admission(admission)
     return Orchestrator(
         FleetGenerator(generators),

@@ -33,7 +33,7 @@ from gateway.settings import GatewaySettings
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Cache
-from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.admission import Admission
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from reward_service.kinds.toy import ToyReward
@@ -432,7 +432,7 @@ async def world(
     """
     generator, reward = generator or HeldGenerator(), HeldReward()
     cache = new_cache(redis_url, **(cache_options or {}))
-    admission = Admission(Limits(max_running, max_queued))
+    admission = Admission(max_running, max_queued)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         stack.push_async_callback(cache.redis.close)

@@ -35,18 +35,6 @@ _RECENT = 0.1  # weight of the latest request in the service time per token
 _MOST_PACES = 1024  # tenants whose service times are known
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Upper limits.
-
-    `max_running` requests run, and a quarter more of tenants that have none running; `max_queued`
-    wait, in equal parts for the tenants that wait.
-    """
-
-    max_running: int
-    max_queued: int
-
-
 @dataclass(slots=True)
 class _Pace:
     """Exponential averages: seconds that permits were held, for that many candidate-tokens."""
@@ -88,18 +76,21 @@ class _Tenant:
 
 
 class Admission:
-    """Permits for `max_running` requests, and lines of `max_queued` in all.
+    """Permits for `max_running` requests, and a quarter more for tenants that have none running;
+    lines of `max_queued` in all, in equal parts for the tenants that wait.
 
     Invariant: a request waits only while `max_running` permits are held. A returned permit goes
     straight to the next in line, so that no newcomer can take it and no cancellation can lose it.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`clock` returns seconds."""
         self.running = 0
         self._running_tokens = 0  # their candidate-tokens
         self._begun_s = 0.0  # the sum of their begins
-        self._limits = limits
+        self._max_running, self._max_queued = max_running, max_queued
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
         self._arrivals = itertools.count(1)
@@ -162,10 +153,9 @@ class Admission:
         """Raises Overloaded or TooLate unless this request may run or wait."""
         if self._may_run(own):
             return
-        limits = self._limits
         num_lines, wait_s = len(self._with_lines()) + (not own.line), self._fair_wait_s(own)
-        is_full = self.queued >= limits.max_queued
-        if is_full and (len(own.line) + 1) * num_lines > limits.max_queued:
+        is_full = self.queued >= self._max_queued
+        if is_full and (len(own.line) + 1) * num_lines > self._max_queued:
             text = f"{self.running} requests run and {self.queued} wait"
             raise Overloaded(text, retry_after_s=_bounded(wait_s))
         if self._pace.tokens and wait_s > time_left_s:
@@ -195,14 +185,14 @@ class Admission:
                 if before <= start:
                     seconds += self._service_s(tenant, waiting)
                 before += waiting / tenant.weight
-        return seconds / self._limits.max_running
+        return seconds / self._max_running
 
     def _with_lines(self) -> list[_Tenant]:
         return [tenant for tenant in self._tenants.values() if tenant.line]
 
     def _may_run(self, tenant: _Tenant) -> bool:
         """Whether there is a permit for a request of this tenant."""
-        most = self._limits.max_running
+        most = self._max_running
         if self.running < most or tenant.running:
             return self.running < most
         if self.running >= most + most // 4:
@@ -224,7 +214,7 @@ class Admission:
                 lines = self._with_lines()
                 return self._grant(own, tokens, lines), bool(lines)
             own.waits_since, own.passed = next(self._arrivals), 0
-        if self.queued >= self._limits.max_queued:
+        if self.queued >= self._max_queued:
             self._evict()
         permit: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         own.line[permit] = tokens
@@ -241,7 +231,7 @@ class Admission:
         """Count a permit, and charge it if there are tenants with `lines`; returns its begin."""
         for other in lines:
             other.passed += other.waits_since < tenant.came
-        if lines and self.running < self._limits.max_running:
+        if lines and self.running < self._max_running:
             self._virtual = max(self._virtual, tenant.start)
         if lines:
             tenant.start += tokens / tenant.weight

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrator.cache import tenant_digest
-from orchestrator.edge.admission import MOST_PASSED, Admission, Limits
+from orchestrator.edge.admission import MOST_PASSED, Admission
 from orchestrator.observe import instruments
 from specrej.contracts.errors import Overloaded, TooLate
 from specrej.telemetry import metrics, names
@@ -29,7 +29,7 @@ class Requests:
 
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.clock = Clock()
-        self.admission = Admission(Limits(max_running, max_queued), self.clock)
+        self.admission = Admission(max_running, max_queued, self.clock)
         self.tasks: list[asyncio.Task[None]] = []
         self.entered: list[int] = []
         self.running = 0

@@ -31,7 +31,7 @@ from orchestrator.cache import Cache, RedisClient, single_flight, tenant_digest
 from orchestrator.cache import redis_client as redis_py
 from orchestrator.cache.single_flight import Flight, SingleFlight
 from orchestrator.edge import service
-from orchestrator.edge.admission import MOST_PASSED, Admission, Limits, Permit
+from orchestrator.edge.admission import MOST_PASSED, Admission, Permit
 from orchestrator.edge.service import Orchestrator
 from orchestrator.edge.servicer import OrchestratorServicer
 from orchestrator.loop.deadline import DeadlineController
@@ -118,9 +118,9 @@ class WatchedFlights(SingleFlight[Generation]):
 class WatchedAdmission(Admission):
     """The product's admission; every permit is checked for the limit and for fair turns."""
 
-    def __init__(self, limits: Limits, clock: Any, rng: random.Random) -> None:
-        super().__init__(limits, clock)
-        self.__most, self.__most_queued = limits.max_running, limits.max_queued
+    def __init__(self, most: tuple[int, int], clock: Any, rng: random.Random) -> None:
+        super().__init__(*most, clock)
+        self.__most, self.__most_queued = most
         self.__largest = 0
         self.__waiting: Counter[str] = Counter()
         self.__debt: Counter[str] = Counter()  # granted to others since the tenant's last turn
@@ -207,7 +207,7 @@ class WatchedAdmission(Admission):
 class Process:
     """One orchestrator."""
 
-    def __init__(self, run: Simulation, limits: Limits, **cache_options: Any) -> None:
+    def __init__(self, run: Simulation, most: tuple[int, int], **cache_options: Any) -> None:
         loop, draw = run.loop, run.rng.random
         self.link = nodes.Link(run.redis)
         self.generators = _fleet(
@@ -218,7 +218,7 @@ class Process:
             redis = RedisClient("redis://simulated")
         cached = WatchedCache(redis, **cache_options)
         cached.run = run
-        self.admission = WatchedAdmission(limits, loop.time, run.rng)
+        self.admission = WatchedAdmission(most, loop.time, run.rng)
         with mock.patch.object(single_flight, "SingleFlight", WatchedFlights):
             self.orchestrator = Orchestrator(
                 FleetGenerator(self.generators, draw),
@@ -284,10 +284,9 @@ class Simulation:
         self.rewards = [nodes.RewardNode(rng, f"r{n}") for n in range(rng.randint(1, 2))]
         self.redis = nodes.SimulatedRedis(rng)
         most = rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64))
-        limits = Limits(*most)
         self.stored_s: dict[str, float] = {}
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0))}
-        self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
+        self._processes = [Process(self, most, **ages) for _ in range(rng.randint(1, 3))]
         served: list[nodes.Node] = [*self.generators, *self.rewards]
         links = [one.link for one in self._processes]
         self._places: dict[str, tuple[Any, list[str]]] = {  # by kind: where, and the faults
