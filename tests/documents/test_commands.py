@@ -17,7 +17,6 @@ import pytest
 import pytest_asyncio
 
 from deploy.local.stack import Stack
-from specrej import Client
 from tests.documents.blocks import BLOCKS, ROOT, UNMARKED, Block
 from tests.programs import run
 
@@ -74,13 +73,9 @@ async def place(toys: Stack, tmp_path_factory: pytest.TempPathFactory) -> Place:
     for name, script in _PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{script}\n")
         (programs / name).chmod(stat.S_IRWXU)
-    async with Client(toys.orchestrator_address) as client:
-        answer = await client.generate("Why?", n=2, max_tokens=8)
-    assert answer.best.text
     replacements = {
         "127.0.0.1:50050": toys.orchestrator_address,
         "127.0.0.1:50052": toys.reward_address,
-        "specrej trace ID": f"specrej trace {answer.request_id}",
     }
     return Place(toys, replacements, directory)
 
