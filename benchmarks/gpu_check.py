@@ -6,12 +6,8 @@ tests the checks themselves. It writes gpu-check.json:
 * conformance: the generators' tests on vLLM, and on CUDA those of the own engine and of rewards;
 * agreement: greedy tokens and log-probabilities of a small model on both engines, against the own
   engine in float32 on the processor; on CUDA those drawn by the own engine there, too;
-* speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the
-  candidates, with random weights in the shape of a model.
-
-The bound of a step is the sum over its operators of the longer one of two times: for its bytes at
-the bandwidth of a large copy, and for its operations at the speed of a large product, both measured
-here.
+* speed: tokens per second, and the time of a prune of half of the candidates, with random weights
+  in the shape of a model.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +30,6 @@ from benchmarks.harness import log, parse_arguments, provenance, report
 from generator_service.settings import GeneratorSettings
 from generator_service.stock.generator import StockGenerator
 from specrej.contracts import Prompt, Round, Sampling, SessionSpec
-from specrej_models.sizes import ModelSizes
 from specrej_models.vllm_options import prepare_environment
 from tests.conformance.subjects import own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
@@ -71,8 +65,6 @@ SHAPES = {
     "llama-3-8b": _shape(4096, 14_336, 32, 32, 8, 128_256),
 }
 _AGREEMENT, _AGREEMENT_TOKENS = "agreement", 48
-_COPY_BYTES = 1 << (31 if ON_CUDA else 27)
-_PRODUCT_SIZE = 8192 if ON_CUDA else 1024
 
 
 def main() -> None:
@@ -104,7 +96,7 @@ def main() -> None:
     finally:  # a check that is interrupted keeps its figures
         text = json.dumps({**result, **provenance()}, indent=2)
         (arguments.out / "gpu-check.json").write_text(text + "\n")
-    headings = ("N", "tokens/s", "of the bound", "step ms", "prune of half, ms")
+    headings = ("N", "tokens/s", "step ms", "prune of half, ms")
     report("vLLM behind the session verbs", headings, map(_row, result["speed"]), result)
     sys.exit(bool(result["conformance"] and result["conformance"]["exit_code"]))
 
@@ -140,13 +132,9 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
     generator = load_vllm(settings, None)
     try:
         await generator.warm_up()
-        config = LlamaConfig(**SHAPES[arguments.shape])
-        roofline = Roofline(ModelSizes.of(config), _bytes_per_s(), _flops_per_s())
-        result["bandwidth_gb_per_s"] = round(roofline.bytes_per_s / 1e9, 1)
-        result["product_tflops"] = round(roofline.flops_per_s / 1e12, 2)
         result["speed"] = []
         for n in arguments.n:
-            result["speed"].append(await _speed(generator, n, arguments, roofline))
+            result["speed"].append(await _speed(generator, n, arguments))
     finally:
         await generator.close()
 
@@ -196,58 +184,8 @@ def _save_shape(directory: Path, shape: dict[str, int]) -> None:
     make_tokenizer("<pad>").save_pretrained(directory)
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """The least time of a step; see the module's docstring."""
-
-    sizes: ModelSizes
-    bytes_per_s: float
-    flops_per_s: float
-
-    def step_s(self, rows: int, prompt_tokens: int, new_tokens: float) -> float:
-        """Of one decode step of `rows` candidates, each with so many new tokens so far."""
-        s, bytes_each = self.sizes, 2 if ON_CUDA else 4
-        queries, kv = s.heads * s.head_dim, 2 * s.kv_heads * s.head_dim
-
-        def least_s(values: float, flops: float) -> float:
-            return max(values * bytes_each / self.bytes_per_s, flops / self.flops_per_s)
-
-        def product_s(inputs: int, outputs: int) -> float:
-            return least_s(inputs * outputs, 2 * rows * inputs * outputs)
-
-        stored = prompt_tokens + rows * new_tokens  # the prompt once
-        attention_s = least_s(stored * kv, 4 * rows * (prompt_tokens + new_tokens) * queries)
-        products_s = product_s(s.hidden, queries + kv) + product_s(queries, s.hidden)
-        products_s += product_s(s.hidden, 2 * s.intermediate) + product_s(s.intermediate, s.hidden)
-        return s.layers * (products_s + attention_s) + product_s(s.hidden, s.vocabulary)
-
-
-def _bytes_per_s() -> float:
-    """Bytes read and written by a large copy."""
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda" if ON_CUDA else "cpu")
-    target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _least_s(lambda: target.copy_(source))
-
-
-def _flops_per_s() -> float:
-    dtype, device = (torch.bfloat16, "cuda") if ON_CUDA else (torch.float32, "cpu")
-    matrix = torch.zeros(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)
-    return 2 * _PRODUCT_SIZE**3 / _least_s(lambda: matrix @ matrix)
-
-
-def _least_s(do: Callable[[], object]) -> float:
-    def once_s() -> float:
-        began = time.perf_counter()
-        do()
-        if ON_CUDA:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    return min(once_s() for _ in range(6))
-
-
 async def _speed(
-    generator: StockGenerator, n: int, arguments: argparse.Namespace, roofline: Roofline
+    generator: StockGenerator, n: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """One session: a first token, half of the tokens, a prune of half, and the rest."""
     log(f"speed of N = {n}")
@@ -263,11 +201,9 @@ async def _speed(
         prune_s = time.perf_counter() - began
         rest = await session.extend(arguments.new)
     reached = ended.num_tokens
-    bound_s = sum(roofline.step_s(n, session.prompt_tokens, tokens) for tokens in range(1, reached))
     return {
         "n": n,
         "tokens_per_s": round(n * (reached - 1) / seconds, 1),
-        "of_bound": round(bound_s / seconds, 4),
         "step_ms": round(1e3 * seconds / (reached - 1), 2),
         "prune_ms": round(1e3 * prune_s, 2),
         "ended_by": rest.ended_by.value,
@@ -275,8 +211,7 @@ async def _speed(
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:
-    share = f"{point['of_bound']:.0%}"
-    return point["n"], point["tokens_per_s"], share, point["step_ms"], point["prune_ms"]
+    return point["n"], point["tokens_per_s"], point["step_ms"], point["prune_ms"]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,6 @@ def test_stale_tables_are_found_and_written(
     assert "old" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["tables"])
     tables.main()
-    assert "| 1,024 | 13,319 | 24% | 38.8 |" in page.read_text()
+    assert "| 1,024 | 13,319 | 76.9 | 38.8 |" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["tables", "--check"])
     tables.main()
