@@ -1,6 +1,6 @@
 """Estimates with 95 % intervals over prompts.
 
-Intervals are percentile bootstraps over prompts (`scipy.stats.bootstrap`). A prompt is drawn with
+Intervals are percentile bootstraps over prompts (Efron, 1979). A prompt is drawn with
 all its candidates. Candidates are not drawn within prompts: of 512 drawn with replacement a third
 is missing, often the best one too, so that the best of the draw is biased downwards (Bickel and
 Freedman, 1981). Fewer than four prompts have no interval, since draws of one prompt are all equal.
@@ -40,20 +40,11 @@ def bootstrap(num_prompts: int, statistic: Callable[[NDArray[np.int64]], Any]) -
     `statistic` maps indices in [..., prompts] to values in [...]. Draws are equal for equal numbers
     of prompts, so that figures can be compared.
     """
-    from scipy import stats  # only here: to import it takes seconds
-
     value = float(statistic(np.arange(num_prompts)))
     if num_prompts < MIN_PROMPTS:
         return Estimate(value)
-    draws = stats.bootstrap(
-        (np.arange(num_prompts),),
-        lambda prompts, axis: np.asarray(statistic(prompts), dtype=np.float64),
-        n_resamples=_DRAWS,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(0),
-    ).bootstrap_distribution
-    low, high = np.quantile(draws, _EDGES, method="nearest")
+    drawn = np.random.default_rng(0).integers(0, num_prompts, (_DRAWS, num_prompts))
+    low, high = np.quantile(statistic(drawn), _EDGES, method="nearest")
     return Estimate(value, float(low), float(high))
 
 
