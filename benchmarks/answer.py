@@ -40,11 +40,11 @@ from deploy.local.stack import Ports, Stack
 from experiments.pictures import draw
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.statistics import Estimate, mean
-from generator_service.embedded import WEIGHTS, package_directory
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client.channel import open_channel
 from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
 from specrej.remote import RemoteRewards
+from specrej_models.embedded import packaged
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 VLLM, _BUILD = Path(".vllm"), Path("build/answer-vllm").absolute()
@@ -169,7 +169,7 @@ async def ask_peer(
 def llama_server(port: int, most: int) -> Program:
     """llama.cpp's server on `port`, with the embedded model's file and a slot per candidate."""
     num_tokens = most * _CONTEXT_TOKENS // 4  # of KV, which the slots share; prompts are short
-    arguments = (package_directory() / WEIGHTS, port, most, num_tokens, "model")
+    arguments = (packaged("SmolLM2-135M-Instruct"), port, most, num_tokens, "model")
     python = str((LLAMA / "bin/python").absolute())
     command = (python, str(Path("tests/servers/llama_server.py")), *map(str, arguments))
     return Program(PEERS[1], command, partial(_is_healthy, port))

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from generator_service.embedded import unpack
+from specrej_models.embedded import unpack
 
 MODEL = Path(".models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M")
 _SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"

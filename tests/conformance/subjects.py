@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from prometheus_client import REGISTRY
 
-from generator_service.embedded import WEIGHTS, package_directory
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
@@ -26,6 +25,7 @@ from generator_service.toy import ToyGenerator
 from specrej.client.channel import open_channel
 from specrej.contracts import CandidateForm, Generator, Prompt, Sampling, TokenBias
 from specrej.remote import RemoteGenerator
+from specrej_models.embedded import packaged
 from specrej_models.vllm_options import prepare_environment
 from tests.endpoints import scrape
 from tests.generator_service.completions import Completions, save_tokenizer
@@ -200,7 +200,7 @@ async def at_llama(_: Path, name: str = "") -> AsyncIterator[Subject]:
             # The model seldom ends within 60 tokens.
             "ending": replace(ENDING, logit_bias=(TokenBias(_END_OF_TURN, 2.5),)),
         }
-        files = (name, "") if name else (f"{package_directory() / WEIGHTS}", f"{MODEL}")
+        files = (name, "") if name else (f"{packaged(MODEL.name)}", f"{MODEL}")
         async with stock(url, *files, **about) as subject:
             yield subject
 

@@ -108,10 +108,10 @@ def test_prepared_models_are_not_fetched_again(
     calls: list[str] = []
 
     def run(*arguments: str, packages: Path | None = None) -> None:
-        calls.append(arguments[1])
+        calls.append(arguments[1] if packages is None else arguments[2].rpartition("/")[2])
 
     monkeypatch.setattr(models, "_run", run)
-    both = ["generator_service.embedded", "reward_service.embedded"]
+    both = ["SmolLM2-135M-Instruct", "relevance"]
     toys = json.dumps([{"name": "t", "kind": "toy"}])
     for name, value, expected in (
         ("UNUSED", "", ["pip", *both]),

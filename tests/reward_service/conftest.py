@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from reward_service import embedded
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
+from specrej_models import embedded
 from tests.reward_service.tiny import save, save_language_model
 from tests.serving import serving
 
@@ -60,5 +60,5 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with all-MiniLM-L6-v2."""
     directory = tmp_path_factory.mktemp("models") / "relevance"
-    embedded.place(directory)
+    embedded.prepare(directory)
     return directory

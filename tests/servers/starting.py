@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from generator_service.embedded import WEIGHTS, package_directory
+from specrej_models.embedded import packaged
 from tests.programs import ROOT
 from tests.serving import until
 
@@ -48,7 +48,7 @@ def llama_server(
     `name`: of the model, which is its path otherwise."""
     python = _found(".llama/bin/python", "make conformance-servers")
     program = str(Path(__file__).with_name("llama_server.py"))
-    path = str(gguf or package_directory() / WEIGHTS)
+    path = str(gguf or packaged(MODEL.name))
     return _running([python, program, path, _PORT, str(slots), str(tokens), name], "/health")
 
 

@@ -1,4 +1,4 @@
-"""Placing the embedded relevance model."""
+"""Placing an embedded model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from reward_service import embedded
+from specrej_models import embedded
 
 
 def test_model_is_placed_whole_and_readable_by_others(tmp_path: Path) -> None:
     """Guards services of another user: scratch directories are private. A second run changes
     nothing, since a running service may have the files open."""
     directory = tmp_path / "deep" / "relevance"
-    embedded.place(directory)
+    embedded.prepare(directory)
     assert directory.stat().st_mode & 0o055 == 0o055
     assert [*directory.parent.iterdir()] == [directory]
     before = directory.stat()
-    embedded.place(directory)
+    embedded.prepare(directory)
     assert os.path.samestat(directory.stat(), before)
 
 
@@ -28,5 +28,5 @@ def test_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
     mine.parent.mkdir()
     mine.write_text("mine")
     with pytest.raises(FileExistsError, match="holds something else"):
-        embedded.place(mine.parent)
+        embedded.prepare(mine.parent)
     assert [*tmp_path.iterdir(), *mine.parent.iterdir()] == [mine.parent, mine]
