@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,16 +13,14 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from transformers import AutoConfig, Gemma3TextConfig
+from transformers import Gemma3TextConfig
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
-from generator_service.admission import SPARE_BLOCKS, Blocks
+from generator_service.admission import Blocks
 from generator_service.stock.generator import StockGenerator
-from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
+from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.contracts.errors import InternalError, Unavailable
-from specrej_models.sizes import ModelSizes
-from specrej_models.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started
 from tests.conformance.sessions import drawn
 from tests.conformance.subjects import CAPACITY, PROMPT, metric, own, vllm
@@ -38,37 +33,28 @@ _GREEDY = SessionSpec(PROMPT, 1, Sampling(max_tokens=24, temperature=0.0, ignore
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_slots_are_those_that_vllm_allocates(
-    kind: str, model_directory: Path, tmp_path: Path
-) -> None:
-    """Also where some layers have a sliding window. Guards against slots that vLLM stores in
-    several blocks, so that it has room for a part of them only."""
-    if kind == "gemma3_text":
-        config = Gemma3TextConfig(
-            **(SIZES | {"num_hidden_layers": 6, "head_dim": 32}),
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            sliding_window=64,
-        )
-        model_directory = save_language_model(tmp_path, config, make_tokenizer("<pad>"))
-    command = [sys.executable, "-m", "tests.conformance.allocated", str(model_directory), "1024"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    allocated: dict[str, int] = json.loads(outcome.stdout.splitlines()[-1])
-    slot_bytes = ModelSizes.of(AutoConfig.from_pretrained(model_directory)).slot_bytes(4)
-    assert allocated["block_tokens"] == BLOCK_TOKENS["cpu"]
-    assert allocated["kv_bytes"] == allocated["blocks"] * 32 * slot_bytes
-    assert (allocated["blocks"] - SPARE_BLOCKS) * 32 == 1024
-
-
 async def test_memory_decides_n_and_nothing_is_preempted(started: Started) -> None:
-    """Two sessions fill the slots again and again. Guards against slots that vLLM does not have: it
-    would preempt a request, and compute its tokens again.
+    """Before the tests that start another vLLM: its metrics take the place of this one's."""
+    await fill((await started.get("vllm")).generator)
 
-    Before the tests that start another vLLM: its metrics take the place of this one's.
-    """
-    generator = (await started.get("vllm")).generator
+
+async def test_layers_with_a_window_take_the_same_slots(tmp_path: Path) -> None:
+    """Guards against slots that vLLM stores in several blocks, so that it has room for a part of
+    them only."""
+    config = Gemma3TextConfig(
+        **(SIZES | {"num_hidden_layers": 6, "head_dim": 32}),
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        sliding_window=64,
+    )
+    directory = save_language_model(tmp_path, config, make_tokenizer("<pad>"))
+    async with vllm(directory) as subject:
+        await fill(subject.generator)
+
+
+async def fill(generator: Generator) -> None:
+    """Two sessions fill the slots again and again. Guards against slots that vLLM does not have: it
+    would preempt a request, and compute its tokens again."""
     sampling = Sampling(max_tokens=180, seed=3, ignore_eos=True)
     preempted = metric("vllm:num_preemptions_total")
 
