@@ -6,11 +6,12 @@ several sessions: so a small batch never waits for the whole of a large one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from specrej import contracts as c
 from specrej.answer_form import written
@@ -58,22 +59,27 @@ class Task:
         return self._finish(self._num_taken)
 
 
-class Reward:
+class Described:
+    """What a reward tells of itself."""
+
+    name: str  # in requests
+    fingerprint: str  # digest of weights and settings
+    description: str  # what it measures, in a sentence
+    probe: c.ModelProbe = c.NO_PROBE
+    takes_data: bool = False  # whether requests may bring data for it
+    sample_data: str = ""  # that it accepts
+    is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
+    images: str = "text"  # as in its spec
+
+
+class Reward(Described):
     """Scores responses to a prompt; called by one thread at a time, always the same one.
 
     By default a batch is one piece, which `score` computes, and a session is its prompt. Rewards
     whose batches share passes define `begin` and `compute` instead.
     """
 
-    name: str  # in requests
-    fingerprint: str  # digest of weights and settings
-    description: str  # what it measures, in a sentence
-    probe: c.ModelProbe = c.NO_PROBE
     token_budget: int = 1  # most tokens per `compute`, unless a single piece has more
-    takes_data: bool = False  # whether sessions are opened by `open_with`
-    sample_data: str = ""  # that `open_with` accepts
-    is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
-    images: str = "text"  # as in its spec
 
     def open(self, prompt: c.Prompt, *, once: bool = False) -> Any:
         """A session that keeps nothing yet; `once`: it gets a single batch.
@@ -84,7 +90,7 @@ class Reward:
         return prompt
 
     def open_with(self, prompt: c.Prompt, data: str) -> Any:
-        """A session of a reward that takes data: JSON, or an empty text.
+        """As `open`, of a reward that takes data: JSON, or an empty text.
 
         Raises:
             InvalidRequest: the reward needs other data; the paths begin with "data".
@@ -115,18 +121,12 @@ class Reward:
         raise NotImplementedError
 
 
-class RemoteReward(Protocol):
-    """A reward that another server computes; called on the event loop, by any number at once."""
+class RemoteReward(Described, ABC):
+    """A reward that another process computes; called on the event loop, by any number at once."""
 
-    name: str
-    fingerprint: str
-    description: str
-    probe: c.ModelProbe
-    takes_data: bool
-    sample_data: str
-    is_cheap: bool
-    images: str
+    takes_data = True
 
+    @abstractmethod
     async def answer(
         self, prompt: c.Prompt, candidates: Sequence[c.Candidate], data: str = ""
     ) -> c.Scores:
@@ -138,6 +138,7 @@ class RemoteReward(Protocol):
             Unavailable: the server cannot be reached, or is too slow.
         """
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Close the connections."""
 

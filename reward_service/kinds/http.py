@@ -19,9 +19,10 @@ from typing import Any
 
 import httpx2
 
+from reward_service.reward import RemoteReward
 from reward_service.specs import HTTPSpec, Resources, ServerSpec
 from specrej import fingerprint
-from specrej.contracts import NO_PROBE, Candidate, FinishReason, Prompt, Scores
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.contracts.errors import RewardInvalid, Unavailable
 from specrej.reloading_file import ReloadingFile, read_line
 from specrej.security import may_use_proxy
@@ -91,10 +92,10 @@ class Server:
         return status, bytes(content)
 
 
-class HTTPReward:
+class HTTPReward(RemoteReward):
     """Scores by the server at the spec's URL. Raises as `Server` does."""
 
-    images = "text"
+    description = "The scores of a reward model behind HTTP."
 
     def __init__(self, spec: HTTPSpec, resources: Resources) -> None:
         self.name = spec.name
@@ -103,9 +104,6 @@ class HTTPReward:
         self.fingerprint = fingerprint.of_values(
             kind="http", url=spec.url, version=spec.version, **selecting
         )
-        self.description = "The scores of a reward model behind HTTP."
-        self.probe = NO_PROBE
-        self.takes_data, self.sample_data, self.is_cheap = True, "", False
         self._server = Server(spec)
 
     async def aclose(self) -> None:

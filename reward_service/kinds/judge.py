@@ -18,11 +18,11 @@ from itertools import count
 from typing import Any
 
 from reward_service.kinds.http import Server
-from reward_service.reward import distinct, text_of
+from reward_service.reward import RemoteReward, distinct, text_of
 from reward_service.specs import Criterion, JudgeSpec, Resources
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
-from specrej.contracts import NO_PROBE, Candidate, Image, Prompt, Scores, TextPart
+from specrej.contracts import Candidate, Image, Prompt, Scores, TextPart
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Violation
 from specrej.threads import all_of
 
@@ -51,18 +51,14 @@ class JudgeData(Data):
     criteria: tuple[Criterion, ...] = ()
 
 
-class JudgeReward:
+class JudgeReward(RemoteReward):
     """Scores by the spec's judge. Raises as `Server` does."""
-
-    images = "text"
 
     def __init__(self, spec: JudgeSpec, resources: Resources) -> None:
         self.name = spec.name
         options = spec.model_dump(mode="json", exclude=_NO_PART)
         self.fingerprint = fingerprint.of_values(**options)
         self.description = f"Grades of {spec.model} by a rubric, 0 to 1."
-        self.probe, self.takes_data, self.is_cheap = NO_PROBE, True, False
-        self.sample_data = ""
         self._spec = spec
         self._server = Server(spec)
         self._room = asyncio.Semaphore(spec.max_parallel)

@@ -19,12 +19,12 @@ from functools import partial
 
 from pydantic import Field, model_validator
 
-from reward_service.reward import distinct
+from reward_service.reward import RemoteReward, distinct
 from reward_service.sandbox import COMPILED, STARTED, TESTS_COMPILED, find_sandbox
 from reward_service.specs import Resources, UnitTestsSpec
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
-from specrej.contracts import NO_PROBE, Candidate, Prompt, Scores
+from specrej.contracts import Candidate, Prompt, Scores
 from specrej.contracts.errors import InvalidRequest, Unavailable, Violation
 from specrej.threads import all_of
 
@@ -65,11 +65,14 @@ class UnitTestsData(Data):
         return None if code is None else f"{self.prelude}\n{code}"
 
 
-class UnitTestsReward:
+class UnitTestsReward(RemoteReward):
     """Scores by tests, at most `workers` programs at once, each in a sandbox of its own.
 
     Raises ValueError: no sandbox works here.
     """
+
+    description = "The share of the request's tests that the answer's code passes, 0 to 1."
+    sample_data = '{"tests": ["assert f() == 1"], "whole": true}'
 
     def __init__(self, spec: UnitTestsSpec, resources: Resources) -> None:
         self._sandbox = find_sandbox(spec)
@@ -79,9 +82,6 @@ class UnitTestsReward:
             limits=[spec.wall_s, spec.cpu_s, spec.memory_mb],
             python=[*sys.version_info[:2]],
         )
-        self.description = "The share of the request's tests that the answer's code passes, 0 to 1."
-        self.probe, self.takes_data, self.is_cheap = NO_PROBE, True, False
-        self.sample_data = '{"tests": ["assert f() == 1"], "whole": true}'
         self._kept: OrderedDict[bytes, int] = OrderedDict()
 
     async def aclose(self) -> None:
