@@ -195,16 +195,6 @@ async def test_images_are_sent_in_messages(servers: Servers, kind: str) -> None:
             await server.generator.check(replace(spec, prompt=many))
 
 
-@ALL_KINDS
-async def test_images_are_refused_where_the_model_takes_none(servers: Servers, kind: str) -> None:
-    server = await servers.get(kind)
-    assert not (await server.generator.describe()).takes_images
-    prompt = c.Prompt((c.Message("user", parts=(c.TextPart("is "), image())),))
-    with pytest.raises(InvalidRequest) as caught:
-        await server.generator.check(replace(SPEC, prompt=prompt))
-    assert [one.field for one in caught.value.violations] == ["prompt.messages[0].parts[1]"]
-
-
 SEVEN = '{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}'
 TOOLS = (c.Tool("count", "Counts.", SEVEN),)
 CALL = c.ToolCall("call_0_0", "count", '{"a": 7}')

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from generator_service.engine import prompt_tree
 from generator_service.engine.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.engine.engine import Engine
-from generator_service.engine.grammar import Grammars, TokenizerSpec
+from generator_service.engine.grammar import CompiledGrammar, Grammars, TokenizerSpec
 from generator_service.engine.model import CausalLM
 from specrej.contracts import FinishReason, Regex, RoundEnd, Sampling, TokenBias
 from specrej.contracts.errors import InternalError, InvalidRequest
@@ -47,9 +47,6 @@ ADJUSTED = replace(
 # Lines of words that end at any of them; tokens 3 .. 96 are the characters of ASCII.
 PATTERN = "([a-h]{1,3}[0-9])+"
 STRUCTURED = replace(PLAIN, structured_output=Regex(PATTERN))
-GRAMMAR = Grammars(TokenizerSpec.of(make_tokenizer(None), tiny.VOCABULARY), [2]).compile(
-    Regex(PATTERN)
-)
 
 # Between two commands.
 STEPS = st.sampled_from([0, 0, 0, 1, 2, 4])
@@ -63,11 +60,18 @@ PROMPTS = [
 ]
 
 
+@cache
+def grammar() -> CompiledGrammar:
+    """Not for every process that collects the tests: a process tries it."""
+    spec = TokenizerSpec.of(make_tokenizer(None), tiny.VOCABULARY)
+    return Grammars(spec, [2]).compile(Regex(PATTERN))
+
+
 def command_of(
     prompt: Sequence[int], n: int, sampling: Sampling, first: int = 1, **more: Any
 ) -> OpenCommand:
-    grammar = GRAMMAR if sampling.structured_output else None
-    return OpenCommand(prompt, n, sampling, first, grammar=grammar, **more)
+    output = grammar() if sampling.structured_output else None
+    return OpenCommand(prompt, n, sampling, first, grammar=output, **more)
 
 
 @cache
