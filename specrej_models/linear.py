@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -35,14 +33,10 @@ class PackedLinear(nn.Module):
             "bias": 0 if packed_bias is None else packed_bias.data_ptr(),
             "gates": gates,
         }
-        # Whether results stay where they are until the next call, which overwrites them: memory
-        # that is new costs as much time as some of the products that fill it.
-        self.keeps_results = False
-        self._kept = torch.empty(0)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out], or to half of them with gates."""
-        output = self._output(rows)
+        output = rows.new_empty(*rows.shape[:-1], self._results)
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
         job = job_record(
@@ -54,16 +48,6 @@ class PackedLinear(nn.Module):
         )
         product.run(job, count * self.in_features * self.out_features)
         return output
-
-    def _output(self, rows: Tensor) -> Tensor:
-        shape = (*rows.shape[:-1], self._results)
-        if not self.keeps_results:
-            return rows.new_empty(shape)
-        size = math.prod(shape)
-        if self._kept.numel() < size:
-            self._kept = torch.empty(0)  # first, so that there is never both
-            self._kept = rows.new_empty(size)
-        return self._kept[:size].view(shape)
 
 
 def _panels(weight: Tensor, gates: bool) -> Tensor:

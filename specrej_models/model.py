@@ -165,9 +165,6 @@ class SegmentedModel:
                 cpu_layer.replace(self._model, self.shape, self.sizes.context_tokens)
             linear.pack(self._model)
             activation.replace(self._model)
-            head = self._model.get_output_embeddings()
-            if isinstance(head, linear.PackedLinear):
-                head.keeps_results = True
             # What is left of the weights would keep the file that all of them came from in memory.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()

@@ -431,7 +431,7 @@ def _draw(session: Session, logits: Tensor, eos_ids: frozenset[int]) -> tuple[Te
 def _computed(
     model: Model, batch: Batch, fail: Callable[[Session, Exception], object]
 ) -> Iterator[tuple[Session, Segment, Tensor]]:
-    """Logits of each session, valid until those of the next session are taken.
+    """Logits of each session.
 
     A pass that fails is repeated with each half of its sessions, so that only the sessions that
     cause the failure end. The repetition overwrites what the failed pass stored.

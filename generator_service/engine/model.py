@@ -58,8 +58,7 @@ class CausalLM(SegmentedModel):
     ) -> Tensor:
         """One pass over the segments' rows; float32 logits [len(last), vocabulary] of rows `last`.
 
-        Writes each row's keys and values into its segment; the caller advances the suffixes. The
-        next pass may overwrite the logits.
+        Writes each row's keys and values into its segment; the caller advances the suffixes.
         """
         keep = torch.tensor(last, device=self.shape.device)
         output = self._run(self._model, token_ids, positions, segments, logits_to_keep=keep)

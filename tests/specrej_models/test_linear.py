@@ -40,19 +40,6 @@ def test_a_rows_results_do_not_depend_on_its_batch() -> None:
         torch.testing.assert_close(part, whole[first : first + count], rtol=0, atol=0)
 
 
-def test_results_that_are_kept_have_one_place() -> None:
-    """Guards against new memory in every step, and against rows that were of a larger one."""
-    layer = PackedLinear(torch.randn(50, 24), None)
-    data = torch.randn(1, 40, 24)
-    expected = layer(data).clone()
-    layer.keeps_results = True
-    many = layer(data)
-    torch.testing.assert_close(many, expected, rtol=0, atol=0)
-    few = layer(data[:, 7:9])
-    assert few.data_ptr() == many.data_ptr()
-    torch.testing.assert_close(few, expected[:, 7:9], rtol=0, atol=0)
-
-
 def test_rows_need_not_be_contiguous() -> None:
     layer = nn.Linear(24, 10)
     data = torch.randn(24, 7).T
