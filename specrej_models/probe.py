@@ -66,7 +66,6 @@ def examine(
     *,
     owner: str = "the model",
     ends: bool = True,
-    uses_template: bool = True,
     tool_format: str = "auto",
     thinking_marks: str = "auto",
 ) -> Examined:
@@ -84,7 +83,7 @@ def examine(
     sizes = config.get_text_config()
     warnings = _check_vocabulary(tokenizer, sizes.vocab_size)
     template = None
-    if uses_template and tokenizer.chat_template:
+    if tokenizer.chat_template:
         template = ChatTemplate(tokenizer, sizes.vocab_size, owner, tool_format, thinking_marks)
         warnings += template.warnings
     end_ids = frozenset[int]()

@@ -48,7 +48,7 @@ class RelevanceReward(Reward):
         self.token_budget = resources.token_budget
         self._device = resources.device
         self._model = model.eval()
-        examined = examine(spec.directory, ends=False, uses_template=False)
+        examined = examine(spec.directory, ends=False)
         self.probe = examined.probe
         self._tokenizer = examined.tokenizer
         self._control_tokens = ControlTokens(self._tokenizer, self.probe.vocabulary)
