@@ -70,7 +70,7 @@ test: $(READY) models ## run the tests: make test ARGS="tests/specrej -k client"
 	@$(PYTEST) -m "not long" $(ARGS)
 
 test-long: $(READY) $(SVG) models ## run the tests of whole commands, which CI leaves out, and long property tests
-	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile long $(ARGS)
+	@$(PYTEST) -m "long and not faults or hypothesis" --hypothesis-profile long $(ARGS)
 
 conformance: $(VLLM) models ## test all generators by one suite, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default -m "not long" \
@@ -165,8 +165,8 @@ GPU_PYTHON ?= .vllm/bin/python
 gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreement and speed on this machine's accelerator
 	@NUMBA_CACHE_DIR=build/numba-gpu $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
-faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only redis"
-	@$(BIN)/python -m tests.faults $(ARGS)
+faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="-k redis"
+	@$(BIN)/python -m pytest --exitfirst --verbose tests/faults $(ARGS)
 
 attacks: $(READY) $(ENVOY) ## hostile peers on real processes behind Envoy: make attacks ARGS="--only h2 --without"
 	@$(BIN)/python -m tests.attacks $(ARGS)

@@ -1,4 +1,7 @@
-"""The fast part of `make faults`: real processes, a fault, and the invariant after it."""
+"""Real processes, a fault, and the invariant after it: `make faults`, or ARGS="-k redis".
+
+CI runs the fast cases.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.faults.__main__ import CASES
-from tests.faults.case import Case, examine
+from tests.faults import processes, redis_faults, rolling, wire
+from tests.faults.case import Case, check
 from tests.faults.phases import FIRST_ROUND, held_at
 from tests.faults.world import World, world
 
-FAST = [case for case in CASES if case.fast]
+CASES = [
+    pytest.param(case, id=case.name, marks=() if case.fast else pytest.mark.long)
+    for part in (processes, redis_faults, wire, rolling)
+    for case in part.CASES
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -25,11 +32,14 @@ async def running() -> AsyncIterator[World]:
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
-@pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 async def test_case(case: Case, running: World) -> None:
     """Guards against hangs, wrong codes, and leftovers of a request."""
-    result = await examine(case, running)
-    assert not result.problem, f"{result.outcome}: {result.problem}\n{running.stack.log_tails()}"
+    try:
+        await check(case, running)
+    except Exception as error:
+        error.add_note(running.stack.log_tails())
+        raise
 
 
 async def test_invariant_detects_a_held_request(running: World) -> None:

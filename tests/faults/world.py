@@ -237,8 +237,8 @@ class World:
             if status == psutil.STATUS_ZOMBIE:
                 await self.stack.restart(name)
 
-    async def settle(self) -> float:
-        """Return the seconds until the invariant holds.
+    async def settle(self) -> None:
+        """Wait until the invariant holds.
 
         Raises:
             NotRecovered: not within 10 s.
@@ -248,7 +248,6 @@ class World:
             if time.monotonic() - began > RECOVERY_S:
                 raise NotRecovered(problem)
             await asyncio.sleep(0.02)
-        return time.monotonic() - began
 
     async def wrong(self) -> str:
         """Return the first violation of the invariant; empty if it holds."""
