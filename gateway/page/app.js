@@ -298,8 +298,9 @@ function route() {
 async function describe() {
   try {
     const description = await get('v1/specrej/describe');
-    const { model, device, form: made = 'in_place', takes_images: sees } = description.generator;
-    const how = made === 'in_place' ? '' : `, ${made.replace('_', ' ')}`;
+    const { model, device, form: made = '', takes_images: sees } = description.generator;
+    const words = made.replace('CANDIDATE_FORM_', '').replaceAll('_', ' ').toLowerCase();
+    const how = words && words !== 'in place' ? `, ${words}` : '';
     setText($('service'), `${model} on ${device}${how}${sees ? ', takes images' : ''}`);
     offer(form, description);
     arrange(form);

@@ -33,6 +33,7 @@ async def test_lanes_are_those_of_the_response(fresh: Window, client: Client) ->
 
 async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     """Guards against a button that only hides what runs on."""
+    assert await fresh.text("#service") == "toy on none"
     await fresh.send_endless()
     await fresh.run(n=24, max_tokens=4000, algorithm="best-of-n")
     await fresh.until("document.getElementById('live').state.position > 3")
