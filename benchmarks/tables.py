@@ -115,7 +115,7 @@ def _gpu() -> str:
 def _studies() -> dict[str, dict[str, list[tuple[str, float, Estimate]]]]:
     """The points of all studies of right answers."""
     studies = {}
-    for name in ("checks", "humaneval", "reasoning"):
+    for name in ("checks", "humaneval", "reasoning", "calls"):
         study = measured(f"right_{name}")
         studies[f"{name}, N = {study['n']}: tokens"] = {
             one["policy"]: [("", one["tokens"], Estimate(*one["right"]))]
@@ -149,6 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "right-checks": _right("right_checks"),
     "right-reasoning": _right("right_reasoning"),
     "right-humaneval": _right("right_humaneval"),
+    "right-calls": _right("right_calls"),
     "gpu": _gpu,
 }
 
