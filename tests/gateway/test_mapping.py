@@ -182,36 +182,73 @@ def test_all_bad_fields_are_reported_at_once() -> None:
         assert violations(specrej={"rewards": rewards}).keys() == {f"specrej.rewards{field}"}
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ({"role": "user", "content": [{"type": "image_url"}]}, ".content"),
-        ({"role": "user", "content": [{"type": "text", "text": 1}]}, ".content"),
-        ({"role": "function", "name": "f", "content": "x"}, ".role"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, ".function_call"),
-        ({"role": "assistant", "tool_calls": [{}]}, ".tool_calls[0].function"),
-        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, ".tool_calls[0].type"),
-    ],
-)
-def test_messages_are_texts_and_calls(message: dict[str, Any], field: str) -> None:
-    assert f"messages[0]{field}" in violations(messages=[message])
+USER = {"role": "user", "content": "x"}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+CUSTOM = {"type": "custom", "id": "x", "function": {"name": "f", "arguments": "{}"}}
+CHOICE = {"type": "allowed_tools", "mode": "auto", "tools": []}
+UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
+    *(
+        (ChatRequest, {"messages": [message]}, f"messages[0].{field}")
+        for message, field in (
+            ({"role": "user", "content": [{"type": "image_url"}]}, "content"),
+            ({"role": "user", "content": [{"type": "text", "text": 1}]}, "content"),
+            ({"role": "function", "name": "f", "content": "x"}, "role"),
+            ({"role": "assistant", "function_call": {"name": "f"}}, "function_call"),
+            ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls[0].function"),
+            ({"role": "assistant", "tool_calls": [CUSTOM]}, "tool_calls[0].type"),
+        )
+    ),
+    *(
+        (ChatRequest, {"tool_choice": choice}, "tool_choice")
+        for choice in (
+            {"type": "allowed_tools"},
+            *({**CHOICE, **more} for more in ({}, {"tools": F}, {"tools": F, "mode": "none"})),
+            {"type": "function", "name": "f", "x": 1},
+        )
+    ),
+    (ChatRequest, {"tools": [CUSTOM]}, "tools[0].type"),
+    (ChatRequest, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    (
+        ChatRequest,
+        {"chat_template_kwargs": {"thinking": "yes"}},
+        "chat_template_kwargs.thinking",
+    ),
+    *(
+        (ChatRequest, {"structured_outputs": given}, "structured_outputs")
+        for given in ({"json": {}, "regex": "a"}, {}, {"regex": 1}, {"choice": []})
+    ),
+    (ResponsesRequest, {"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+    (ResponsesRequest, {"specrej": {"events": "rounds"}}, "specrej.events"),
+    (ResponsesRequest, {"input": []}, "input"),
+    *(
+        (ResponsesRequest, {"input": [item]}, f"input[0]{field}")
+        for item, field in (
+            ({"type": "item_reference", "id": "x"}, ".type"),
+            ({"type": "function_call", "name": "f"}, ""),
+            ({"type": "message", "content": "x"}, ""),
+            ({"role": "user", "content": [{"type": "input_file"}]}, ".content"),
+        )
+    ),
+    *(
+        (MessagesRequest, {"messages": [{**USER, "content": [part]}]}, f"messages[0].content[0]{f}")
+        for part, f in (({"type": "document"}, ".type"), ({"type": "text"}, ""), (IMAGE, ".source"))
+    ),
+    (
+        MessagesRequest,
+        {"tools": [{"type": "bash_20250124", "name": "f", "input_schema": {}}]},
+        "tools[0].type",
+    ),
+    (MessagesRequest, {"tool_choice": {"type": "tool"}}, "tool_choice"),
+    (MessagesRequest, {"thinking": {"type": "between_tools"}}, "thinking.type"),
+    (MessagesRequest, {"max_tokens": 0}, "max_tokens"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": F}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": F}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "f", "x": 1}}, "tool_choice"),
-        ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
-    ],
-)
-def test_what_is_no_tool_and_no_choice(fields: dict[str, Any], field: str) -> None:
-    assert field in violations(**fields)
+@pytest.mark.parametrize(("model", "fields", "field"), UNSUPPORTED)
+def test_what_is_not_supported_is_named(model: Any, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        call_of(made(model, **fields), PRESETS)
+    assert [violation.field for violation in refused.value.violations] == [field]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -228,16 +265,17 @@ def test_a_choice_of_some_tools_leaves_out_the_others(mode: str) -> None:
         assert call.name_of("prompt.tools[1].parameters") == "tools[3].function.parameters"
 
 
-def test_errors_about_tools_have_the_callers_field() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    call = call_of(chat(tools=[tool]), PRESETS)
+def test_errors_of_prompts_have_the_callers_field() -> None:
+    call = call_of(chat(tools=F), PRESETS)
     names = {
+        "prompt": "messages",
         "prompt.tools[0].parameters": "tools[0].function.parameters",
         "prompt.tools": "tools",
         "prompt.tool_name": "tool_choice",
         "prompt.messages[1].tool_call_id": "messages[1].tool_call_id",
     }
     assert {path: call.name_of(path) for path in names} == names
+    assert call_of(made(CompletionRequest), PRESETS).name_of("prompt") == "prompt"
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}])
@@ -314,8 +352,7 @@ def test_several_choices_are_promised() -> None:
 
 def test_completions_name_a_number_of_log_probabilities() -> None:
     for number in (0, 5):
-        body = {"model": "m", "prompt": "x", "logprobs": number}
-        call = call_of(parsed(CompletionRequest, json.dumps(body).encode()), PRESETS)
+        call = call_of(made(CompletionRequest, logprobs=number), PRESETS)
         assert (call.options["logprobs"], call.options["top_logprobs"]) == (True, number)
         assert call.name_of("sampling.top_logprobs") == "logprobs"
     assert call_of(chat(logprobs=False), {}).options["logprobs"] is False
@@ -383,12 +420,6 @@ def test_log_probabilities_of_an_answer_are_bounded(field: str, fields: dict[str
     fields["max_tokens"] += 1
     assert f"at most {MAX_LOGPROBS}" in violations(logprobs=True, **fields)[field]
     assert not call_of(chat(**fields | {"top_logprobs": 0}), PRESETS).wants_logprobs
-
-
-def test_errors_of_prompts_have_the_callers_field() -> None:
-    completion = parsed(CompletionRequest, b'{"model": "m", "prompt": "x"}')
-    for request, name in ((chat(), "messages"), (completion, "prompt")):
-        assert call_of(request, PRESETS).name_of("prompt") == name
 
 
 def test_bodies_that_are_no_requests() -> None:
@@ -481,11 +512,6 @@ def test_fields_of_vllm_arrive(given: dict[str, Any], options: dict[str, Any]) -
     found = call_of(chat(**given), {}).options
     assert found.keys() == expected and {name: found[name] for name in options} == options
     assert found["seed"] >= 0 and found["seed"] != call_of(chat(seed=-1), {}).options["seed"]
-
-
-@pytest.mark.parametrize("given", [{"json": {}, "regex": "a"}, {}, {"regex": 1}, {"choice": []}])
-def test_a_structured_output_is_of_one_kind(given: dict[str, Any]) -> None:
-    assert violations(structured_outputs=given).keys() == {"structured_outputs"}
 
 
 def test_the_last_turn_of_the_assistant_can_be_continued() -> None:

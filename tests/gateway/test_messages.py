@@ -13,7 +13,7 @@ from gateway.fields import OutputConfig, ResponseFormat, SchemaFormat, parsed
 from gateway.messages import ContentBlock, MessagesRequest, Thinking, Tool, ToolChoice, Turn
 from gateway.requests import call_of
 from specrej import contracts as c
-from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError, Unavailable
+from specrej.contracts.errors import Overloaded, SpecrejError, Unavailable
 from tests.gateway.gateways import gateway_at, post, tokens_file
 from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, known, script
 from tests.gateway.test_tools import Weather, prompt_of
@@ -22,7 +22,6 @@ from tests.specrej.fakes import FakeOrchestrator
 
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 TOOL: Any = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
-IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "x"}}
 FIELDS: dict[str, Any] = {"model": "toy", "max_tokens": 64, "messages": ASK, "tools": [TOOL]}
 
 
@@ -45,13 +44,6 @@ async def client(address: str) -> AsyncIterator[Any]:
 def call(**fields: Any) -> Any:
     body = {"model": "m", "max_tokens": 9, "messages": ASK, **fields}
     return call_of(parsed(MessagesRequest, json.dumps(body).encode()), {})
-
-
-def refused(**fields: Any) -> list[str]:
-    """The fields of the violations."""
-    with pytest.raises(InvalidRequest) as error:
-        call(**fields)
-    return [violation.field for violation in error.value.violations]
 
 
 def expected(parts: c.AnswerParts) -> list[Any]:
@@ -262,20 +254,3 @@ def test_options_and_names_of_errors() -> None:
     )  # fmt: skip
     assert made.name_of("prompt.messages[1].content") == "messages[0].content"
     assert made.name_of("sampling.stop[0]") == "stop_sequences[0]"
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"tools": [{"type": "bash_20250124", "name": "f", "input_schema": {}}]}, "tools[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, ".type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ""),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, ".source"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"max_tokens": 0}, "max_tokens"),
-    ],
-)
-def test_what_is_not_supported_is_named(fields: dict[str, Any], field: str) -> None:
-    place = "messages[0].content[0]" if "messages" in fields else ""
-    assert refused(**fields) == [place + field]

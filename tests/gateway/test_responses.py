@@ -13,7 +13,7 @@ from gateway.fields import parsed
 from gateway.requests import call_of
 from gateway.responses import ResponsesRequest
 from specrej import contracts as c
-from specrej.contracts.errors import InvalidRequest, Unavailable
+from specrej.contracts.errors import Unavailable
 from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, script
 from tests.gateway.test_tools import Weather, client, prompt_of
 from tests.specrej.fakes import FakeOrchestrator
@@ -141,21 +141,3 @@ def test_options_and_names_of_errors() -> None:
     assert made.name_of("prompt.messages[0].content") == "instructions.content"
     assert made.name_of("sampling.max_tokens") == "max_output_tokens"
     assert made.name_of("prompt.tools[0].name") == "tools[0].name"
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
-        ({"input": [{"type": "message", "content": "x"}]}, "input[0]"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content"),
-        ({"specrej": {"events": "rounds"}}, "specrej.events"),
-    ],
-)
-def test_what_is_not_supported_is_named(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        call(**fields)
-    assert [violation.field for violation in refused.value.violations] == [field]
