@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -181,41 +181,6 @@ class HeldGenerator:
         """Whether there is no session, and no call waits at a gate."""
         ledger = self.toy.ledger
         return not (ledger.num_sessions or ledger.owned or any(g.held for g in self.gates.values()))
-
-
-class LongTexts(HeldGenerator):
-    """One session of one round, without slots; a text has `num_characters` of two bytes each."""
-
-    prompt_tokens, max_tokens = 1, 10**6
-    reduced = False
-    fingerprint = ""
-    costly_rounds = False
-    answer_form = c.PLAIN
-
-    def __init__(self, num_characters: int, finish: c.FinishReason | None = None) -> None:
-        super().__init__()
-        self.n = self.num_closed = 0
-        self._num_characters = num_characters
-        self._finish = finish
-
-    @asynccontextmanager
-    async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
-        self.num_opened += 1
-        self.n = spec.n
-        yield self
-        self.num_closed += 1
-
-    async def extend(self, until_tokens: int, report: c.Report | None = None) -> c.Round:
-        texts = (f"{number} ".ljust(self._num_characters, "é") for number in range(self.n))
-        candidates = tuple(
-            c.Candidate(number, text, 20, -0.5, self._finish, tuple(range(20)))
-            for number, text in enumerate(texts)
-        )
-        ended_by = c.RoundEnd.ALL_FINISHED if self._finish else c.RoundEnd.DECISION_TOKEN
-        return c.Round(candidates, ended_by, 20, c.SlotGauge(1, 0, 0))
-
-    async def prune(self, keep: Collection[int], forks: c.Forks = c.NO_FORKS) -> c.Pruned:
-        return c.Pruned(len(keep), c.SlotGauge(1, 0, 0))
 
 
 class HeldReward(ToyReward):

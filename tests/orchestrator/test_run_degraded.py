@@ -33,7 +33,6 @@ from tests.orchestrator.runs import (
     FaultyScorer,
     FixedScorer,
     answer,
-    events_of,
     request,
 )
 from tests.world import HeldGenerator
@@ -303,10 +302,9 @@ async def test_streamed_text_is_in_the_answer_if_a_stride_hangs(stop: tuple[str,
     single = lenient(1, schedule=c.Schedule(first=8), sampling=sampling)
     generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
     options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
-    last = (await events_of(single, generator, FixedScorer(), **options))[-1]
-    assert isinstance(last, c.Finished)
-    assert "".join(delta.text for delta in sent) == last.generation.best.text
-    assert last.generation.usage.generated_tokens == 30
+    generation = await answer(single, generator, FixedScorer(), **options)
+    assert "".join(delta.text for delta in sent) == generation.best.text
+    assert generation.usage.generated_tokens == 30
 
 
 @pytest.mark.parametrize("time_left_s", [66.0, 72.0, 75.0, 78.0, 81.0, 84.0, 90.0])
@@ -355,14 +353,13 @@ async def test_a_request_that_loses_its_generator_starts_again(n: int, breaks_at
     undisturbed = await answer(planned, ToyGenerator(end_every=99), FixedScorer())
     generator, sent = LostOnce(breaks_at, end_every=99), list[Any]()
     within = WithinRounds(sent.append)
-    *_, last = await events_of(planned, generator, FixedScorer(), within=within)
-    assert isinstance(last, c.Finished)
-    assert last.generation.candidates == undisturbed.candidates
-    assert last.generation.usage == undisturbed.usage
+    generation = await answer(planned, generator, FixedScorer(), within=within)
+    assert generation.candidates == undisturbed.candidates
+    assert generation.usage == undisturbed.usage
     assert [spec.n for spec in generator.specs] == [n, undisturbed.n]
     deltas = [event for event in sent if isinstance(event, c.TextDelta)]
     text = "".join(delta.text for delta in deltas)
-    assert text in ("", last.generation.best.text)
+    assert text in ("", generation.best.text)
     positions = [event.num_tokens for event in sent if not isinstance(event, c.TextDelta)]
     assert positions == sorted(positions)
     assert generator.ledger.owned == 0

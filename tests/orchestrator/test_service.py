@@ -18,13 +18,14 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from generator_service import toy
 from generator_service.toy import ToyGenerator
 from orchestrator.background import converted
 from orchestrator.cache import Secret
 from orchestrator.edge.planning import Defaults, Plan, Planner
 from specrej import contracts as c
 from specrej.client import Client
-from specrej.contracts import Finished, FinishReason, Prompt, wire
+from specrej.contracts import Finished, Prompt, wire
 from specrej.contracts.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from specrej.security import Caller, set_caller
 from specrej.v1 import common_pb2
@@ -36,7 +37,6 @@ from tests.world import (
     BOUND_S,
     Code,
     HeldGenerator,
-    LongTexts,
     World,
     generation,
     rewards,
@@ -139,15 +139,16 @@ async def test_rounds_have_the_texts_of_their_candidates_on_request(service: Wor
     assert await texts_of(service, request) == [[] for _ in traced]
 
 
-async def test_the_texts_of_a_round_are_bounded() -> None:
+async def test_the_texts_of_a_round_are_bounded(
+    service: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a round whose texts are too long for a message; between services, more than
     grpc's default of 4 MiB may be."""
-    async with world(LongTexts(100_000, FinishReason.STOP)) as service:
-        (texts,) = await texts_of(
-            service,
-            pb.GenerateStreamRequest(request=small_request(selection={"n": 32}), texts=True),
-        )
-        assert len(texts) == 2
+    monkeypatch.setattr(toy, "_WORDS", ["é" * 100_000] * 8)
+    of_one_word = small_request(sampling={"max_tokens": 1}, selection={"n": 32})
+    request = pb.GenerateStreamRequest(request=of_one_word, texts=True)
+    (texts,) = await texts_of(service, request)
+    assert len(texts) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])

@@ -12,15 +12,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from generator_service import toy
 from orchestrator.edge import servicer
 from orchestrator.edge.servicer import OrchestratorServicer
-from specrej.contracts import FinishReason
 from specrej.contracts.errors import Cancelled
 from specrej.security import new_token
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.certificates import place
 from tests.serving import failure_of, reason_of, retry_info_s, turns, until
-from tests.world import BOUND_S, Code, LongTexts, World, rewards, small_request, world
+from tests.world import BOUND_S, Code, World, rewards, small_request, world
 
 
 def start_call(service: World, message: pb.GenerateRequest, stream: bool, **options: Any) -> Any:
@@ -123,18 +123,17 @@ async def test_a_cancelled_call_frees_everything(
     await until(lambda: service.is_idle)
 
 
-# Its answer of 16 MiB is more than a stream buffers.
-_LARGE = small_request(selection=rewards(("likelihood", 1)) | {"n": 64, "return_candidates": 64})
-
-
-async def test_cancel_ends_a_blocked_write() -> None:
+async def test_cancel_ends_a_blocked_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards permits, sessions and tasks against a client that does not read, and against what its
     call leaves."""
+    # An answer of 16 MiB is more than a stream buffers.
+    monkeypatch.setattr(toy, "_WORDS", ["x" * 2**18] * 8)
+    selection = rewards(("likelihood", 1)) | {"n": 64, "return_candidates": 64}
+    large = small_request(sampling={"max_tokens": 1}, selection=selection)
     num_tasks = len(asyncio.all_tasks())
-    generator = LongTexts(2**17, FinishReason.STOP)
-    async with world(generator, max_running=1) as service:
-        call = start_call(service, _LARGE, stream=True)
-        await until(lambda: generator.num_closed == 1)
+    async with world(max_running=1) as service:
+        call = start_call(service, large, stream=True)
+        await until(lambda: service.generator.num_opened == 1)
         await until(lambda: service.is_idle)
         await turns(100)
         assert not call.done(), "the case did not occur"

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc.aio
 import pytest
@@ -392,25 +393,15 @@ async def test_whole_answers_that_failed_are_not_paid_for_again(makes_whole_answ
     assert num_opened == ([0, 1] if makes_whole_answers else [1, 1])
 
 
-class LateGenerator(HeldGenerator):
-    """A toy that is not ready at its first report."""
-
-    is_ready = False
-
-    async def describe(self) -> c.GeneratorDescription:
-        if not self.is_ready:
-            raise Unavailable("the model is loading")
-        return await super().describe()
-
-
 async def test_a_session_may_begin_before_its_generator_is_described() -> None:
     """Guards against an internal error at the first cut, as while generators are restarted."""
-    toy, once = LateGenerator(), replace(PATIENT, report_s=60)
+    toy, once = HeldGenerator(), replace(PATIENT, report_s=60)
+    describe, toy.describe = toy.describe, AsyncMock(side_effect=Unavailable("loading"))  # type: ignore[method-assign]
     async with generators(toy, num_listed=0, settings=once) as running:
         running.resolver.targets = frozenset(map(target_of, running.servers))
         await until(lambda: running.counts == (0, 0, 1))
         await running.fleet.wait_heard()
-        toy.is_ready = True
+        toy.describe = describe  # type: ignore[method-assign]
         spec = c.SessionSpec(PROMPT, 4, replace(SAMPLING, ignore_eos=True), 8)
         async with running.client.open(spec) as session:
             await session.extend(8)

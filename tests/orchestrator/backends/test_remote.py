@@ -47,7 +47,6 @@ from tests.serving import serving, until
 from tests.world import (
     BOUND_S,
     HeldGenerator,
-    LongTexts,
     World,
     channel_to,
     dead_port,
@@ -148,9 +147,8 @@ async def test_errors_that_concern_only_the_backend_are_unavailable(error: Specr
 @pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, 100_000)])
 async def test_another_number_of_candidates_is_an_error(requested: int, opened: int) -> None:
     """Guards against an answer from fewer candidates under the key of all, and against memory."""
-    texts = LongTexts(1)
-    miscounting = HeldGenerator()
-    miscounting.open = lambda spec: texts.open(replace(spec, n=opened))  # type: ignore[method-assign]
+    miscounting, toy = HeldGenerator(), ToyGenerator(10**6)
+    miscounting.open = lambda spec: toy.open(replace(spec, n=opened))  # type: ignore[method-assign]
     async with remote_generator(miscounting) as generator:
         error = await error_of_open(generator, requested)
     assert isinstance(error, InternalError) and f"opened {opened} candidates" in error.message
