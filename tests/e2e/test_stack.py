@@ -117,4 +117,4 @@ async def test_own_models_in_one_line(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 0
     assert described.generator.probe.ends == ("</s>",)
-    assert described.rewards == ("tiny_reward",)
+    assert described.rewards == ("tiny_reward", "likelihood")
