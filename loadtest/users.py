@@ -12,6 +12,7 @@ from typing import Any
 
 import gevent  # type: ignore[import-untyped]
 import grpc.experimental.gevent as grpc_gevent
+from gevent.pool import Pool  # type: ignore[import-untyped]
 from locust import User, events, stats, task
 from locust.env import Environment
 
@@ -78,10 +79,23 @@ class ApiUser(User):
             self.host or "127.0.0.1:50050", parsed.request_timeout, **credentials_from(os.environ)
         )
         self.requests = _test.requests(self.environment)
+        self._pool = Pool()
 
     def on_stop(self) -> None:
-        """Disconnect."""
-        self.caller.close()
+        """Wait up to --stop-timeout for a call, report an unfinished one as failed, and disconnect.
+
+        Locust does not wait for a user's call, so the call has a greenlet of its own.
+        """
+        try:
+            self._pool.join(timeout=self.environment.stop_timeout or 0)
+        finally:
+            # A killed greenlet reports nothing itself.
+            for greenlet in list(self._pool):
+                request, started = greenlet.args
+                seconds = time.perf_counter() - started
+                self.fire(Kind.FAILED, request, seconds, 0, CallFailed("UNFINISHED"))
+            self._pool.kill(block=False)  # first: a call that close() cancels would report itself
+            self.caller.close()
 
     def wait_time(self) -> float:
         """Seconds until the next request."""
@@ -89,14 +103,11 @@ class ApiUser(User):
 
     @task
     def send(self) -> None:
-        """Send one request; one that is not over by --stop-timeout is reported as failed."""
-        request, started = next(self.requests), time.perf_counter()
-        try:
-            outcome = self.caller.stream(request.prompt, **request.options)
-        except gevent.GreenletExit:
-            seconds = time.perf_counter() - started
-            self.fire(Kind.FAILED, request, seconds, 0, CallFailed("UNFINISHED"))
-            raise
+        """Send one request and wait for its answer."""
+        self._pool.spawn(self._call, next(self.requests), time.perf_counter()).get()
+
+    def _call(self, request: LoadRequest, _started: float) -> None:
+        outcome = self.caller.stream(request.prompt, **request.options)
         for number, (seconds, tokens) in enumerate(outcome.rounds):
             kind = Kind.BETWEEN_ROUNDS if number else Kind.FIRST_ROUND
             self.fire(kind, request, seconds, tokens)
