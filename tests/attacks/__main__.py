@@ -41,8 +41,8 @@ _BOUNDS_MIB = {"edge": 200, "logs": 5, "series": 0.5}
 _BOUND_MIB = 40
 _BEYOND = (
     "orchestrator/edge/admission.py",
-    "return self.running < most + most // 4 and",
-    "return self.running < most and",
+    "if self.running >= most + most // 4:",
+    "if True:",
 )
 # Defences in the services: a file, its text and the text without.
 DEFENCES: Mapping[str, tuple[str, str, str]] = {
