@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,28 +99,15 @@ async def test_other_origins_only_if_they_are_set(address: str) -> None:
         assert "access-control-allow-origin" not in headers
 
 
-class Silent(FakeOrchestrator):
-    """Never answers Describe."""
-
-    num_running = 0
-
-    async def Describe(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.num_running += 1
-        self.received.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.num_running -= 1
-
-
-async def test_a_get_ends_when_its_client_leaves() -> None:
+async def test_a_get_ends_when_its_client_leaves(
+    orchestrator: FakeOrchestrator, gateway: Server
+) -> None:
     """Guards the gateway and the orchestrator against calls that no connection bounds."""
-    silent = Silent()
-    async with listening(silent.service()) as address, gateway_at(address) as server:
-        connection = await Connection.open(server.port, MODELS + b"\r\n")
-        await silent.received.wait()
-        connection.reset()
-        await until(lambda: not silent.num_running and not server._state.tasks)
+    orchestrator.holds = True
+    connection = await Connection.open(gateway.port, MODELS + b"\r\n")
+    await orchestrator.received.wait()
+    connection.reset()
+    await until(lambda: orchestrator.cancelled.is_set() and not gateway._state.tasks)
 
 
 @pytest.mark.parametrize(

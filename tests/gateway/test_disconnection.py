@@ -46,11 +46,8 @@ async def num_calls(stack: Stack) -> float:
     return values.sum("specrej_rpc_server_started_total", rpc_method=method)
 
 
-async def until_running(stack: Stack) -> None:
-    async def has_slots() -> bool:
-        return (await owned(stack))[0] > 0
-
-    await until(has_slots)
+async def has_slots(stack: Stack) -> bool:
+    return (await owned(stack))[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ async def test_slots_are_free_after_a_client_left(
     connection = await Connection.open(stack.ports.gateway, request(path, body))
     if after:
         await connection.read_until(after)
-    await until_running(stack)
+    await until(lambda: has_slots(stack))
     leave(connection)
     await until(lambda: all_free(stack))
     assert await num_answers(stack) == before  # it did not run to its end

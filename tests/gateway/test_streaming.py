@@ -139,19 +139,6 @@ async def test_a_preset_shows_rounds_in_chats(
 # Large values are converted beside the event loop, which other calls need
 
 
-def conversions(monkeypatch: pytest.MonkeyPatch, *functions: str) -> list[tuple[bool, Any]]:
-    """Calls of functions of `wire`: whether it is the event loop's thread, and the value."""
-    calls: list[tuple[bool, Any]] = []
-
-    def noted(function: Callable[..., Any], value: Any, *arguments: Any) -> Any:
-        calls.append((threading.current_thread() is threading.main_thread(), value))
-        return function(value, *arguments)
-
-    for name in functions:
-        monkeypatch.setattr(wire, name, partial(noted, getattr(wire, name)))
-    return calls
-
-
 @pytest.mark.parametrize("tops", [0, 20])
 def test_a_body_is_made_in_parts(tops: int) -> None:
     """Guards memory against values as objects, all at once: they take ten times the body."""
@@ -200,7 +187,14 @@ async def test_answers_are_converted_off_the_event_loop(
     """Guards other calls against an answer of many candidates with many log-probabilities."""
     large = replace(GENERATION.candidates[0], text="x" * 10_000)
     orchestrator.events = (EVENTS[0], Finished(replace(GENERATION, candidates=(large,))))
-    calls = conversions(monkeypatch, "generation_from_message", "to_plain")
+    calls: list[tuple[bool, Any]] = []  # whether it is the event loop's thread, and the value
+
+    def noted(function: Callable[..., Any], value: Any, *arguments: Any) -> Any:
+        calls.append((threading.current_thread() is threading.main_thread(), value))
+        return function(value, *arguments)
+
+    for name in ("generation_from_message", "to_plain"):
+        monkeypatch.setattr(wire, name, partial(noted, getattr(wire, name)))
     assert (await post(gateway.port, CHAT, BODY))[0] == 200
     streamed = {**STREAM, "stream_options": {"include_usage": True}}
     assert b"[DONE]" in await whole_reply(gateway.port, CHAT, streamed)

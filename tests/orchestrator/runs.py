@@ -29,7 +29,7 @@ SCHEDULES = st.one_of(
 
 
 class FaultyGenerator(ToyGenerator):
-    """A toy with its own clock, advanced by `token_s` per token.
+    """A toy with its own clock, advanced by `token_s` per token; its runs have that clock, too.
 
     Beyond so many tokens it breaks, with `error`, or hangs.
     """
@@ -140,6 +140,8 @@ async def events_of(
     scorer: c.Scorer | Sequence[c.Scorer],
     **options: Any,
 ) -> list[c.Event]:
+    if isinstance(generator, FaultyGenerator):
+        options.setdefault("clock", generator.clock)
     async with aclosing(run(request, generator, scorer, **options)) as events:
         return [event async for event in events]
 

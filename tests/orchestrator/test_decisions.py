@@ -89,24 +89,27 @@ def test_full_slots_release_room_for_a_token_of_each_survivor(live: int, tokens:
     assert released == 1 or (released - 1) * stored < live - (released - 1)
 
 
-@given(SCORES, ALPHAS, RELEASES)
-def test_a_cut_never_empties_and_progresses_when_slots_are_full(
-    scores: dict[int, float], alpha: float, release: int
+@given(SCORES, ALPHAS, st.just(1) | st.integers(1, 9), RELEASES)
+def test_a_cut_keeps_the_best_of_a_least_number_and_progresses_when_slots_are_full(
+    scores: dict[int, float], alpha: float, least: int, release: int
 ) -> None:
-    """Never empty and Progress: full slots of which no candidate is released would loop."""
-    live, full = live_of(scores), release > 0
-    kept = cut(scores, live, alpha, release=release)
-    assert kept
-    assert kept <= set(scores)
-    if live:
-        assert len(live - kept) >= min(release, len(live) - 1)
-    if not full:
-        assert len(kept) == num_kept(len(scores), alpha)
-        assert min(scores[i] for i in kept) >= max(
-            (scores[i] for i in set(scores) - kept), default=float("-inf")
-        )
+    """Never empty and Progress: full slots of which no candidate is released would loop. Guards
+    promised answers against a high alpha, and against full slots."""
+    live = live_of(scores)
+    kept = cut(scores, live, alpha, least=least, release=release)
+    num_live = len(kept & live)
+    assert kept and kept <= set(scores)
+    if not release:
+        assert kept == {*rank(scores)[: max(least, num_kept(len(scores), alpha))]}
+    elif len(live) > 1:
+        assert num_live < len(live)
+        assert num_live >= min(least, len(live) - 1) or len(kept) >= min(least, len(scores))
+    if live and least == 1:
+        assert len(live) - num_live >= min(release, len(live) - 1)
     # Without vetoes, the arguments for them change nothing.
-    assert kept == cut(scores, live, alpha, release=release, vetoed={501}, has_answer=True)
+    assert kept == cut(
+        scores, live, alpha, least=least, release=release, vetoed={501}, has_answer=True
+    )
 
 
 @st.composite
@@ -140,24 +143,6 @@ def test_vetoed_candidates_are_rejected_unless_no_other_is_left(
         candidates = vetoed & live or vetoed
         assert scores[last] == max(scores[candidate] for candidate in candidates)
         assert last in candidates
-
-
-@given(SCORES, ALPHAS, st.integers(1, 9), RELEASES)
-def test_a_cut_keeps_the_best_of_a_least_number(
-    scores: dict[int, float], alpha: float, least: int, release: int
-) -> None:
-    """Guards promised answers against a high alpha, and against full slots, which must still
-    release a live candidate."""
-    live = live_of(scores)
-    kept = cut(scores, live, alpha, least=least, release=release)
-    num_live = len(kept & live)
-    if not release:
-        assert kept == {*rank(scores)[: max(least, num_kept(len(scores), alpha))]}
-    elif len(live) > 1:
-        assert num_live < len(live)
-        assert num_live >= min(least, len(live) - 1) or len(kept) >= min(least, len(scores))
-    if least == 1:
-        assert kept == cut(scores, live, alpha, release=release)
 
 
 def test_full_slots_release_the_worst_live_candidate() -> None:

@@ -719,7 +719,7 @@ async def test_less_confident_candidates_of_later_waves_end(
 async def test_a_wave_that_would_be_late_does_not_begin() -> None:
     generator = FaultyGenerator(token_s=1.0, end_every=10_000)
     asking = request(n=8, max_tokens=20, waves=2, algorithm=BEST_OF_N)
-    generation = await answer(asking, generator, RIGHT, time_left_s=50.0, clock=generator.clock)
+    generation = await answer(asking, generator, RIGHT, time_left_s=50.0)
     assert (generation.num_begun, generation.hurried, generation.degraded) == (4, True, False)
     assert len(generation.candidates) == 4
 

@@ -48,11 +48,9 @@ async def test_short_deadlines_give_an_answer(algorithm: c.Algorithm, time_left_
     ten_percent = request(alpha=0.1, algorithm=algorithm, prefer_complete=True)
     planned = await answer(ten_percent, FaultyGenerator(10.0), FixedScorer())
     generator = FaultyGenerator(10.0)
-    clock, began_s = generator.clock, generator.clock()
-    generation = await answer(
-        ten_percent, generator, FixedScorer(), time_left_s=time_left_s, clock=clock
-    )
-    assert clock() - began_s <= time_left_s
+    began_s = generator.clock()
+    generation = await answer(ten_percent, generator, FixedScorer(), time_left_s=time_left_s)
+    assert generator.clock() - began_s <= time_left_s
     assert generation.best.finish is c.FinishReason.STOP
     assert not generation.degraded
     assert generation.hurried == (time_left_s < 2000)
@@ -67,9 +65,7 @@ async def test_a_deadline_costs_best_of_n_no_more_candidates_than_it_must() -> N
     """Guards against the request's alpha, which Best-of-N ignores, at a cut for the deadline."""
     generator = FaultyGenerator(10.0)
     best_of_n = request(alpha=0.9, algorithm=c.Algorithm.BEST_OF_N)
-    generation = await answer(
-        best_of_n, generator, FixedScorer(), time_left_s=550.0, clock=generator.clock
-    )
+    generation = await answer(best_of_n, generator, FixedScorer(), time_left_s=550.0)
     first, last = generation.rounds
     assert 0.0 < first.alpha < 0.5 and last.alpha == 0.0
     assert len(generation.candidates) > 8
@@ -92,8 +88,8 @@ async def test_a_deadline_before_the_answers_are_complete(
     promised, and against a cut to fewer to be in time."""
     asked = request(allow_degraded=allow_degraded, **changes)
     generator = FaultyGenerator(token_s)
-    began_s, options = generator.clock(), {"clock": generator.clock}
-    answering = answer(asked, generator, FixedScorer(), time_left_s=time_left_s, **options)
+    began_s = generator.clock()
+    answering = answer(asked, generator, FixedScorer(), time_left_s=time_left_s)
     if allow_degraded:
         generation = await answering
         assert generation.degradations == (c.Degradation.DEADLINE,)
@@ -105,7 +101,7 @@ async def test_a_deadline_before_the_answers_are_complete(
         with pytest.raises(DeadlineExceeded):
             await answering
     assert generator.clock() - began_s <= time_left_s
-    ample = await answer(asked, generator, FixedScorer(), time_left_s=7 * time_left_s, **options)
+    ample = await answer(asked, generator, FixedScorer(), time_left_s=7 * time_left_s)
     assert len(ample.candidates) >= num_answers and not ample.degraded
     assert generator.ledger.owned == 0
 
@@ -118,11 +114,10 @@ async def test_a_generator_lost_within_a_round_causes_no_other_cut(breaks_at: in
     for seed, allow_degraded in product(range(12), (False, True)):
         sent = request(alpha=0.5, sampling={"seed": seed}, allow_degraded=allow_degraded)
         generator = FaultyGenerator(0.01, breaks_at=breaks_at)
-        within = WithinRounds(lambda _: None)
-        options: dict[str, Any] = {"time_left_s": 600.0, "clock": generator.clock}
+        options: dict[str, Any] = {"time_left_s": 600.0, "within": WithinRounds(lambda _: None)}
         plain = await answer(sent, FaultyGenerator(0.01), LikelihoodScorer(), time_left_s=600.0)
         try:
-            got = await answer(sent, generator, LikelihoodScorer(), **options, within=within)
+            got = await answer(sent, generator, LikelihoodScorer(), **options)
         except Unavailable:
             continue
         if got.degraded:
@@ -236,7 +231,7 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, Any]) -> 
     assert complete, "the case did not occur"
     generator = FaultyGenerator(**fault)
     async with asyncio.timeout(30):
-        left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
+        left = await answer(whole, generator, FixedScorer(), time_left_s=1.0)
     assert left.hurried == ("hangs_at" in fault)
     assert left.degradations == (() if left.hurried else (c.Degradation.GENERATOR,))
     assert {one.id for one in left.candidates if one.finish is c.FinishReason.STOP} == complete
@@ -301,8 +296,7 @@ async def test_streamed_text_is_in_the_answer_if_a_stride_hangs(stop: tuple[str,
     sampling = {"min_tokens": 60, "stop": stop}
     single = lenient(1, schedule=c.Schedule(first=8), sampling=sampling)
     generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
-    options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
-    generation = await answer(single, generator, FixedScorer(), **options)
+    generation = await answer(single, generator, FixedScorer(), time_left_s=1.0, within=within)
     assert "".join(delta.text for delta in sent) == generation.best.text
     assert generation.usage.generated_tokens == 30
 
@@ -320,9 +314,7 @@ async def test_a_round_without_scores_is_hurried(time_left_s: float) -> None:
             return await super().score(candidates)
 
     planned = lenient(8, 128, sampling={"min_tokens": 128})
-    made = await answer(
-        planned, generator, Stalls(), time_left_s=time_left_s, clock=generator.clock
-    )
+    made = await answer(planned, generator, Stalls(), time_left_s=time_left_s)
     rounds = [trace.decision_token for trace in made.rounds]
     assert made.hurried or made.degraded or rounds == [16, 32, 64, 128] == scored
 
@@ -433,8 +425,6 @@ async def test_a_request_starts_again_within_its_deadline() -> None:
     """Guards against a second run that plans with all of the time."""
     generator = LostOnce(32, token_s=1.0, end_every=NEVER)
     long, began_s = lenient(64, 64), generator.clock()
-    generation = await answer(
-        long, generator, FixedScorer(), time_left_s=80.0, clock=generator.clock
-    )
+    generation = await answer(long, generator, FixedScorer(), time_left_s=80.0)
     assert generator.clock() - began_s <= 80 and len(generator.specs) == 2
     assert generation.hurried and generation.timings.total_ms <= 80e3

@@ -77,12 +77,6 @@ class Scripted:
         freed, self._live = len(self._live) - len(keep), {*keep}
         return c.Pruned(freed, SLOTS)
 
-    async def check(self, spec: c.SessionSpec) -> None:
-        raise AssertionError
-
-    async def describe(self) -> Any:
-        raise AssertionError
-
 
 def call(name: str, arguments: object = "{}") -> str:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -106,7 +100,7 @@ async def answer_of(
         key: options.pop(key) for key in ("extract", "within", "time_left_s") if key in options
     }
     scorer = options.pop("scorer", FixedScorer())
-    generator = Scripted(form, *texts, full_at=options.pop("full_at", 0))
+    generator: Any = Scripted(form, *texts, full_at=options.pop("full_at", 0))
     if "time_left_s" in run_options:
         run_options["clock"] = generator.clock
     wanted = replace(request(len(texts), options.pop("max_tokens", 400), **options), prompt=asked)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from specrej.client import cli
-from tests.serving import listening
+from tests.serving import listening, serving
 from tests.specrej.fakes import FakeOrchestrator
 
 Command = Callable[..., Awaitable[tuple[str, str]]]
@@ -24,6 +25,13 @@ async def address(orchestrator: FakeOrchestrator) -> AsyncIterator[str]:
     """Where `orchestrator` listens."""
     async with listening(orchestrator.service()) as bound:
         yield bound
+
+
+@pytest.fixture
+async def channel(orchestrator: FakeOrchestrator) -> AsyncIterator[grpc.aio.Channel]:
+    """To a server of its own, with reflection."""
+    async with serving(orchestrator.service(), reflection=True) as opened:
+        yield opened
 
 
 @pytest.fixture

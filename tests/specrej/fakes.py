@@ -125,7 +125,8 @@ OPTIONS = Options(
 
 class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Raises `failures` first, one per call. With `hangs`, a call waits for `released` after its
-    first event; with `holds`, before it. A stream raises `after_events` at its end."""
+    first event; with `holds`, before it, and so does Describe. A stream raises `after_events` at
+    its end."""
 
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
@@ -180,6 +181,9 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
     ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
+        if self.holds:
+            self.received.set()
+            await self._wait()
         return wire.to_message(SERVICE, orchestrator_pb2.OrchestratorServiceDescribeResponse)
 
     async def _take(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> None:
@@ -190,8 +194,11 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         if self.failures:
             raise self.failures.pop(0)
         if self.hangs or self.holds:
-            try:
-                await self.released.wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
+            await self._wait()
+
+    async def _wait(self) -> None:
+        try:
+            await self.released.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise

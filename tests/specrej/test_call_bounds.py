@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,7 +14,7 @@ from specrej import telemetry
 from specrej.client.channel import open_channel
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from tests.serving import failure_of, listening, retry_info_s, serving
+from tests.serving import failure_of, listening, retry_info_s
 from tests.specrej.fakes import FakeOrchestrator
 
 Code = grpc.StatusCode
@@ -36,12 +35,6 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(telemetry.metrics, "add", count)
     return reasons
-
-
-@pytest.fixture
-async def channel(orchestrator: FakeOrchestrator) -> AsyncIterator[grpc.aio.Channel]:
-    async with serving(orchestrator.service()) as opened:
-        yield opened
 
 
 async def probe(channel: grpc.aio.Channel) -> None:

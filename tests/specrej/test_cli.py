@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,13 @@ import pytest
 from specrej import contracts as c
 from specrej.client import Client, cli
 from specrej.client.client import build_request
-from specrej.client.options import add_options, parse_reward, parse_schedule
+from specrej.client.options import add_options
 from specrej.client.view import plain_line, summary_line
 from specrej.contracts import Options, errors, wire
 from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from tests.certificates import Authority
-from tests.programs import Outcome
+from tests.programs import outcome_of
 from tests.specrej.conftest import Command
 from tests.specrej.fakes import EVENTS, GENERATION, ONE, OPTIONS, SERVICE, FakeOrchestrator
 
@@ -43,24 +44,18 @@ FLAGS: Options = {
 }
 
 
+COMMAND = (sys.executable, "-m", "specrej.client.cli")
+run = partial(outcome_of, *COMMAND)
+
+
 async def start(*arguments: str, stdout: int = PIPE, **environment: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "specrej.client.cli", *arguments),
+        *(*COMMAND, *arguments),
         env={**os.environ, **environment},
         stdin=PIPE,
         stdout=stdout,
         stderr=PIPE,
     )
-
-
-async def finish(process: Process) -> Outcome:
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode is not None
-    return Outcome(process.returncode, out.decode(), err.decode())
-
-
-async def run(*arguments: str, **environment: str) -> Outcome:
-    return await finish(await start(*arguments, stdout=PIPE, **environment))
 
 
 async def test_only_the_answer_goes_to_stdout(address: str, orchestrator: FakeOrchestrator) -> None:
@@ -286,29 +281,6 @@ def test_structured_output(tmp_path: Path) -> None:
             parsed(bad)
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "value"),
-    [
-        (parse_schedule, "memory", c.Schedule("memory")),
-        (parse_schedule, "memory:128", c.Schedule("memory", first=128)),
-        (parse_schedule, "geometric", c.Schedule()),
-        (parse_schedule, "geometric:8", c.Schedule(first=8)),
-        (parse_schedule, "geometric:16,1.5", c.Schedule(first=16, factor=1.5)),
-        (parse_schedule, "tokens:16,32,64", c.Schedule("tokens", tokens=(16, 32, 64))),
-        (parse_reward, "relevance", c.WeightedReward("relevance")),
-        (parse_reward, "likelihood=0.5", c.WeightedReward("likelihood", 0.5)),
-        (parse_reward, "a=-2,veto=-1", c.WeightedReward("a", -2.0, veto_below=-1.0)),
-        (parse_reward, "a,batch", c.WeightedReward("a", normalization=c.Normalization("batch"))),
-        (parse_reward, "a=3,batch,veto=0", c.WeightedReward("a", 3.0, c.Normalization("batch"), 0)),
-    ],
-)
-def test_texts_of_values(parse: Callable[[str], object], text: str, value: object) -> None:
-    """Guards against a notation that reads back as another schedule, and against a weight, a
-    normalisation or a veto that is dropped."""
-    assert parse(text) == value
-    assert parse is parse_reward or parse(str(value)) == value
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     """A server with mutual TLS that is not ready yet."""
@@ -369,7 +341,8 @@ async def test_an_interrupt_cancels_the_call(
     process = await start("generate", "why?", "--address", address)
     await asyncio.wait_for(orchestrator.received.wait(), 60)
     process.send_signal(number)
-    assert await finish(process) == (code, "", "")
+    assert await asyncio.wait_for(process.communicate(), 60) == (b"", b"")
+    assert process.returncode == code
     await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
 
 

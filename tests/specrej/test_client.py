@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.serving import listening
 from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, SERVICE, FakeOrchestrator
 from tests.specrej.test_wire import REQUESTS
 
+HALF = c.WeightedReward("a", 0.5)
+BATCH = c.WeightedReward("b", normalization=c.Normalization("batch"))
 MISSPELT: Any = "bath"
 MISSPELT_REWARD = c.WeightedReward("a", normalization=c.Normalization(MISSPELT))
 VIOLATION = errors.Violation("selection.n", "too many")
@@ -76,35 +79,43 @@ def test_value_beyond_the_message_is_an_invalid_request(bad: Options, field: str
 
 
 @pytest.mark.parametrize(
-    ("texts", "values"),
+    ("name", "text", "value"),
     [
-        ({"algorithm": "best-of-n"}, {"algorithm": c.Algorithm.BEST_OF_N}),
-        ({"n": "auto"}, {"n": 0}),
-        ({"cache": "bypass"}, {"cache": c.CacheControl.BYPASS}),
-        ({"rewards": "relevance"}, {"rewards": {"relevance": 1.0}}),
-        ({"rewards": {"a": 2.0}}, {"rewards": [c.WeightedReward("a", 2.0)]}),
-        ({"stop": "END"}, {"stop": ["END"]}),
-        ({"logit_bias": {7: -100.0}}, {"logit_bias": [c.TokenBias(7, -100.0)]}),
-        ({"structured_output": {"a": 1}}, {"structured_output": c.JsonSchema('{"a":1}')}),
-        ({"rewards": ["a=2", {"name": "b", "normalization": {"kind": "batch"}}]},
-         {"rewards": [c.WeightedReward("a", 2.0),
-                      c.WeightedReward("b", normalization=c.Normalization("batch"))]}),
-        ({"schedule": "geometric:64,2"}, {"schedule": c.Schedule(first=64)}),
-        ({"schedule": {"kind": "tokens", "tokens": [3]}}, {"schedule": c.Schedule("tokens",
-                                                                               tokens=(3,))}),
-        ({"branching": "16,4"}, {"branching": c.Branching(16, 4)}),
-        ({"vote": "json:/a:b"}, {"vote": c.Vote("json", "/a:b")}),
-        ({"confidence_cut": "0.5,16"}, {"confidence_cut": c.ConfidenceCut(0.5, 16)}),
-        ({"rewards": ["a,stage=end"]}, {"rewards": [c.WeightedReward("a", stage="end")]}),
-        ({"logit_bias": "7=-1"}, {"logit_bias": {7: -1.0}}),
-        ({"structured_output": "regex:a:b"}, {"structured_output": c.Regex("a:b")}),
-        ({"stop_token_ids": 7}, {"stop_token_ids": [7]}),
+        ("algorithm", "best-of-n", c.Algorithm.BEST_OF_N),
+        ("n", "auto", 0),
+        ("cache", "bypass", c.CacheControl.BYPASS),
+        ("rewards", "relevance", {"relevance": 1.0}),
+        ("rewards", "relevance", [c.WeightedReward("relevance")]),
+        ("rewards", {"a": 2.0}, [c.WeightedReward("a", 2.0)]),
+        ("rewards", ["a=0.5", {"name": "b", "normalization": {"kind": "batch"}}], [HALF, BATCH]),
+        ("rewards", "a=-2,veto=-1", [c.WeightedReward("a", -2.0, veto_below=-1.0)]),
+        ("rewards", "b,batch", [BATCH]),
+        ("rewards", "b=3,batch,veto=0", [replace(BATCH, weight=3.0, veto_below=0)]),
+        ("rewards", "a,stage=end", [c.WeightedReward("a", stage="end")]),
+        ("stop", "END", ["END"]),
+        ("stop_token_ids", 7, [7]),
+        ("logit_bias", {7: -100.0}, [c.TokenBias(7, -100.0)]),
+        ("logit_bias", "7=-1", {7: -1.0}),
+        ("structured_output", {"a": 1}, c.JsonSchema('{"a":1}')),
+        ("structured_output", "regex:a:b", c.Regex("a:b")),
+        ("schedule", "memory", c.Schedule("memory")),
+        ("schedule", "memory:128", c.Schedule("memory", first=128)),
+        ("schedule", "geometric", c.Schedule()),
+        ("schedule", "geometric:8", c.Schedule(first=8)),
+        ("schedule", "geometric:16,1.5", c.Schedule(first=16, factor=1.5)),
+        ("schedule", "tokens:16,32,64", c.Schedule("tokens", tokens=(16, 32, 64))),
+        ("schedule", {"kind": "tokens", "tokens": [3]}, c.Schedule("tokens", tokens=(3,))),
+        ("branching", "16,4", c.Branching(16, 4)),
+        ("vote", "json:/a:b", c.Vote("json", "/a:b")),
+        ("confidence_cut", "0.5,16", c.ConfidenceCut(0.5, 16)),
     ],
-)  # fmt: skip
-def test_options_take_what_flags_and_the_gateway_take(
-    texts: dict[str, Any], values: dict[str, Any]
-) -> None:
-    assert build_request("why?", **texts) == build_request("why?", **values)
+)
+def test_options_take_what_flags_and_the_gateway_take(name: Any, text: Any, value: Any) -> None:
+    """Guards against a notation that reads back as another schedule, and against a weight, a
+    normalisation or a veto that is dropped."""
+    expected: Any = {name: value}
+    for one in (text, str(value)) if isinstance(value, c.Schedule) else (text,):
+        assert build_request("why?", **{name: one}) == build_request("why?", **expected)
 
 
 def test_a_wrong_text_is_answered_with_the_texts_to_use() -> None:

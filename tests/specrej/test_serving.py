@@ -37,12 +37,6 @@ _GARBAGE = b"\xff" * 16
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
-@pytest.fixture
-async def channel(orchestrator: FakeOrchestrator) -> AsyncIterator[grpc.aio.Channel]:
-    async with serving(orchestrator.service(), reflection=True) as opened:
-        yield opened
-
-
 @pytest.mark.parametrize(
     "method",
     [

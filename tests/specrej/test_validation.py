@@ -82,8 +82,6 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"schedule": c.Schedule("memory", factor=3.0)}, "schedule.factor"),
     ({"schedule": c.Schedule(tokens=(8,))}, "schedule.tokens"),
     ({"branching": c.Branching(1, 1)}, "branching.width"),
-    ({"stop_at": float("inf")}, "stop_at"),
-    ({"stop_at": float("nan")}, "stop_at"),
     ({"stop_at": 1.0, "rewards": (BATCH,)}, "stop_at"),
     ({"n": 4, "first": 5}, "first"),
     ({"waves": CAP + 1}, "waves"),

@@ -60,24 +60,19 @@ async def test_a_dead_collector_does_not_delay_the_end(is_hanging: bool, tmp_pat
         collector.bind(("127.0.0.1", 0))
         if is_hanging:
             collector.listen()  # accepts connections and never answers; else refuses them
-        await _run_a_reward(f"http://127.0.0.1:{collector.getsockname()[1]}", tmp_path)
-
-
-async def _run_a_reward(collector: str, log_dir: Path) -> None:
-    toy = {"SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]'}
-    stack = Stack(environment={**toy, "SPECREJ_REWARD_OTLP_ENDPOINT": collector})
-    url = stack.metrics_urls[2]
-    async with Processes(
-        [stack._replica(stack._rewards[0])], log_dir, start_timeout_s=30
-    ) as running:
-        async with open_channel(stack.reward_address) as channel:
-            stub: Any = RewardServiceStub(channel)
-            await stub.Score(ScoreRequest(prompt=Prompt(text="Why?"), responses=["So."]))
-        values = (await scrape([url])).values
-        began = time.monotonic()
-        os.kill(running.processes["reward"], signal.SIGTERM)
-        code = await asyncio.wait_for(running._running["reward"].wait(), 20)
-        seconds = time.monotonic() - began
+        toy = {"SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]'}
+        address = f"http://127.0.0.1:{collector.getsockname()[1]}"
+        stack = Stack(environment={**toy, "SPECREJ_REWARD_OTLP_ENDPOINT": address})
+        url, rewards = stack.metrics_urls[2], [stack._replica(stack._rewards[0])]
+        async with Processes(rewards, tmp_path, start_timeout_s=30) as running:
+            async with open_channel(stack.reward_address) as channel:
+                stub: Any = RewardServiceStub(channel)
+                await stub.Score(ScoreRequest(prompt=Prompt(text="Why?"), responses=["So."]))
+            values = (await scrape([url])).values
+            began = time.monotonic()
+            os.kill(running.processes["reward"], signal.SIGTERM)
+            code = await asyncio.wait_for(running._running["reward"].wait(), 20)
+            seconds = time.monotonic() - began
     assert code == 0
     assert seconds < FLUSH_S + 10, f"ended after {seconds:.1f} s"
     (process,) = values["target_info"]

@@ -254,14 +254,9 @@ async def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     async def lookup(host: str, port: int, **_: Any) -> list[Any]:
         if host not in by_name:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
-        return [
-            (
-                socket.AF_INET6 if ":" in address else socket.AF_INET,
-                *(socket.SOCK_STREAM, 6, ""),
-                (address, port),
-            )
-            for address in by_name[host]
-        ]
+        families = {False: socket.AF_INET, True: socket.AF_INET6}
+        found = ((families[":" in address], (address, port)) for address in by_name[host])
+        return [(family, socket.SOCK_STREAM, 6, "", place) for family, place in found]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
     return by_name

@@ -56,12 +56,6 @@ from tests.world import (
 )
 
 
-async def remote_events_of(asked: c.GenerationRequest, service: World) -> list[c.Event]:
-    scorer = partial(service.remote_rewards.open, "toy")
-    async with asyncio.timeout(BOUND_S):
-        return await events_of(asked, service.remote_generator, scorer)
-
-
 @asynccontextmanager
 async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
     async with generator_backend(generator) as backend, channel_to(backend) as channel:
@@ -89,7 +83,9 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     local = await events_of(generation_request, toy, worker.open)
     worker.close()
     async with world(HeldGenerator(capacity, end_every=end_every)) as service:
-        remote = await remote_events_of(generation_request, service)
+        scorer = partial(service.remote_rewards.open, "toy")
+        calls = events_of(generation_request, service.remote_generator, scorer)
+        remote = await asyncio.wait_for(calls, BOUND_S)
     assert isinstance(remote[-1], c.Finished) and isinstance(local[-1], c.Finished)
     # Only remote backends have fingerprints.
     with_fingerprints = replace(
