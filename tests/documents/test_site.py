@@ -103,6 +103,17 @@ def test_the_reference_has_all_that_is_generated(site: Path) -> None:
             assert f" {option} " in shown
 
 
+def test_named_settings_exist() -> None:
+    """Guards against a setting that was removed, or renamed, and is recommended still."""
+    text = "".join(page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md"))
+    rows = re.findall(r"^\| `SPECREJ_([A-Z]+)_` \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) >= 3
+    for service, row in rows:
+        known = SETTINGS[service.lower()].model_fields
+        named = re.findall(r"`([A-Z_]+)`", row)
+        assert [name for name in named if name.lower() not in known] == []
+
+
 @pytest.mark.long
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     """Guards against settings that let a link or an anchor to nothing pass."""
