@@ -27,9 +27,6 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gateway.__main__ import Server as GatewayServer
-from gateway.app import Gateway
-from gateway.settings import GatewaySettings
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Cache
@@ -42,7 +39,6 @@ from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
 from specrej import contracts as c
 from specrej.backend.v1 import reward_pb2
-from specrej.client import Client
 from specrej.client.channel import open_channel
 from specrej.contracts import wire
 from specrej.remote import RemoteGenerator, RemoteRewards
@@ -50,6 +46,7 @@ from specrej.server.serving import Context, Server, time_left_s
 from specrej.settings import ServiceSettings
 from specrej.v1 import common_pb2, orchestrator_pb2_grpc
 from specrej.v1 import orchestrator_pb2 as pb
+from tests.gateway.gateways import gateway_at
 from tests.orchestrator.caching import new_cache
 from tests.serving import failure_of, listening, until
 
@@ -143,16 +140,14 @@ class HeldGenerator:
         self.toy = ToyGenerator(capacity_slots, end_every=end_every)
         self.described = described
         self.num_opened = 0
-        self.salts: list[str] = []
-        self.opened_adapters: list[str] = []
+        self.specs: list[c.SessionSpec] = []
         self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in _VERBS}
 
     @asynccontextmanager
     async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:
         self.num_opened += 1
-        self.salts.append(spec.cache_salt)
-        self.opened_adapters.append(spec.adapter)
+        self.specs.append(spec)
         self.times_left_s.append(time_left_s())
         await self.gates["open"].passed()
         async with self.toy.open(spec) as session:
@@ -366,19 +361,6 @@ class World:
 
 
 @asynccontextmanager
-async def _gateway_to(address: str) -> AsyncIterator[str]:
-    """The URL of a gateway to an orchestrator."""
-    settings = GatewaySettings(port=0, orchestrator_address=address, allow_anonymous=True)
-    async with Client(address) as client:
-        server = GatewayServer(settings, client, Gateway(settings, client))
-        await server.start()
-        try:
-            yield f"http://127.0.0.1:{server.port}"
-        finally:
-            await server.stop(0)
-
-
-@asynccontextmanager
 async def world(
     generator: HeldGenerator | None = None,
     *,
@@ -412,11 +394,12 @@ async def world(
             listening(port, default_deadline_s=default_deadline_s, **(server_settings or {}))
         )
         channel = await enter(open_channel(address))
+        server = await enter(gateway_at(address, allow_anonymous=True)) if gateway else None
         service = World(
             orchestrator_pb2_grpc.OrchestratorServiceStub(channel),
             channel,
             address,
-            await enter(_gateway_to(address)) if gateway else "",
+            f"http://127.0.0.1:{server.port}" if server else "",
             orchestrator,
             admission,
             cache,

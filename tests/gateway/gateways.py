@@ -36,11 +36,6 @@ async def gateway_at(address: str, **settings: Any) -> AsyncIterator[Server]:
             await server.stop(0)
 
 
-def connections(server: Server) -> int:
-    """How many connections are open."""
-    return len(server._state.connections)
-
-
 def tokens_file(folder: Path, *tokens: str) -> str:
     """The path of an orchestrator's tokens file, in which each token is its tenant's name."""
     (folder / "tokens").write_text("\n".join(token_line(token, token) for token in tokens))

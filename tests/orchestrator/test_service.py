@@ -320,7 +320,7 @@ async def test_an_adapter_is_named_as_the_model(cached_service: World) -> None:
     generator.described["adapters"] = ("support",)
     for model in ("support", "toy", "", "support"):
         await cached_service.answer(small_request(model=model))
-    assert generator.opened_adapters == ["support", ""]
+    assert [spec.adapter for spec in generator.specs] == ["support", ""]
 
 
 async def test_branching_needs_a_generator_that_forks(cached_service: World) -> None:

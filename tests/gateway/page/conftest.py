@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -12,9 +11,9 @@ from deploy.local.stack import Stack
 from specrej.client import Client
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.gateway.page.window import Window
+from tests.programs import ROOT
 from tests.serving import need as need
 
-ROOT = Path(__file__).parents[3]
 AXE = ROOT / ".tools" / "node" / "node_modules" / "axe-core" / "axe.min.js"  # make node-client
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.gateway.gateways import gateway_at, get
 from tests.gateway.page.conftest import need
-from tests.programs import run
+from tests.programs import ROOT, run
 
-FOLDER = Path(__file__).parents[3] / "gateway" / "page"
+FOLDER = ROOT / "gateway" / "page"
 # uPlot 1.6.32 as its package has them: dist/uPlot.iife.min.js, dist/uPlot.min.css, LICENSE.
 VENDORED: Mapping[str, str] = {
     "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",

@@ -39,6 +39,7 @@ from specrej.contracts.errors import (
     Unavailable,
 )
 from specrej.contracts.status import DETAILS_TRAILER
+from specrej.contracts.validation import MAX_BATCH
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.server.serving import Context, Service
 from specrej.threads import ended
@@ -140,7 +141,7 @@ async def test_errors_that_concern_only_the_backend_are_unavailable(error: Specr
         assert type(await error_of_open(generator)) is Unavailable
 
 
-@pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, 100_000)])
+@pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, MAX_BATCH + 1)])
 async def test_another_number_of_candidates_is_an_error(requested: int, opened: int) -> None:
     """Guards against an answer from fewer candidates under the key of all, and against memory."""
     miscounting, toy = HeldGenerator(), ToyGenerator(10**6)
