@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -74,7 +73,7 @@ def test_truncated_candidates_rank_last_and_vetoed_ones_behind_them(
     """One order decides: groups first, within a group the score, and of ties the lower id."""
     order = rank(scores, vetoed, truncated)
     assert sorted(order) == sorted(scores)
-    for better, worse in itertools.pairwise(order):
+    for better, worse in pairwise(order):
         one, other = ((n in vetoed, n in truncated, -scores[n], n) for n in (better, worse))
         assert one < other
 
@@ -162,19 +161,19 @@ def test_forks_fill_a_width_evenly(survivors: list[int], width: int) -> None:
     assert max(children, default=0) - min(children, default=0) <= 1
 
 
-@pytest.mark.parametrize("taper", [0.0, 0.5, 1.0])
-def test_a_taper_bounds_the_tokens_of_a_round(taper: float) -> None:
+@pytest.mark.parametrize(
+    ("taper", "expected"),
+    [
+        (0.0, [32] * 6),
+        (0.5, [32, 23, 16, 11, 8, 6]),
+        (1.0, [32, 16, 8, 4, 2, 2]),  # never below `keep`
+    ],
+)
+def test_a_taper_bounds_the_tokens_of_a_round(taper: float, expected: list[int]) -> None:
     """Guards against a last round that generates more than all others, and against an exponent on
     the wrong side. The rounds begin at 16, 32, 64, ... tokens."""
     widths = [width_at(Branching(32, 2, taper), 16, 16 * 2**number) for number in range(6)]
-    assert (
-        widths
-        == {
-            0.0: [32] * 6,
-            0.5: [32, 23, 16, 11, 8, 6],
-            1.0: [32, 16, 8, 4, 2, 2],  # never below `keep`
-        }[taper]
-    )
+    assert widths == expected
     assert width_at(Branching(32, 2, taper), 16, 4) == 32
 
 
@@ -196,12 +195,10 @@ def test_a_taper_bounds_the_tokens_of_a_round(taper: float) -> None:
 def test_decision_tokens_of_each_kind_of_schedule(
     schedule: Schedule, max_tokens: int, decision_tokens: list[int]
 ) -> None:
-    tokens = [next_decision_token(schedule, 0, max_tokens)]
-    for _ in range(max_tokens):
-        if tokens[-1] < max_tokens:
-            tokens.append(next_decision_token(schedule, tokens[-1], max_tokens))
-    assert tokens == decision_tokens
-    assert len(tokens) == most_rounds(schedule, max_tokens)
+    for last, following in pairwise([0, *decision_tokens]):
+        assert next_decision_token(schedule, last, max_tokens) == following
+    assert decision_tokens[-1] == max_tokens
+    assert len(decision_tokens) == most_rounds(schedule, max_tokens)
 
 
 @given(st.integers(1, 10**6), st.floats(1.001, 16), st.integers(1, 300))

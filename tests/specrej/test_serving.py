@@ -161,27 +161,20 @@ async def running(
 
 
 async def test_health_follows_the_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against a process that answers while its engine hangs, and is never restarted; and
-    against a recovery logged as an error."""
+    """Guards against a process that answers while its engine hangs or has ended, and is never
+    restarted; and against a recovery logged as an error."""
     age_s = [0.0]
     server = Server(ServiceSettings(stuck_s=0.2), [])
     server.watch(lambda: age_s[0])
-    async with running(server):
+    async with running(server) as (task, _):
         await until_health(server, "SERVING", "SERVING")
         age_s[0] = 1e9
         await until_health(server, "NOT_SERVING", "NOT_SERVING")
         with caplog.at_level("INFO", "specrej.server.serving"):
             age_s[0] = 0.0
             await until_health(server, "SERVING", "SERVING")
-    assert [r.levelname for r in caplog.records if "serving" in r.message][-2:] == ["ERROR", "INFO"]
-
-
-async def test_an_ended_compute_thread_ends_the_process() -> None:
-    """Guards against a process without its engine that is never restarted."""
-    age_s = [0.0]
-    server = Server(ServiceSettings(stuck_s=0.2), [])
-    server.watch(lambda: age_s[0])
-    async with running(server) as (task, _):
+        levels = [r.levelname for r in caplog.records if "serving" in r.message]
+        assert levels[-2:] == ["ERROR", "INFO"]
         age_s[0] = math.inf
         with pytest.raises(RuntimeError, match="a compute thread has ended"):
             await asyncio.wait_for(task, BOUND_S)
