@@ -34,7 +34,16 @@ async def test_lanes_are_those_of_the_response(fresh: Window, client: Client) ->
 async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     """Guards against a button that only hides what runs on."""
     assert await fresh.text("#service") == "toy on none"
-    await fresh.send_endless()
+    await fresh.js(  # candidates grow to max_tokens
+        """
+        const send = window.fetch;
+        window.fetch = (path, options) => {
+          if (!options?.body) return send(path, options);
+          const body = JSON.parse(options.body);
+          body.specrej = { ...body.specrej, ignore_eos: true };
+          return send(path, { ...options, body: JSON.stringify(body) });
+        };"""
+    )
     await fresh.run(n=24, max_tokens=4000, algorithm="best-of-n")
     await fresh.until("document.getElementById('live').state.position > 3")
     assert (await describe_generator(stack.generator_address)).slots.owned > 0
@@ -63,7 +72,7 @@ async def test_a_request_replays_step_by_step_and_at_any_speed(fresh: Window) ->
     assert lives == [trace["num_live"] for trace in rounds]
     await fresh.press("Step back")
     assert len((await fresh.state("past"))["rounds"]) < len(rounds) + 1
-    await fresh.fill_speed("16")
+    await fresh.js("speed.value = '16'; speed.dispatchEvent(new Event('change'));")
     await fresh.press("Play")
     assert await fresh.ended("past") == "finished"
     assert await fresh.fates("past") == fates

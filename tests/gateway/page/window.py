@@ -44,9 +44,6 @@ class Window:
         except TimeoutError:
             raise AssertionError(f"not in {bound_s} s: {condition}") from None
 
-    async def go(self, fragment: str) -> None:
-        await self.js("location.hash = arguments[0]", fragment)
-
     async def fill(self, **fields: object) -> None:
         """Set fields of the form by their names; booleans are checkboxes."""
         await self.js(
@@ -77,19 +74,6 @@ class Window:
         await self.until("document.querySelector('#rewards input')")
         await self.fill(**{"prompt": PROMPT, **fields})
         await self.press("Run")
-
-    async def send_endless(self) -> None:
-        """Let the candidates of requests from now on grow to `max_tokens`."""
-        await self.js(
-            """
-            const send = window.fetch;
-            window.fetch = (path, options) => {
-              if (!options?.body) return send(path, options);
-              const body = JSON.parse(options.body);
-              body.specrej = { ...body.specrej, ignore_eos: true };
-              return send(path, { ...options, body: JSON.stringify(body) });
-            };"""
-        )
 
     async def ended(self, race: str = "live") -> str:
         """The phase of a request, once it has ended."""
@@ -161,16 +145,6 @@ class Window:
             seek.value = arguments[0];
             seek.dispatchEvent(new Event('input'));""",
             thousandths,
-        )
-
-    async def fill_speed(self, speed: str) -> None:
-        """Choose the speed of the player."""
-        await self.js(
-            """
-            const field = document.getElementById('speed');
-            field.value = arguments[0];
-            field.dispatchEvent(new Event('change'));""",
-            speed,
         )
 
 
