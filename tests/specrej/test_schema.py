@@ -250,17 +250,6 @@ def test_rules_of_the_schema_are_those_of_the_services(
     assert ({path, path.removesuffix("[0]")} & {*violated(message)} == set()) == allowed
 
 
-def test_lengths_of_the_schema_are_those_of_the_services() -> None:
-    """Guards against a limit of a list or a text that differs from the one that is documented."""
-    for fields in FIELDS:
-        name, rules = name_of(fields[-1]), rules_of(fields[-1])
-        if rules.WhichOneof("type") == "repeated":
-            assert rules.repeated.max_items == MAX_ITEMS[name], name
-            rules = rules.repeated.items
-        if most := rules.string.max_len:
-            assert most == MAX_CHARACTERS.get(name, NAME_CHARACTERS), name
-
-
 def test_what_must_be_set_is_required() -> None:
     """Guards against a request without a prompt, or with two, that the schema allows."""
     request = GetMessageClass(public("GenerateRequest"))
@@ -276,18 +265,23 @@ def test_what_must_be_set_is_required() -> None:
     assert path.startswith("sampling.structured_output.")
 
 
-def test_every_field_with_a_limit_has_a_rule() -> None:
-    """Guards against a new number, list, text or enum of a request without a rule."""
+def test_every_field_with_a_limit_has_the_services_rule() -> None:
+    """Guards against a new number, list, text or enum of a request without a rule, and against a
+    limit of a list or a text that differs from the one that is documented."""
     for fields in FIELDS:
-        field, rules = fields[-1], rules_of(fields[-1])
+        field, name, rules = fields[-1], name_of(fields[-1]), rules_of(fields[-1])
+        kind, texts = rules.WhichOneof("type"), rules.string
         is_single_message = field.message_type and not field.is_repeated
         # Images are bounded as a whole.
         if not is_single_message and field.type not in (field.TYPE_BOOL, field.TYPE_BYTES):
-            kind = rules.WhichOneof("type")
             assert kind, path_of(fields)
-            texts = {"string": rules.string, "repeated": rules.repeated.items.string}.get(kind)
-            if field.type == field.TYPE_STRING and texts:
-                assert texts.max_len or texts.ListFields(), path_of(fields)
+        if kind == "repeated":
+            assert rules.repeated.max_items == MAX_ITEMS[name], name
+            texts = rules.repeated.items.string
+        if is_text(field) and kind in ("string", "repeated"):
+            assert texts.ListFields(), path_of(fields)
+        if texts.max_len:
+            assert texts.max_len == MAX_CHARACTERS.get(name, NAME_CHARACTERS), name
 
 
 def test_the_public_schema_imports_nothing_internal() -> None:
