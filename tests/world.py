@@ -329,15 +329,6 @@ class World:
         """A request that stays in its first round until the gate "extend" opens."""
         return await self.generator.gates["extend"].hold(self.answer(message))
 
-    async def answer_when_available(self, message: pb.GenerateRequest) -> pb.GenerateResponse:
-        """The answer, once the backends are available again."""
-        async with asyncio.timeout(BOUND_S):
-            while True:
-                try:
-                    return await self.answer(message)
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() is grpc.StatusCode.UNAVAILABLE
-
     @property
     def is_idle(self) -> bool:
         """The invariant after every test: nothing runs, waits, is scored or owns a slot."""

@@ -112,10 +112,8 @@ async def test_a_failure_in_mid_stream_is_an_exception(
     client: AsyncOpenAI, orchestrator: FakeOrchestrator
 ) -> None:
     script(orchestrator, ONLY_TEXT)
-    orchestrator.events, orchestrator.after_events = (
-        orchestrator.events[:2],
-        Unavailable("away", retry_after_s=0.01),
-    )
+    orchestrator.events = orchestrator.events[:2]
+    orchestrator.after_events = Unavailable("away", retry_after_s=0.01)
     with pytest.raises(openai.APIError) as failed:
         async for _ in await client.responses.create(**FIELDS, stream=True):
             pass
