@@ -28,7 +28,7 @@ _LLAMA_WINDOW = 131_072  # tokens that its penalties look back on
 _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _THINKING = ("<think>", "</think>")
 TEXT_CALLS = c.AnswerForm("hermes", *_THINKING)
-_TEXT = c.AnswerForm("", *_THINKING)
+_CHAT = c.AnswerForm("", *_THINKING)
 _ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 
 
@@ -122,8 +122,8 @@ def _prompt_fields(ask: Ask, able: Abilities) -> tuple[str, dict[str, Any]]:
 def answer_form(prompt: c.Prompt, able: Abilities) -> c.AnswerForm:
     """How `PartsAsText` writes the answers of chats; servers without tools are asked for JSON."""
     if not prompt.tools:
-        return c.PLAIN if prompt.text else _TEXT
-    return TEXT_CALLS if able.tools else replace(_TEXT, tool_format=JSON_CALLS.tool_format)
+        return c.PLAIN if prompt.text else _CHAT
+    return TEXT_CALLS if able.tools else replace(_CHAT, tool_format=JSON_CALLS.tool_format)
 
 
 def tools_of(prompt: c.Prompt) -> dict[str, Any]:
