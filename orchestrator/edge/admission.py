@@ -9,9 +9,10 @@ New tenants start at the current virtual time and could delay a waiting tenant f
 `MOST_PASSED` requests of tenants that came later run before it.
 
 A tenant that has no running request need not wait for one of another tenant to end: a quarter more
-permits than the limit, rounded down, are for such tenants. They are charged, too, and one that was
-served an average running request more than the others, in tokens and in seconds, waits. Seconds
-count because a slow reward holds permits for few tokens.
+permits than the limit, rounded down, are for such tenants. Those that wait lose nothing by them: a
+permit within the limit that is returned is theirs while requests beyond it run. They are charged,
+too, and a tenant that was served an average running request more than the others, in tokens and in
+seconds, waits. Seconds count because a slow reward holds permits for few tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +50,15 @@ class _Pace:
 
 @dataclass(eq=False, slots=True)
 class Permit:
-    """A request that runs; `unused`: how many of its candidate-tokens it turned out not to need."""
+    """A request that runs.
 
+    `unused`: how many of its candidate-tokens it turned out not to need. `is_beyond`: whether it is
+    one of the quarter beyond the limit. `began_s` is a time of the admission's clock.
+    """
+
+    is_charged: bool
+    is_beyond: bool
+    began_s: float
     unused: int = 0
 
 
@@ -59,8 +67,8 @@ class _Tenant:
     """One tenant: candidate-tokens `held` by its requests here, and its line of waiting ones.
 
     `running` of them have permits. `start` is the virtual start of its next request, `came` the
-    number of its arrival. `passed` requests of tenants that came later ran since its
-    first in line became so at `waits_since`.
+    number of its arrival. `passed` requests of tenants that came later got permits
+    within the limit since its first in line became so at `waits_since`.
     """
 
     name: str
@@ -72,22 +80,23 @@ class _Tenant:
     waits_since: int = 0
     passed: int = 0
     # The candidate-tokens of each request in line, by the permit that it waits for.
-    line: OrderedDict[asyncio.Future[float], int] = field(default_factory=OrderedDict)
+    line: OrderedDict[asyncio.Future[Permit], int] = field(default_factory=OrderedDict)
 
 
 class Admission:
     """Permits for `max_running` requests, and a quarter more for tenants that have none running;
     lines of `max_queued` in all, in equal parts for the tenants that wait.
 
-    Invariant: a request waits only while `max_running` permits are held. A returned permit goes
-    straight to the next in line, so that no newcomer can take it and no cancellation can lose it.
+    Invariant: a request waits only while all permits within the limit are held. A returned permit
+    goes straight to the next in line, so that no newcomer can take it and no cancellation can lose
+    it.
     """
 
     def __init__(
         self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`clock` returns seconds."""
-        self.running = 0
+        self.running = self._beyond = 0  # in all, and those beyond the limit
         self._running_tokens = 0  # their candidate-tokens
         self._begun_s = 0.0  # the sum of their begins
         self._max_running, self._max_queued = max_running, max_queued
@@ -130,14 +139,13 @@ class Admission:
         self._tenants[tenant] = own
         own.held += tokens
         try:
-            began, is_charged = await self._acquire(own, tokens)
-            permit = Permit()
+            permit = await self._acquire(own, tokens)
             try:
                 yield permit
             finally:
-                own.start -= min(permit.unused, tokens) / own.weight * is_charged
-                self._note(tenant, self._clock() - began, tokens)
-                self._release(own, tokens, began)
+                own.start -= min(permit.unused, tokens) / own.weight * permit.is_charged
+                self._note(tenant, self._clock() - permit.began_s, tokens)
+                self._release(own, tokens, permit)
         finally:
             own.held -= tokens
             for name, one in [*self._tenants.items()]:
@@ -193,11 +201,9 @@ class Admission:
     def _may_run(self, tenant: _Tenant) -> bool:
         """Whether there is a permit for a request of this tenant."""
         most = self._max_running
-        if self.running < most or tenant.running:
-            return self.running < most
-        if self.running >= most + most // 4:
-            return False
-        if any(other.passed >= MOST_PASSED for other in self._with_lines()):
+        if self.running - self._beyond < most:
+            return True
+        if tenant.running or self._beyond >= most // 4:
             return False
         excess = (tenant.start - self._virtual) * tenant.weight
         held_s = self._clock() - self._begun_s / self.running  # on average
@@ -206,20 +212,18 @@ class Admission:
             or self._service_s(tenant, excess) < held_s
         )
 
-    async def _acquire(self, own: _Tenant, tokens: int) -> tuple[float, bool]:
-        """Wait for a permit; when it was given, and whether it was charged."""
+    async def _acquire(self, own: _Tenant, tokens: int) -> Permit:
         if not own.line:
             own.start = max(own.start, self._virtual)
             if self._may_run(own):
-                lines = self._with_lines()
-                return self._grant(own, tokens, lines), bool(lines)
+                return self._grant(own, tokens, self._with_lines())
             own.waits_since, own.passed = next(self._arrivals), 0
         if self.queued >= self._max_queued:
             self._evict()
-        permit: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        permit: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         own.line[permit] = tokens
         try:
-            return await permit, True
+            return await permit
         except asyncio.CancelledError:
             if permit.done() and not (permit.cancelled() or permit.exception()):
                 self._release(own, tokens, permit.result())  # cancelled before it resumed
@@ -227,35 +231,39 @@ class Admission:
         finally:
             own.line.pop(permit, None)
 
-    def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> float:
-        """Count a permit, and charge it if there are tenants with `lines`; returns its begin."""
-        for other in lines:
-            other.passed += other.waits_since < tenant.came
-        if lines and self.running < self._max_running:
-            self._virtual = max(self._virtual, tenant.start)
+    def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> Permit:
+        """Count a permit, and charge it if there are tenants with `lines`."""
+        is_beyond = self.running - self._beyond >= self._max_running
+        if not is_beyond:
+            for other in lines:
+                other.passed += other.waits_since < tenant.came
+            if lines:
+                self._virtual = max(self._virtual, tenant.start)
         if lines:
             tenant.start += tokens / tenant.weight
         tenant.waits_since, tenant.passed = next(self._arrivals), 0
         tenant.running += 1
         self.running += 1
+        self._beyond += is_beyond
         self._running_tokens += tokens
-        self._begun_s += (began := self._clock())
-        return began
+        self._begun_s += (began_s := self._clock())
+        return Permit(bool(lines), is_beyond, began_s)
 
-    def _release(self, own: _Tenant, tokens: int, began: float) -> None:
+    def _release(self, own: _Tenant, tokens: int, permit: Permit) -> None:
         """Return a permit, and give those that are free to the next in line."""
         own.running -= 1
         self.running -= 1
+        self._beyond -= permit.is_beyond
         self._running_tokens -= tokens
-        self._begun_s = self._begun_s - began if self.running else 0.0
+        self._begun_s = self._begun_s - permit.began_s if self.running else 0.0
         if not self._with_lines():  # all tenants are equal again
             self._virtual = max([self._virtual, *(one.start for one in self._tenants.values())])
         while ready := [tenant for tenant in self._with_lines() if self._may_run(tenant)]:
             lines = self._with_lines()
             tenant = min(ready, key=lambda one: (one.passed < MOST_PASSED, one.start))
-            permit, tokens = tenant.line.popitem(last=False)
-            if not permit.done():  # else cancelled, and has not resumed yet
-                permit.set_result(self._grant(tenant, tokens, lines))
+            waiting, tokens = tenant.line.popitem(last=False)
+            if not waiting.done():  # else cancelled, and has not resumed yet
+                waiting.set_result(self._grant(tenant, tokens, lines))
 
     def _evict(self) -> None:
         """Refuse the last request of the longest line."""

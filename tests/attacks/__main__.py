@@ -41,7 +41,7 @@ _BOUNDS_MIB = {"edge": 200, "logs": 5, "series": 0.5}
 _BOUND_MIB = 40
 _BEYOND = (
     "orchestrator/edge/admission.py",
-    "if self.running >= most + most // 4:",
+    "if tenant.running or self._beyond >= most // 4:",
     "if True:",
 )
 # Defences in the services: a file, its text and the text without.

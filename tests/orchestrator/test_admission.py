@@ -32,7 +32,7 @@ class Requests:
         self.admission = Admission(max_running, max_queued, self.clock)
         self.tasks: list[asyncio.Task[None]] = []
         self.entered: list[int] = []
-        self.running = 0
+        self.running = self.beyond = 0  # in all, and those beyond the limit
         self.most_running = 0
         self._ends: list[asyncio.Event] = []
         self.unused: Counter[str] = Counter()  # of each request, by tenant
@@ -63,11 +63,13 @@ class Requests:
         async with self.admission.enter(*request) as permit:
             self.entered.append(number)
             self.running += 1
+            self.beyond += permit.is_beyond
             self.most_running = max(self.most_running, self.running)
             try:
                 await end.wait()
             finally:
                 self.running -= 1
+                self.beyond -= permit.is_beyond
                 permit.unused = self.unused[request[0]]
 
     async def refused(self, **request: Any) -> Overloaded:
@@ -184,7 +186,7 @@ async def test_a_tenant_cannot_take_the_places_of_another() -> None:
 
 async def test_a_tenant_with_nothing_running_need_not_wait() -> None:
     """Guards a tenant's first request against all of another's, the limit against a tenant that
-    asks at once for more, and tenants that wait against new ones without an end."""
+    asks at once for more, and tenants that wait against those that need not."""
     requests = Requests(8, 100)
     async with requests.admission.enter(tokens=10):
         requests.clock.now_s += 10.0
@@ -198,10 +200,11 @@ async def test_a_tenant_with_nothing_running_need_not_wait() -> None:
     assert requests.entered[10:] == [8] and requests.counts == (8, 22)
     await requests.end(1)
     assert requests.entered[11:] == [9, 32] and requests.counts == (9, 20)
-    for number in range(33, 33 + MOST_PASSED + 3):
-        await requests.arrive(tenant=f"new {number}", tokens=10)
-        await requests.end(number)
-    assert requests.entered[13:] == [*range(33, 33 + MOST_PASSED)]
+    await requests.arrive(tenant="other", tokens=10)  # 33
+    await requests.end(2)
+    assert requests.entered[13:] == [33, 10], "a permit within the limit is theirs that wait"
+    await requests.arrive(tenant="third", tokens=10)  # 34
+    assert requests.counts == (10, 20), "a quarter more than the limit run"
     await requests.finish_all()
 
 
@@ -210,11 +213,12 @@ async def test_permits_that_are_held_for_long_count_by_their_seconds() -> None:
     requests = Requests(8, 100)
     await requests.arrive(30, tenant="slow", tokens=10)
     requests.clock.now_s += 10.0
-    for number in range(30, 30 + MOST_PASSED - 1):
-        await requests.arrive(tenant="one", tokens=10)
+    later = [*range(30, 30 + 2 * MOST_PASSED)]
+    for number in later:
+        await requests.arrive(tenant="one", tokens=10, time_left_s=1.0)
         requests.clock.now_s += 0.1
         await requests.end(number)
-    assert requests.entered == [*range(8), *range(30, 30 + MOST_PASSED - 1)]
+    assert requests.entered == [*range(8), *later]
     await requests.finish_all()
 
 
@@ -260,8 +264,8 @@ _ACTIONS = st.sampled_from(["start", "start", "turn", "finish", "cancel"])
 )
 async def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[str, int]]) -> None:
     """Under any order of arrivals, cancels and ends: never more requests run than there are
-    permits, those beyond the limit are of tenants with one, no request waits beside a permit within
-    the limit, and all are back at the end."""
+    permits, each tenant has at most one of those beyond the limit, no request waits beside a permit
+    within the limit, and all are back at the end."""
     requests = Requests(limit, queue)
     admission = requests.admission
     for action, number in script:
@@ -274,11 +278,11 @@ async def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[
         elif requests.tasks:
             requests.tasks[number % len(requests.tasks)].cancel()
         assert admission.running <= limit + limit // 4 and admission.queued <= queue
-        assert admission.running >= limit or not admission.queued
-        num_alone = [one.running for one in admission._tenants.values()].count(1)
-        assert admission.running - limit <= num_alone
+        assert admission.running - admission._beyond >= limit or not admission.queued
+        num_served = sum(one.running > 0 for one in admission._tenants.values())
+        assert admission.running - limit <= admission._beyond <= num_served
     await turns()
-    assert requests.running == admission.running
+    assert (requests.running, requests.beyond) == (admission.running, admission._beyond)
     outcomes = await requests.finish_all()
     allowed = (Overloaded, asyncio.CancelledError)
     assert all(outcome is None or isinstance(outcome, allowed) for outcome in outcomes)

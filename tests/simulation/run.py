@@ -153,10 +153,11 @@ class WatchedAdmission(Admission):
                 self.__stay(client)
                 waiting[tenant] -= 1
                 debt[tenant] = 0
-                debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
+                if not permit.is_beyond:
+                    debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
                 if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
                     fail(f"turns are not fair: {debt}")
-                self.__compare(tenant, tokens)
+                self.__compare(tenant, tokens, permit.is_beyond)
                 try:
                     yield permit
                 finally:
@@ -182,11 +183,12 @@ class WatchedAdmission(Admission):
             for _ in range(self.__random.randrange(6)):
                 await asyncio.sleep(0)
 
-    def __compare(self, tenant: str, tokens: int) -> None:
-        """A tenant that waits is not passed without a bound, and of two each gets its share."""
+    def __compare(self, tenant: str, tokens: int, is_beyond: bool) -> None:
+        """A tenant that waits is not passed without a bound, and of two each gets its share.
+        Permits beyond the limit delay nobody, but are part of a share."""
         others = [one for one, num in self.__waiting.items() if num and one != tenant]
         self.__since[tenant], self.__passed[tenant] = next(self.__numbers), 0
-        for other in others:
+        for other in [] if is_beyond else others:
             self.__passed[other] += self.__came[tenant] > self.__since[other]
             if self.__passed[other] > MOST_PASSED + 5 + self.__most:
                 fail(f"{self.__passed[other]} requests that came later pass {other}")
@@ -194,7 +196,8 @@ class WatchedAdmission(Admission):
             self.__lead = Counter()  # also those of tenants whose lines have ended meanwhile
             return
         self.__lead[tenant] += tokens
-        if self.__lead[tenant] - self.__lead[others[0]] > self.__largest * (3 + self.__most):
+        lead = self.__lead[tenant] - self.__lead[others[0]]
+        if not is_beyond and lead > self.__largest * (3 + self.__most):
             fail(f"unequal shares: {self.__lead}")
 
     def check(self) -> None:
