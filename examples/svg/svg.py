@@ -7,18 +7,16 @@ process needs the packages of requirements.txt.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import base64
 import functools
 import io
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specrej import Client, Prompt, SpecrejError, WeightedReward
+from specrej import Prompt, SyncClient, WeightedReward
 from specrej.contracts import Grammar
 
 HERE = Path(__file__).parent
@@ -123,44 +121,30 @@ def _distance(first: bytes, second: bytes) -> float:
     return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
 
 
-async def run(options: argparse.Namespace) -> int:
-    """Write the best drawing to a file, and print its score; returns the exit code.
-
-    Raises:
-        SpecrejError: the request failed.
-    """
+def main() -> None:
+    """Write the best drawing to a file, and print its score."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", nargs="?", default="a red circle on a blue square")
+    parser.add_argument("--target", type=Path, default=HERE / "target.png")
+    parser.add_argument("--output", type=Path, default=Path("drawing.svg"))
+    parser.add_argument("--n", type=int, default=32)
+    parser.add_argument("--no-grammar", dest="grammar", action="store_false")
+    options = parser.parse_args()
     target = base64.b64encode(options.target.read_bytes()).decode()
-    async with Client(options.address, timeout_s=300) as client:
-        generation = await client.generate(
+    with SyncClient(os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050")) as client:
+        generation = client.generate(
             f"Draw in SVG, of 64 by 64 pixels: {options.task}",
             n=options.n,
-            max_tokens=options.max_tokens,
+            max_tokens=160,
             structured_output=Grammar(_LARK) if options.grammar else None,
             rewards=[WeightedReward("likeness", data=json.dumps({"target": target}))],
-            seed=options.seed,
+            seed=1,
             return_candidates=min(4, options.n),
         )
     options.output.write_text(generation.best.text)
     scores = ", ".join(f"{candidate.score:.2f}" for candidate in generation.candidates)
     print(f"likeness {scores}; {options.output}")
-    return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", nargs="?", default="a red circle on a blue square")
-    parser.add_argument("--target", type=Path, default=HERE / "target.png")
-    parser.add_argument("--output", type=Path, default=Path("drawing.svg"))
-    parser.add_argument("--n", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--no-grammar", dest="grammar", action="store_false")
-    parser.add_argument("--address", default=os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050"))
-    try:
-        return asyncio.run(run(parser.parse_args()))
-    except SpecrejError as error:
-        sys.exit(f"svg: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from deploy.local.stack import Stack
-from examples.coding.coding import HERE
 from specrej import Client, Prompt
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+HERE = ROOT / "examples/coding"
 TASK = Prompt.from_user((HERE / "task.md").read_text())
 RIGHT = "```python\ndef largest(numbers):\n    return max(numbers, default=None)\n```\nIt uses max."
 HALF = "```\ndef largest(numbers):\n    return numbers[0]\n```"

@@ -10,7 +10,6 @@ import pytest
 
 from deploy.local.stack import Stack
 from examples.__main__ import COMMANDS
-from tests.examples.conftest import EXAMPLES
 from tests.programs import ROOT, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -49,7 +48,7 @@ async def test_right_answers_by_the_embedded_models(
     name: str, printed: str, tmp_path: Path
 ) -> None:
     """Guards the judge, which is the embedded generator, and rewards of several stages."""
-    (tmp_path / ".models").symlink_to(EXAMPLES.parent / ".models")
+    (tmp_path / ".models").symlink_to(ROOT / ".models")
     text = await _printed(("-m", "examples", name, "--n", "4"), tmp_path, codes=(0, 1))
     assert printed in text, text
 
@@ -86,7 +85,7 @@ async def _printed(
 ) -> str:
     """What the command prints in a folder of its own, so that its output is not the checkout's."""
     if not (folder / "examples").exists():
-        (folder / "examples").symlink_to(EXAMPLES)
+        (folder / "examples").symlink_to(ROOT / "examples")
     environment["PYTHONPATH"] = f"{ROOT}:{path}"
     outcome = await outcome_of(sys.executable, *command, folder=folder, bound_s=300, **environment)
     text = outcome.stdout + outcome.stderr
