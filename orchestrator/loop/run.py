@@ -686,7 +686,6 @@ class _Run:
             return {}
         forks = forks_of(survivors, width, state.next_id)
         state.next_id += len(forks)
-        metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
         return forks
 
 

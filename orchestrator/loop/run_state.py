@@ -354,12 +354,6 @@ class RunState:
                 confidences=[*of.confidences],
             )
 
-    def root(self, number: int) -> int:
-        """The initial candidate that `number` descends from; itself if it is no fork."""
-        while (parent := self.rows[number].parent) is not None:
-            number = parent
-        return number
-
     def best_text(self) -> str:
         """The text with the highest score so far, finished or live; vetoed only if all are."""
         best = self._best()

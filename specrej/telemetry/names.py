@@ -163,11 +163,6 @@ HURRIED = _counter(
 CANDIDATES = _counter(
     "specrej.candidates", "{candidate}", "candidates of opened sessions, by fate", "fate"
 )  # finished, truncated, rejected; abandoned: live when its request ended
-BRANCH_ROOTS = _sizes(
-    "specrej.branching.roots",
-    "{candidate}",
-    "candidates of the start whose forks, or themselves, survive a branching cut",
-)
 ROUNDS = _counter("specrej.rounds", "{round}", "rounds by reason of their end", "ended_by")
 TOKENS = _counter(
     "specrej.tokens",

@@ -21,7 +21,7 @@ from deploy.local.stack import HOST, Ports, Stack, replies
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.client import Client
 from specrej.client.channel import open_channel
-from specrej.contracts import Algorithm, Branching, Options
+from specrej.contracts import Algorithm, Options
 from specrej.contracts.errors import DeadlineExceeded, SpecrejError
 from specrej.security import Credentials, new_token
 from specrej.telemetry import names
@@ -139,7 +139,6 @@ async def _usual(client: Client) -> None:
     for _ in range(2):  # the second comes from the cache
         await client.generate("usual", n=8, max_tokens=48)
     await client.generate("usual", n=4, max_tokens=48, algorithm=Algorithm.BEST_OF_N)
-    await client.generate("usual", n=4, max_tokens=48, branching=Branching(4, 1))
     equal = (client.generate("at the same time", n=8, max_tokens=48) for _ in range(2))
     await asyncio.gather(*equal)
 
