@@ -312,23 +312,13 @@ class Schedule:
 
     "geometric": at `first * factor**i`, rounded down. "tokens": at `tokens`, in ascending order.
     "memory": none are planned; a session opens with room for `first` tokens per candidate, and with
-    n = 0 there are as many candidates as that allows: full slots end the first round there. `str`
-    is the text that `specrej generate --schedule` accepts.
+    n = 0 there are as many candidates as that allows: full slots end the first round there.
     """
 
     kind: Literal["geometric", "tokens", "memory"] = "geometric"
     first: int = 16  # with "geometric" and "memory"
     factor: float = 2.0  # only with "geometric"
     tokens: tuple[int, ...] = ()  # only with "tokens"
-
-    def __str__(self) -> str:
-        match self.kind:
-            case "geometric":
-                return f"geometric:{self.first},{self.factor:g}"
-            case "tokens":
-                return f"tokens:{','.join(map(str, self.tokens))}"
-            case "memory":
-                return f"memory:{self.first}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,15 +328,12 @@ class Branching:
 
     Rounds that are longer than the first one have fewer: `width` times (tokens of the first round /
     tokens of this one) to the power of `taper`, at least `keep`. With 1, all rounds generate about
-    as many tokens. `str` is the text that `specrej generate --branching` accepts.
+    as many tokens.
     """
 
     width: int = 16
     keep: int = 4
     taper: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.width},{self.keep}" + (f",{self.taper:g}" if self.taper else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,17 +370,13 @@ class Vote:
 
     `argument`: the regular expression, JSON pointer or function's name that the extractor needs.
     `stop_probability`: how sure it must be that the leading answer stays ahead of the next one for
-    the request to end early; 1: it cannot lose. `str` is the text that `specrej generate --vote`
-    accepts.
+    the request to end early; 1: it cannot lose.
     """
 
     extractor: Literal["number", "boxed", "regex", "json", "tool_call", "function"] = "number"
     argument: str = ""
     weight: Literal["one", "reward", "confidence"] = "one"
     stop_probability: float = 1.0
-
-    def __str__(self) -> str:
-        return self.extractor + (f":{self.argument}" if self.argument else "")
 
 
 @dataclass(frozen=True, slots=True)
