@@ -152,10 +152,6 @@ class Answer:
         """The first chunks."""
         raise NotImplementedError
 
-    def round(self, event: c.RoundCompleted, style: str) -> JSON:
-        """A round."""
-        raise NotImplementedError
-
     def delta(self, event: c.TextDelta) -> Iterator[JSON]:
         """The next part of the text."""
         raise NotImplementedError
@@ -355,17 +351,6 @@ class CompletionAnswer(Answer):
         for index in range(self._num_choices if self._is_chat else 0):
             content = None if self._has_tools else ""
             yield self._delta(index, {"role": "assistant", "content": content})
-
-    def round(self, event: c.RoundCompleted, style: str) -> JSON:
-        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
-        if style == "rounds" or not self._is_chat:
-            return self._chunk([]) | {"specrej": wire.to_plain(event)}
-        trace = event.trace
-        line = (
-            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
-            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
-        )
-        return self._delta(0, {"reasoning_content": line})
 
     def delta(self, event: c.TextDelta) -> Iterator[JSON]:
         """The next part of the text, if there is one choice; log-probabilities come at its end."""

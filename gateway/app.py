@@ -35,10 +35,8 @@ from specrej.client import Client
 from specrej.client.client import answer_of
 from specrej.contracts import Prompt, Scores, ServiceDescription, wire
 from specrej.contracts.errors import (
-    InvalidRequest,
     SpecrejError,
     Unauthenticated,
-    Violation,
 )
 from specrej.threads import all_of
 
@@ -117,9 +115,9 @@ class Gateway:
     async def _score(self, http: HTTPRequest, kind: type[ScoreRequest | RerankRequest]) -> Response:
         """Score answers to prompts by a reward, or order them."""
         token = await self._token(http)
-        ignored: dict[str, bool] = {}
+        ignored = set[str]()
         body = await self._bodies.read(http)
-        request = parsed(kind, body, ignored, strict=self._settings.strict_fields)
+        request = parsed(kind, body, ignored)
         calls = [(await images.upright(prompt), texts) for prompt, texts in request.calls()]
         works = [self._score_one(request, prompt, texts, token) for prompt, texts in calls]
         try:
@@ -146,25 +144,21 @@ class Gateway:
     ) -> Response:
         """Answer a conversation or raw texts; `is_raw`: by every event of the orchestrator."""
         token = await self._token(http)
-        settings = self._settings
-        ignored: dict[str, bool] = {}
+        ignored = set[str]()
         body = await self._bodies.read(http)
-        request = parsed(kind, body, ignored, strict=settings.strict_fields)
-        presets, names = settings.presets, settings.model_names
-        call = call_of(request, presets, names)
-        shows_all = call.events == "all"
-        if shows_all and not is_raw:
-            raise InvalidRequest([Violation("specrej.events", "all is for /v1/specrej/stream")])
+        request = parsed(kind, body, ignored)
+        presets = self._settings.presets
+        call = call_of(request, presets, self._settings.model_names)
         answer = request.answer(call)
         try:
             call = replace(call, prompt=await images.upright(call.prompt))
-            if is_raw or request.stream:
-                # Other answers are sent whole at the end, so text deltas are not requested.
-                shown = dict.fromkeys(("progress", "texts"), shows_all)
-                shown["text_deltas"] = is_raw or answer.streams_text
+            if is_raw:
+                shown = dict.fromkeys(("progress", "texts", "text_deltas"), True)
                 events = await self._events(http, call, token, **shown)
-                if is_raw:
-                    return _noted(raw_stream(events, call), ignored)
+                return _noted(raw_stream(events, call), ignored)
+            if request.stream:
+                # Other answers are sent whole at the end, so text deltas are not requested.
+                events = await self._events(http, call, token, text_deltas=answer.streams_text)
                 return _noted(answer_stream(events, answer, call), ignored)
             options = {**call.options, "timeout_s": call.timeout_s, "token": token}
             work = self._client.reply(call.prompt, **options)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
@@ -30,7 +28,7 @@ from pydantic.fields import FieldInfo
 
 from gateway import images
 from specrej import contracts as c
-from specrej.client.options import json_text, value_of
+from specrej.client.options import json_text
 from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
 
 
@@ -77,9 +75,8 @@ _OWN = {
     *("model", "return_candidates", "max_tokens", "temperature", "top_p", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"),
 }
-# Tags of the forms of an option, and pydantic's mark of a wrong key: not parts of a field's path.
-_FORMS: Mapping[type, str] = {str: "(text)", dict: "(by name)"}
-_OTHER, _KEY = "(other)", "[key]"
+# Tags of the forms of rewards, and pydantic's mark of a wrong key: not parts of a field's path.
+_BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
 
 
 def rules_of(model: type[Checked]) -> dict[str, Rule]:
@@ -93,11 +90,10 @@ def _rule_of(field: FieldInfo) -> Rule | None:
     return next((item for item in field.metadata if isinstance(item, Rule)), None)
 
 
-def _note(info: ValidationInfo, names: Iterable[str], *, is_unknown: bool) -> None:
+def _note(info: ValidationInfo, names: Iterable[str]) -> None:
     """Note fields without effect; the context is `ignored` of `parsed`."""
-    ignored = {} if info.context is None else info.context
-    for name in names:
-        ignored[name] = is_unknown or ignored.get(name, False)
+    if info.context is not None:
+        info.context.update(names)
 
 
 class Checked(BaseModel):
@@ -112,10 +108,8 @@ class Checked(BaseModel):
 
     @model_validator(mode="after")
     def _note_extra(self, info: ValidationInfo) -> Self:
-        if extra := self.model_extra:
-            _note(info, extra.keys() - self.ignores, is_unknown=True)
-            known = (name for name in self.ignores if extra.get(name) is not None)
-            _note(info, known, is_unknown=False)
+        extra = (self.model_extra or {}).items()
+        _note(info, (n for n, given in extra if n not in self.ignores or given is not None))
         return self
 
     @field_validator("*")
@@ -151,23 +145,6 @@ class StreamOptions(Checked):
     ignores: ClassVar = {"include_obfuscation": "chunks are not padded"}
 
 
-def _by_form(name: str, forms: Mapping[str, Any]) -> Any:
-    """The type of an option by the form of its value; a text is that of its flag."""
-
-    def parse(text: str) -> Any:
-        value = value_of(name, text)
-        return (value,) if isinstance(value, c.WeightedReward) else value
-
-    forms = {_FORMS[str]: Annotated[str, AfterValidator(parse)], **forms}
-    union = reduce(or_, (Annotated[kind, Tag(tag)] for tag, kind in forms.items()))
-
-    def form_of(given: object) -> str:
-        form = _FORMS.get(type(given), _OTHER)
-        return form if form in forms else _OTHER
-
-    return Annotated[union, Discriminator(form_of)]
-
-
 def _with_data(reward: object) -> object:
     """A reward's fields, its data as the text of JSON."""
     if isinstance(reward, dict) and reward.get("data") is not None:
@@ -177,17 +154,14 @@ def _with_data(reward: object) -> object:
 
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
-    output = Annotated[c.StructuredOutput, Field(discriminator="kind")]
     reward = Annotated[c.WeightedReward, BeforeValidator(_with_data)]
-    listed = tuple[reward, ...]
+    rewards = (
+        Annotated[dict[str, float], Tag(_BY_NAME)] | Annotated[tuple[reward, ...], Tag(_LISTED)]
+    )
+    form_of = Discriminator(lambda given: _BY_NAME if isinstance(given, dict) else _LISTED)
     types: dict[str, Any] = {
-        "n": _by_form("n", {_OTHER: int}),
-        "schedule": _by_form("schedule", {_OTHER: c.Schedule}),
-        "branching": _by_form("branching", {_OTHER: c.Branching}),
-        "vote": _by_form("vote", {_OTHER: c.Vote}),
-        "confidence_cut": _by_form("confidence_cut", {_OTHER: c.ConfidenceCut}),
-        "structured_output": _by_form("structured_output", {_OTHER: output}),
-        "rewards": _by_form("rewards", {_FORMS[dict]: dict[str, float], _OTHER: listed}),
+        "structured_output": Annotated[c.StructuredOutput, Field(discriminator="kind")],
+        "rewards": Annotated[rewards, form_of],
     }
     return {
         name: (types.get(name, option.type) | None, None)
@@ -202,22 +176,18 @@ class _Extension(Checked):
     model_config = ConfigDict(extra="forbid")
 
     timeout_s: Annotated[float | None, Field(gt=0)] = None
-    events: Literal["rounds", "reasoning", "all", "none"] | None = None
     allow_special_tokens: bool | None = None
 
 
 Extension: type[_Extension] = create_model("Extension", __base__=_Extension, **_options_of())
 
 
-class _Preset(BaseModel):
-    """What a preset may carry. Its source is a setting: texts of JSON become enums and tuples."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    events: Literal["rounds", "reasoning", "none"] | None = None
-
-
-Preset: type[_Preset] = create_model("Preset", __base__=_Preset, **_options_of("selection."))
+# What a preset may carry. Its source is a setting: texts of JSON become enums and tuples.
+Preset: type[BaseModel] = create_model(
+    "Preset",
+    __config__=ConfigDict(extra="forbid", allow_inf_nan=False),
+    **_options_of("selection."),
+)
 
 
 def as_texts(value: object) -> object:
@@ -259,7 +229,7 @@ def _parts(value: object, info: ValidationInfo) -> object:
                 parts.append(images.of_source(source))
             case _:
                 raise ValueError("must be a text, or parts that are texts and images as data")
-    _note(info, {name for part in given for name in part} - PART_FIELDS, is_unknown=True)
+    _note(info, {name for part in given for name in part} - PART_FIELDS)
     return tuple(parts)
 
 
@@ -302,14 +272,10 @@ class Function(Checked):
 
 
 class Choice(NamedTuple):
-    """Whether tools are called, and which: the named one, or some; empty: any."""
+    """Whether tools are called, and which: the named one; empty: any."""
 
     kind: Literal["none", "auto", "required"] = "auto"
     name: str = ""
-    allowed: tuple[str, ...] = ()
-
-    def allows(self, name: str) -> bool:
-        return not self.allowed or name in self.allowed
 
 
 def _choice(value: Any) -> Choice | None:
@@ -319,28 +285,12 @@ def _choice(value: Any) -> Choice | None:
             return None
         case "none" | "auto" | "required":
             return Choice(value)
-        case {"type": "allowed_tools", "allowed_tools": dict(tools), **more} if not more:
-            return _some(tools)
-        case {"type": "allowed_tools", **fields}:
-            return _some(fields)
-    return Choice("required", _name_of(value))
-
-
-def _some(value: Any) -> Choice:
-    match value:
-        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more} if not more:
-            return Choice(mode, allowed=tuple(map(_name_of, tools)))
-    raise ValueError("must have a mode, auto or required, and tools, functions by their names")
-
-
-def _name_of(value: Any) -> str:
-    match value:
         case {"type": "function", "function": {"name": str(name), **others}, **more}:
             if not others and not more:
-                return name
+                return Choice("required", name)
         case {"type": "function", "name": str(name), **others} if not others:
-            return name
-    raise ValueError("must be none, auto, required, allowed_tools, or a function by its name")
+            return Choice("required", name)
+    raise ValueError("must be none, auto, required, or a function by its name")
 
 
 ToolChoice = Annotated[Any, Maps("prompt.tool_choice"), AfterValidator(_choice)]
@@ -350,15 +300,8 @@ def with_tools(
     prompt: c.Prompt, tools: Iterable[c.Tool], choice: Choice | None, parallel: bool | None
 ) -> c.Prompt:
     """The prompt with the tools that may be called. Without any, the choice "none" is what happens
-    anyway.
-
-    Raises:
-        InvalidRequest: the choice allows a tool that is not among them.
-    """
+    anyway."""
     choice, listed = choice or Choice(), tuple(tools)
-    if not {*choice.allowed} <= {tool.name for tool in listed}:
-        raise InvalidRequest([Violation("tool_choice", "allows a tool that is not in tools")])
-    listed = tuple(tool for tool in listed if choice.allows(tool.name))
     if choice.kind == "none" and not listed:
         choice = Choice()
     return replace(
@@ -373,7 +316,7 @@ def with_tools(
 def effort_of(value: str | None, info: ValidationInfo) -> bool | None:
     """False if the model does not reason; models here have no other efforts."""
     if value not in (None, "none"):
-        _note(info, (info.field_name or "",), is_unknown=False)
+        _note(info, (info.field_name or "",))
     return False if value == "none" else None
 
 
@@ -427,19 +370,14 @@ R = TypeVar("R", bound=Checked)
 _MAX_ERRORS = 1000  # of a request: more are not listed, and no objects are made for them
 
 
-def parsed(
-    model: type[R], body: bytes, ignored: dict[str, bool] | None = None, *, strict: bool = False
-) -> R:
-    """The request in a JSON body; `strict` refuses unknown fields.
-
-    `ignored` receives the names of those without effect, and whether they are unknown.
+def parsed(model: type[R], body: bytes, ignored: set[str] | None = None) -> R:
+    """The request in a JSON body; `ignored` receives the names of fields without effect.
 
     Raises:
         InvalidRequest: every field that is refused, of a wrong type or out of range.
     """
-    ignored = {} if ignored is None else ignored
     try:
-        request = model.model_validate_json(body, context=ignored)
+        return model.model_validate_json(body, context=ignored)
     except ValidationError as error:
         if error.error_count() > _MAX_ERRORS:
             text = f"has more than {_MAX_ERRORS} invalid fields"
@@ -448,13 +386,10 @@ def parsed(
         texts = (item["msg"].removeprefix("Value error, ") for item in problems)
         raise_if_any(map(Violation, (_name(item["loc"]) for item in problems), texts))
         raise
-    unknown = sorted(name for name, is_unknown in ignored.items() if strict and is_unknown)
-    raise_if_any(Violation(name, "is unknown") for name in unknown)
-    return request
 
 
 def _name(location: tuple[int | str, ...]) -> str:
     """The path of a field: that of ("messages", 0, "content") is "messages[0].content"."""
-    parts = [part for part in location if part not in (*_FORMS.values(), _OTHER, _KEY)]
+    parts = [part for part in location if part not in (_BY_NAME, _LISTED, _KEY)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.lstrip(".") or "body"

@@ -20,7 +20,6 @@ from gateway.fields import (
     OF_OPENAI,
     OUTPUT,
     Checked,
-    Choice,
     Content,
     Extension,
     Function,
@@ -284,9 +283,8 @@ class ChatRequest(CompletionFields):
 
     def paths(self) -> dict[str, str]:
         """As of the base class, with those of tools."""
-        choice: Choice = self.tool_choice or Choice()
-        tools = [n for n, t in enumerate(self.tools or ()) if choice.allows(t.function.name)]
-        named = {f"prompt.tools[{n}]": f"tools[{m}].function" for n, m in enumerate(tools)}
+        tools = range(len(self.tools or ()))
+        named = {f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools}
         return {**super().paths(), **named, "prompt": "messages"}
 
 
@@ -324,7 +322,6 @@ class Call:
     options: c.Options
     timeout_s: float | None
     sources: Mapping[str, str]
-    events: str = ""  # what a stream shows of rounds
 
     @property
     def num_choices(self) -> int:
@@ -396,11 +393,7 @@ def call_of(
     if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
         raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
     _fill_in(options)
-    shown = request.extension.events or (isinstance(request, ChatRequest) and chosen.events)
-    events = "" if shown == "none" else shown or ""
-    if events and not isinstance(request, CompletionFields):
-        raise InvalidRequest([Violation("specrej.events", "is for streams of completions")])
-    call = Call(request.made_prompt(), options, request.extension.timeout_s, sources, events)
+    call = Call(request.made_prompt(), options, request.extension.timeout_s, sources)
     if 0 < call.options.get("n", 0) < call.num_choices:
         text = f"must be at least n, the number of choices ({call.num_choices})"
         raise InvalidRequest([Violation(call.name_of("selection.n"), text)])

@@ -31,8 +31,8 @@ class GatewaySettings(ProcessSettings):
       {"bon-32": {"n": 32, "algorithm": "best-of-n"},
        "careful": {"n": 64, "alpha": 0.3, "schedule": {"kind": "geometric", "first": 32},
                    "rewards": {"relevance": 1, "harmless": 0.5}}}
-    A request selects one by the name of its model: MODEL:bon-32. With events (rounds, reasoning)
-    its streams show rounds. One with stop_at needs rewards, its own or the request's.
+    A request selects one by the name of its model: MODEL:bon-32. One with stop_at needs rewards,
+    its own or the request's.
 
     Tokens are not checked here: the orchestrator's tokens file decides. Without allow_anonymous,
     requests without a token end here, and all requests if the orchestrator has no tokens file.
@@ -62,17 +62,12 @@ class GatewaySettings(ProcessSettings):
         description="JSON list of other names of the model, or object of names and models;"
         " /v1/models lists them first",
     )
-    strict_fields: CliImplicitFlag[bool] = Field(
-        False,
-        description="refuse requests with unknown fields; else the header x-specrej-ignored of the"
-        " answer lists them",
-    )
     presets: dict[PresetName, Preset] = Field(
         {
             "bon-32": {"n": 32, "algorithm": "best-of-n"},
-            "sr-32": {"n": 32, "events": "reasoning"},
+            "sr-32": {"n": 32},
             "verify-16": {"n": 16, "waves": 4, "stop_at": 1.0},
-            "vote-16": {"n": 16, "vote": "number"},
+            "vote-16": {"n": 16, "vote": {"extractor": "number"}},
         },
         validate_default=True,
         description="JSON object of selections by their names",
@@ -123,7 +118,7 @@ class GatewaySettings(ProcessSettings):
     @classmethod
     def _presets_are_valid(cls, presets: dict[str, Any]) -> dict[str, Any]:
         for name, preset in presets.items():
-            given = {key: value for key, value in preset if value is not None and key != "events"}
+            given = {key: value for key, value in preset if value is not None}
             rewards = given.get("rewards", ())
             if isinstance(rewards, dict):
                 rewards = tuple(

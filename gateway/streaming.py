@@ -9,7 +9,7 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,6 @@ from gateway.requests import Call
 from specrej import telemetry
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta, wire
 
-E = TypeVar("E", bound=Event)
 Parts = AsyncGenerator[bytes, None]
 
 _COMMENT = b": keep-alive\n\n"
@@ -170,8 +169,6 @@ async def _parts_of(events: Events, answer: Answer, call: Call) -> Parts:
             case TextDelta():
                 for chunk in answer.delta(event):
                     yield _part(chunk)
-            case RoundCompleted() if call.events:
-                yield await _converted(event, lambda done: _part(answer.round(done, call.events)))
             case Finished(generation):
                 next_end = partial(next, map(_part, answer.closing(generation)), b"")
                 while part := await in_thread(next_end, is_large=call.wants_logprobs):
@@ -186,19 +183,17 @@ def raw_stream(events: Events, call: Call) -> EventStream:
         async for event in events.all():
             if event is None:
                 yield _COMMENT
-            elif isinstance(event, Finished):
+            elif isinstance(event, Finished) or _has_many(event):
                 yield await in_thread(partial(_named_part, event), is_large=call.wants_logprobs)
             else:
-                yield await _converted(event, _named_part)
+                yield _named_part(event)
 
     return EventStream(events, parts(), call, lambda _, failed: _part(failed, "error"))
 
 
-async def _converted(event: E, convert: Callable[[E], bytes]) -> bytes:
-    """`convert(event)`; in a thread for a round of many candidates, each of which takes 20 us."""
-    if isinstance(event, RoundCompleted) and len(event.trace.candidates) > _MANY:
-        return await in_thread(partial(convert, event), is_large=False)
-    return convert(event)
+def _has_many(event: Event) -> bool:
+    """Whether it is a round of many candidates, each of which takes 20 us."""
+    return isinstance(event, RoundCompleted) and len(event.trace.candidates) > _MANY
 
 
 def _named_part(event: Event) -> bytes:

@@ -90,7 +90,7 @@ export function bodyOf(form) {
   const number = (name) => (value(name) ? Number(value(name)) : undefined); // not in JSON
   const { cache, compare, seed } = form.elements,
     isStored = cache.checked && !compare.checked; // a comparison needs two runs, no stored answer
-  const specrej = { n: number('n'), events: 'all', cache: isStored ? 'use' : 'bypass' };
+  const specrej = { n: number('n'), cache: isStored ? 'use' : 'bypass' };
   const algorithm = value('algorithm');
   if (algorithm === 'branching')
     specrej.branching = { width: number('width'), keep: number('keep'), taper: number('taper') };
@@ -103,7 +103,8 @@ export function bodyOf(form) {
   if (algorithm !== 'best-of-n') specrej.schedule = scheduleOf(value('schedule'), value, number);
   specrej.stop_at = number('stop_at');
   if (algorithm !== 'branching') specrej.waves = number('waves');
-  specrej.vote = value('vote') || undefined;
+  const [extractor, ...argument] = value('vote').split(':');
+  if (extractor) specrej.vote = { extractor, argument: argument.join(':') };
   const rewards = [];
   for (const item of form.querySelectorAll('[data-reward]')) {
     const [isChosen, weight, data] = item.querySelectorAll('input');
@@ -166,7 +167,7 @@ with urllib.request.urlopen(call) as events:
 
 // The request that the gateway makes of the body.
 function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }, url) {
-  const { events, cache, schedule, vote, rewards = {}, ...selection } = specrej;
+  const { cache, schedule, vote, rewards = {}, ...selection } = specrej;
   const constant = (type, name) => `${type}_${name.toUpperCase().replaceAll('-', '_')}`;
   if (selection.algorithm) selection.algorithm = constant('ALGORITHM', selection.algorithm);
   const listed = Array.isArray(rewards)
@@ -175,10 +176,7 @@ function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }, ur
   selection.rewards = listed.map(({ data, ...rest }) =>
     data === undefined ? rest : { ...rest, data: JSON.stringify(data) },
   );
-  if (vote) {
-    const [kind, ...rest] = vote.split(':');
-    selection.vote = { extractor: constant('VOTE_EXTRACTOR', kind), argument: rest.join(':') };
-  }
+  if (vote) selection.vote = { ...vote, extractor: constant('VOTE_EXTRACTOR', vote.extractor) };
   if (schedule) {
     selection.schedule = { ...schedule, kind: constant('SCHEDULE_KIND', schedule.kind) };
   }

@@ -149,23 +149,15 @@ def test_refused_fields_are_refused_unless_they_change_nothing(
 
 @pytest.mark.parametrize("model", BODIES)
 def test_ignored_fields_change_nothing(model: Any) -> None:
-    """Guards strict clients, too: fields that are known are no error."""
     fields = {name: "x" for one, name, _ in rules(Ignored) if one is model}
     extension = {"specrej": {"cache": "use"}}
-    ignored: dict[str, bool] = {}
+    ignored = set[str]()
     body = json.dumps({**BODIES[model], **fields, **extension}).encode()
-    request = call_of(parsed(model, body, ignored, strict=True), PRESETS)
-    assert ignored == dict.fromkeys(fields, False)
+    request = call_of(parsed(model, body, ignored), PRESETS)
+    assert ignored == {*fields}
     plain = call_of(made(model, **extension), PRESETS)
     assert request.prompt == plain.prompt
     assert {**request.options, "seed": 0} == {**plain.options, "seed": 0}
-
-
-def test_an_unknown_field_is_one_beside_a_known_one_of_its_name() -> None:
-    """Guards strict clients against a tool's `user`, as that of a request has no effect."""
-    tools = [{"type": "function", "function": {"name": "f", "strict": True, "user": "x"}}]
-    with pytest.raises(InvalidRequest, match="user: is unknown"):
-        parsed(ChatRequest, json.dumps({**ASK, "tools": tools, "user": "x"}).encode(), strict=True)
 
 
 def test_all_bad_fields_are_reported_at_once() -> None:
@@ -185,7 +177,6 @@ def test_all_bad_fields_are_reported_at_once() -> None:
 USER = {"role": "user", "content": "x"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 CUSTOM = {"type": "custom", "id": "x", "function": {"name": "f", "arguments": "{}"}}
-CHOICE = {"type": "allowed_tools", "mode": "auto", "tools": []}
 UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (ChatRequest, {"messages": [message]}, f"messages[0].{field}")
@@ -201,8 +192,7 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (ChatRequest, {"tool_choice": choice}, "tool_choice")
         for choice in (
-            {"type": "allowed_tools"},
-            *({**CHOICE, **more} for more in ({}, {"tools": F}, {"tools": F, "mode": "none"})),
+            {"type": "allowed_tools", "mode": "auto", "tools": F},
             {"type": "function", "name": "f", "x": 1},
         )
     ),
@@ -218,7 +208,6 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
         for given in ({"json": {}, "regex": "a"}, {}, {"regex": 1}, {"choice": []})
     ),
     (ResponsesRequest, {"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
-    (ResponsesRequest, {"specrej": {"events": "rounds"}}, "specrej.events"),
     (ResponsesRequest, {"input": []}, "input"),
     *(
         (ResponsesRequest, {"input": [item]}, f"input[0]{field}")
@@ -249,20 +238,6 @@ def test_what_is_not_supported_is_named(model: Any, fields: dict[str, Any], fiel
     with pytest.raises(InvalidRequest) as refused:
         call_of(made(model, **fields), PRESETS)
     assert [violation.field for violation in refused.value.violations] == [field]
-
-
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_choice_of_some_tools_leaves_out_the_others(mode: str) -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in "efgh"]
-    some = {"mode": mode, "tools": [tools[1], {"type": "function", "name": "h"}]}
-    for choice in (
-        {"type": "allowed_tools", "allowed_tools": some},
-        {"type": "allowed_tools", **some},
-    ):
-        call = call_of(chat(tools=tools, tool_choice=choice), PRESETS)
-        assert [tool.name for tool in call.prompt.tools] == ["f", "h"]
-        assert (call.prompt.tool_choice, call.prompt.tool_name) == (mode, "")
-        assert call.name_of("prompt.tools[1].parameters") == "tools[3].function.parameters"
 
 
 def test_errors_of_prompts_have_the_callers_field() -> None:
@@ -468,28 +443,6 @@ def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         n=64, alpha=0.3, schedule=c.Schedule(first=32), rewards={"relevance": 1.0},
         seed=1, model="a:b",
     )  # fmt: skip
-
-
-def test_as_many_candidates_as_memory_holds_are_named_auto() -> None:
-    """Guards against a name that only presets or only requests take."""
-    assert call_of(chat(specrej={"n": "auto"}), PRESETS).options["n"] == 0
-    presets = GatewaySettings.model_validate({"presets": {"most": {"n": "auto"}}}).presets
-    assert presets["most"].model_dump()["n"] == 0
-
-
-def test_options_take_the_texts_of_flags() -> None:
-    """Guards against `"rewards": "relevance"`, which the Python client takes, as an invalid array,
-    and an error that names neither form."""
-    texts = {"schedule": "tokens:3,9", "branching": "8,2", "rewards": "relevance"}
-    made = call_of(chat(specrej={**texts, "structured_output": "regex:a"}), PRESETS).options
-    assert made["schedule"] == c.Schedule("tokens", tokens=(3, 9))
-    assert made["branching"] == c.Branching(8, 2)
-    assert made["rewards"] == (c.WeightedReward("relevance"),)
-    assert made["structured_output"] == c.Regex("a")
-    preset = GatewaySettings.model_validate({"presets": {"own": texts}}).presets["own"]
-    assert preset.model_dump(exclude_none=True).keys() == texts.keys()
-    with pytest.raises(InvalidRequest, match="'many': use an integer or auto"):
-        chat(specrej={"n": "many"})
 
 
 @pytest.mark.parametrize(

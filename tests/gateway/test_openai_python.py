@@ -80,22 +80,6 @@ async def test_a_stream_has_the_choices_of_a_whole_answer(
     assert len(texts) == len(ends) == len(whole.choices)
 
 
-@pytest.mark.parametrize("style", ["rounds", "reasoning"])
-async def test_rounds_stream_on_request(client: AsyncOpenAI, style: str) -> None:
-    """Guards against an extension that the client's own chunks cannot hold."""
-    extension = extra(events=style, ignore_eos=True)
-    stream = await create(client, max_tokens=40, stream=True, extra_body=extension)
-    chunks = [chunk async for chunk in stream]
-    if style == "rounds":
-        events = [c.model_extra["specrej"] for c in chunks if c.model_extra and not c.choices]
-        rounds = [event["round_completed"]["round"]["decision_token"] for event in events]
-    else:
-        lines = [(c.choices[0].delta.model_extra or {}).get("reasoning_content") for c in chunks]
-        rounds = [int(line.split("token ")[1].split(",")[0]) for line in lines if line]
-    assert rounds == [16, 32, 40]
-    assert any(choice.delta.content for chunk in chunks for choice in chunk.choices)
-
-
 async def test_raw_text_is_continued(client: AsyncOpenAI) -> None:
     answer = await client.completions.create(
         model=MODEL, prompt=["Once"], best_of=4, n=2, logprobs=2, max_tokens=8

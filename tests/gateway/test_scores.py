@@ -102,9 +102,9 @@ async def test_data_stages_and_stops_arrive(
 ) -> None:
     """Guards against data that is not JSON any more, and presets that name no verifier."""
     rewards = [VERIFIER, {"name": "judge", "stage": "end", "data": "[1]"}]
-    options = {"stop_at": 0.5, "waves": 2, "first": 3, "vote": "boxed", "rewards": rewards}
-    cut = {"confidence_cut": {"keep": 0.5, "window": 8}}
-    await post(gateway.port, CHAT, {**BODY, "specrej": {**options, **cut}})
+    options = {"stop_at": 0.5, "waves": 2, "first": 3, "rewards": rewards}
+    more = {"vote": {"extractor": "boxed"}, "confidence_cut": {"keep": 0.5, "window": 8}}
+    await post(gateway.port, CHAT, {**BODY, "specrej": {**options, **more}})
     for vote in ({"extractor": "regex", "argument": "a"}, None):
         await post(gateway.port, CHAT, {**BODY, "model": "toy:vote-16", "specrej": {"vote": vote}})
     verified = {**BODY, "model": "toy:verify-16"}

@@ -114,26 +114,6 @@ async def test_names_and_fields_of_other_servers(
         assert b"x-specrej-ignored: ?, colour, user\r\n" in streamed
         _, _, models = await get(server.port, "/v1/models")
         assert [model["id"] for model in models["data"]][::5] == ["gpt-4o", "tiny"]
-    async with gateway_at(address, strict_fields=True) as server:
-        status, _, answer = await post(server.port, CHAT, BODY | fields)
-        assert (status, answer["error"]["param"]) == (400, "a\r\nb: c")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "shows"),
-    [
-        (CHAT, {}, True),
-        (CHAT, {"specrej": {"events": "none"}}, False),
-        (CHAT, {"model": "toy:bon-32"}, False),
-        ("/v1/completions", {"prompt": "x"}, False),
-    ],
-)
-async def test_a_preset_shows_rounds_in_chats(
-    gateway: Server, path: str, body: dict[str, Any], shows: bool
-) -> None:
-    """Guards against chunks that clients of completions do not know, and progress without end."""
-    streamed = await whole_reply(gateway.port, path, {**STREAM, "model": "toy:sr-32", **body})
-    assert (b"round 1:" in streamed, b"[DONE]" in streamed) == (shows, True)
 
 
 # Large values are converted beside the event loop, which other calls need

@@ -31,19 +31,6 @@ test("a stream has the same answer", async () => {
   assert.deepEqual(usage, whole.usage);
 });
 
-test("rounds do not disturb the client's own accumulation", async () => {
-  const specrej = { ...request.specrej, events: "rounds" };
-  // Another seed: an answer from the cache has no rounds.
-  const runner = client.chat.completions.stream({ ...request, seed: 6, specrej });
-  const rounds = [];
-  runner.on("chunk", (chunk) => {
-    if (chunk.specrej?.round_completed) rounds.push(chunk.specrej.round_completed.round.number);
-  });
-  const answer = await runner.finalChatCompletion();
-  assert.ok(answer.choices[0].message.content);
-  assert.deepEqual(rounds, [1, 2, 3]);
-});
-
 test("raw text", async () => {
   const answer = await client.completions.create({ model: "toy", prompt: "Once", max_tokens: 8 });
   assert.ok(answer.choices[0].text);
