@@ -118,13 +118,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         run = asyncio.create_task(self._run(request.request, unread.add, within))
         run.add_done_callback(lambda _: unread.end())
         try:
-            is_first, sent = True, ""
+            is_first = True
             left_s = _UNREAD_S if self._least_bytes_s else math.inf
             while event := await unread.next():
-                if isinstance(event, c.TextDelta):
-                    sent += event.text
-                elif isinstance(event, c.Finished) and sent == event.generation.best.text:
-                    event = c.Finished(event.generation.with_text(""))
                 message = await converted(wire.event_to_message, event)
                 if is_first:
                     is_first = False

@@ -286,7 +286,6 @@ class Client:
         )
         attempts = self._attempts(call_options.get("timeout_s"))
         event: c.Event | None = None
-        text = ""  # of the answer, which the last event has only if it was not sent before
         while not isinstance(event, c.Finished):
             try:
                 with _calling(f"{self._service}/GenerateStream") as span:
@@ -300,12 +299,8 @@ class Client:
                                 event = await _in_thread(wire.event_from_message, message)
                             else:
                                 event = wire.event_from_message(message)
-                            if isinstance(event, c.TextDelta):
-                                text += event.text
                             if isinstance(event, c.Finished):  # after which callers may leave
                                 span.end(grpc.StatusCode.OK.name)
-                                best = event.generation.best.text or text
-                                event = c.Finished(event.generation.with_text(best))
                             yield event
                     finally:
                         call.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from specrej.contracts.requests import DEFAULT_MAX_TOKENS, DEFAULT_N, Schedule, ToolCall
@@ -217,10 +217,6 @@ class Generation:
     @property
     def best(self) -> RankedCandidate:
         return self.candidates[0]
-
-    def with_text(self, text: str) -> Generation:
-        """The same with another text of the answer."""
-        return replace(self, candidates=(replace(self.best, text=text), *self.candidates[1:]))
 
 
 @dataclass(frozen=True, slots=True)

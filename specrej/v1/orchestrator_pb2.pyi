@@ -1592,9 +1592,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___GenerateResponse:
-        """The answer; the last event. Its text, also as its first candidate's, is empty if TextDelta
-        events have sent it.
-        """
+        """The answer; the last event."""
 
     @_builtins.property
     def progress(self) -> Global___Progress:

@@ -112,16 +112,9 @@ export class Client {
       { request, progress, textDeltas, texts },
       { ...call, signal: AbortSignal.any(signals) },
     )[Symbol.asyncIterator]();
-    let text = ""; // of all deltas, where the last event leaves it out
     try {
       for (let next = await responses.next(); !next.done; next = await responses.next()) {
-        const { event } = next.value;
-        if (event.case === "textDelta") text += event.value.text;
-        const [best] = event.case === "finished" ? event.value.candidates : [];
-        if (event.case === "finished" && best && !event.value.text) {
-          event.value.text = best.text = text;
-        }
-        yield event;
+        yield next.value.event;
       }
     } finally {
       left.abort();
