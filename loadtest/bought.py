@@ -16,7 +16,6 @@ class Kind(StrEnum):
     """Types of the rows in Locust's statistics."""
 
     ANSWER = "answer"
-    CACHED = "cached answer"  # generated no tokens
     FAILED = "failed"  # separate rows: quick refusals must not lower the latency of answers
     # Not calls: kept out of Locust's totals.
     REWARD = "reward x 1000"  # of answers, in the columns of times
@@ -24,7 +23,7 @@ class Kind(StrEnum):
     BETWEEN_ROUNDS = "between rounds"
 
 
-CALLS = (Kind.ANSWER, Kind.CACHED, Kind.FAILED)
+CALLS = (Kind.ANSWER, Kind.FAILED)
 
 
 @dataclass(frozen=True, slots=True)

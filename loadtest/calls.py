@@ -19,14 +19,13 @@ from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: a status, seconds, generated tokens (0 from the cache), reward, and of each
-    round the seconds since the previous one or the start, and its tokens."""
+    """How a call ended: a status, seconds, generated tokens, reward, and of each round the seconds
+    since the previous one or the start, and its tokens."""
 
     code: str
     seconds: float
     tokens: int = 0
     reward: float = 0.0
-    cached: bool = False
     rounds: tuple[tuple[float, int], ...] = ()
 
 
@@ -70,5 +69,4 @@ class Caller:
             events.cancel()
         if answer is None:
             return Outcome(code, time.perf_counter() - started, rounds=tuple(rounds))
-        tokens = 0 if answer.cached else answer.usage.generated_tokens
-        return Outcome("OK", seconds, tokens, answer.score, answer.cached, tuple(rounds))
+        return Outcome("OK", seconds, answer.usage.generated_tokens, answer.score, tuple(rounds))

@@ -68,12 +68,6 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, default=0.5, help="fraction rejected per round")
     parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens per candidate")
     parser.add_argument(
-        "--cache",
-        choices=["bypass", "on"],
-        default="bypass",
-        help="bypass: generate every answer; on: repeat prompts, so that the cache answers them",
-    )
-    parser.add_argument(
         "--prompts",
         type=_checked(lambda text: read_prompts(Path(text))),
         default=str(OWN_PROMPTS),

@@ -114,8 +114,7 @@ class ApiUser(User):
         if outcome.code != "OK":
             self.fire(Kind.FAILED, request, outcome.seconds, 0, CallFailed(outcome.code))
         else:
-            kind = Kind.CACHED if outcome.cached else Kind.ANSWER
-            self.fire(kind, request, outcome.seconds, outcome.tokens)
+            self.fire(Kind.ANSWER, request, outcome.seconds, outcome.tokens)
             self.fire(Kind.REWARD, request, outcome.reward, outcome.tokens)
 
     def fire(

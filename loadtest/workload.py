@@ -28,14 +28,12 @@ class LoadRequest:
 def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
     """Endless requests: prompts by turns, each with a new seed, for one algorithm or both.
 
-    `started` is the start of the test by time.perf_counter(). With the cache on, all seeds are 0,
-    so that each prompt is generated once.
+    `started` is the start of the test by time.perf_counter().
 
     Raises:
         OSError, ValueError: the prompts cannot be read.
     """
     prompts, ns = read_prompts(Path(parsed.prompts)), counts(parsed.n)
-    cached = parsed.cache == "on"
     algorithms = tuple(Algorithm) if parsed.algorithm == BOTH else (Algorithm(parsed.algorithm),)
     number = worker * _SEEDS_PER_WORKER
     while True:
@@ -47,8 +45,8 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
                 alpha=parsed.alpha,
                 algorithm=algorithm,
                 max_tokens=parsed.max_tokens,
-                seed=0 if cached else number,
-                cache=CacheControl.USE if cached else CacheControl.BYPASS,
+                seed=number,
+                cache=CacheControl.BYPASS,
             )
             prompt = prompts[number % len(prompts)]
             yield LoadRequest(f"{algorithm.value}{_N}{n}", prompt, options)

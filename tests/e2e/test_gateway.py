@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Annotated, Any, Literal
 
 import pytest
-from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
 
 from tests.programs import ROOT, run
 from tests.serving import need
@@ -59,39 +56,3 @@ async def test_printed_examples_run(service: Observed, language: str, code: str)
         assert answer["specrej"]["n"] == 16
         assert output.count("event: round_completed") >= 1
         assert output.count("event: finished") == 1
-
-
-class Weather(BaseModel):
-    """As programs declare it: nested, with choices and options."""
-
-    class Wind(BaseModel):
-        direction: Literal["north", "south"]
-        knots: Annotated[int, Field(ge=0, le=99)]
-
-    sky: Literal["clear", "cloudy"]
-    wind: Wind | None
-
-
-@pytest.mark.long
-async def test_a_pydantic_model_is_the_answer(service: Observed) -> None:
-    """The official client's `parse`; and any object, which may be cut off."""
-    url = f"{service.stack.gateway_url}/v1"
-    fields: Any = {
-        "model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
-        "max_tokens": 64,
-        "seed": 3,
-        "extra_body": {"specrej": {"n": 8}},
-    }
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        answer = await client.chat.completions.parse(**fields, response_format=Weather)
-        (choice,) = answer.choices
-        assert choice.finish_reason == "stop"
-        assert isinstance(choice.message.parsed, Weather)
-        created = await client.chat.completions.create(
-            **{**fields, "max_tokens": 16}, response_format={"type": "json_object"}
-        )
-        (choice,) = created.choices
-        assert (choice.message.content or "").startswith("{")
-        if choice.finish_reason == "stop":
-            assert isinstance(json.loads(choice.message.content or ""), dict)

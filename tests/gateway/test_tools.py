@@ -92,7 +92,11 @@ async def test_a_truncated_call_has_no_end_of_its_own(
 async def test_tools_of_models_are_parsed(
     client: AsyncOpenAI, orchestrator: FakeOrchestrator
 ) -> None:
-    """`parse` with a tool of pydantic, and its answer as the next request's history."""
+    """`parse` with a model of pydantic as the answer and as a tool, and the latter's answer as the
+    next request's history."""
+    script(orchestrator, c.AnswerParts('{"city":"Oslo"}'))
+    whole = await client.chat.completions.parse(model="toy", messages=ASK, response_format=Weather)
+    assert whole.choices[0].message.parsed == Weather(city="Oslo")
     script(orchestrator, ONLY_CALLS)
     tool: Any = openai.pydantic_function_tool(Weather, name="weather")
     answer = await client.chat.completions.parse(**FIELDS | {"tools": [tool]})
