@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", nargs="?", default="a red circle on a blue square")
     parser.add_argument("--target", type=Path, default=HERE / "target.png")
-    parser.add_argument("--output", type=Path, default=Path("drawing.svg"))
+    parser.add_argument("--output", type=Path, default=Path("build/examples/drawing.svg"))
     parser.add_argument("--n", type=int, default=32)
     parser.add_argument("--no-grammar", dest="grammar", action="store_false")
     options = parser.parse_args()
@@ -141,6 +141,7 @@ def main() -> None:
             seed=1,
             return_candidates=min(4, options.n),
         )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(generation.best.text)
     scores = ", ".join(f"{candidate.score:.2f}" for candidate in generation.candidates)
     print(f"likeness {scores}; {options.output}")

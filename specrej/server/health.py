@@ -61,10 +61,6 @@ class Health(health_pb2_grpc.HealthServicer):
             raise NotFound("no such service")
         return _States(status=self._states[request.service])
 
-    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
-        states = {name: _States(status=state) for name, state in self._states.items()}
-        return health_pb2.HealthListResponse(statuses=states)  # type: ignore[attr-defined]
-
     # A coroutine, although the stubs declare an async generator; serving.py has the reason.
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
         sent = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import Stack
-from examples.__main__ import COMMANDS
+from examples.__main__ import PROGRAMS
 from tests.programs import ROOT, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -29,9 +29,8 @@ OUTPUT = {
 @pytest.mark.parametrize("name", OUTPUT)
 async def test_the_command(name: str, toys: Stack, tmp_path: Path) -> None:
     """Guards against a command that finds no file or reward, and never ends."""
-    (tmp_path / "build" / "examples").mkdir(parents=True)
     text = await _printed(
-        (*COMMANDS[name], *ARGUMENTS[name]),
+        (str(PROGRAMS[name]), *ARGUMENTS[name]),
         tmp_path,
         codes=(1,),  # a toy writes words only
         SPECREJ_ADDRESS=toys.orchestrator_address,
