@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -44,11 +43,10 @@ class Lane:
 class Proxy:
     """Forwards connections on `port` to `target`; created by `proxy`."""
 
-    def __init__(self, target: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, target: int) -> None:
         self.port = 0
         self.replies = Lane()
         self._target = target
-        self._tls = tls
         self._hold_after = b""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -56,7 +54,7 @@ class Proxy:
 
     async def listen(self) -> None:
         """Accept connections; after `refuse`, on the same port."""
-        self._server = await asyncio.start_server(self._serve, HOST, self.port, ssl=self._tls)
+        self._server = await asyncio.start_server(self._serve, HOST, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def refuse(self) -> None:
@@ -142,9 +140,9 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def proxy(target: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
-    """Run a proxy to the local server at port `target`; `tls` is ended there."""
-    running = Proxy(target, tls)
+async def proxy(target: int) -> AsyncIterator[Proxy]:
+    """Run a proxy to the local server at port `target`."""
+    running = Proxy(target)
     await running.listen()
     try:
         yield running

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.faults import processes, redis_faults, rolling, wire
+from tests.faults import processes, redis_faults, rolling
 from tests.faults.case import Case, check
 from tests.faults.phases import FIRST_ROUND, held_at
 from tests.faults.world import World, world
 
 CASES = [
     pytest.param(case, id=case.name, marks=() if case.fast else pytest.mark.long)
-    for part in (processes, redis_faults, wire, rolling)
+    for part in (processes, redis_faults, rolling)
     for case in part.CASES
 ]
 
