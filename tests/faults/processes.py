@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tests.faults import phases
-from tests.faults.case import Case, Play, case
+from tests.faults.case import Case, Play
 from tests.faults.phases import Phase, held_at
 from tests.faults.world import LEASE_S, SERVICES, Outcome, World
 
@@ -133,7 +133,7 @@ _DEGRADED: dict[str, Play] = {
 
 CASES: tuple[Case, ...] = (
     *(
-        case(
+        Case(
             f"kill/{name}/{point}",
             partial(kill, name, phase),
             "UNAVAILABLE",
@@ -143,16 +143,13 @@ CASES: tuple[Case, ...] = (
         for name in SERVICES
         for point, phase in _PHASES.items()
     ),
-    *(case(f"stop/{name}", play, code) for name, (play, code) in _STOPPED.items()),
-    *(case(f"starve/{name}", partial(starve, name), "OK", limit_s=_START_S) for name in SERVICES),
+    *(Case(f"stop/{name}", play, code) for name, (play, code) in _STOPPED.items()),
+    *(Case(f"starve/{name}", partial(starve, name), "OK", limit_s=_START_S) for name in SERVICES),
+    *(Case(f"reward/{name}", partial(bad_reward, name), "INTERNAL") for name in ("nan", "exiting")),
     *(
-        case(f"reward/{name}", partial(bad_reward, name), "INTERNAL x 2")
-        for name in ("nan", "exiting")
-    ),
-    *(
-        case(f"degraded/{name}-killed", play, "OK degraded", limit_s=_START_S)
+        Case(f"degraded/{name}-killed", play, "OK degraded", limit_s=_START_S)
         for name, play in _DEGRADED.items()
     ),
-    case("client/killed", dead_client, "SIGKILL", fast=True),
-    case("client/stops-reading", stopped_client, "freed while the client was stopped"),
+    Case("client/killed", dead_client, "SIGKILL", fast=True),
+    Case("client/stops-reading", stopped_client, "freed while the client was stopped"),
 )

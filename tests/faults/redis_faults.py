@@ -8,7 +8,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from specrej.contracts import CacheControl
-from tests.faults.case import Case, case
+from tests.faults.case import Case
 from tests.faults.world import Outcome, World, until
 
 _NUM_KILLED = 24
@@ -70,6 +70,6 @@ async def killed(world: World) -> list[str]:
 
 
 CASES: tuple[Case, ...] = (
-    case("redis/hanging", hanging, "OK x 2", fast=True),
-    case("redis/killed-under-load", killed, f"OK x {_NUM_KILLED}"),
+    Case("redis/hanging", hanging, "OK", fast=True),
+    Case("redis/killed-under-load", killed, "OK"),
 )

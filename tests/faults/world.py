@@ -45,7 +45,7 @@ from tests.serving import describe_generator, describe_service, health_of
 T = TypeVar("T")
 RECOVERY_S = 10.0  # bound of the invariant
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
-CALL_S = 20.0  # a call that takes longer hangs
+_CALL_S = 20.0  # a call that takes longer hangs
 CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
 LEASE_S = 3.0
 MAX_RUNNING = 4
@@ -97,7 +97,7 @@ class Call:
         address: str,
         *,
         stream: bool = False,
-        timeout_s: float | None = CALL_S,
+        timeout_s: float | None = _CALL_S,
         narrow: bool = False,
         **options: Any,
     ) -> None:
