@@ -17,13 +17,8 @@ class Kind(StrEnum):
 
     ANSWER = "answer"
     FAILED = "failed"  # separate rows: quick refusals must not lower the latency of answers
-    # Not calls: kept out of Locust's totals.
-    REWARD = "reward x 1000"  # of answers, in the columns of times
-    FIRST_ROUND = "first round"
-    BETWEEN_ROUNDS = "between rounds"
-
-
-CALLS = (Kind.ANSWER, Kind.FAILED)
+    # Of answers, in the columns of times; no calls, so kept out of Locust's totals.
+    REWARD = "reward x 1000"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,17 @@ import grpc
 from specrej.client.channel import open_blocking_channel
 from specrej.client.client import build_request
 from specrej.security import Credentials, watch_token
-from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from specrej.v1 import orchestrator_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: a status, seconds, generated tokens, reward, and of each round the seconds
-    since the previous one or the start, and its tokens."""
+    """How a call ended: a status, seconds, generated tokens and reward."""
 
     code: str
     seconds: float
     tokens: int = 0
     reward: float = 0.0
-    rounds: tuple[tuple[float, int], ...] = ()
 
 
 class Caller:
@@ -42,31 +40,17 @@ class Caller:
         """Cancel all calls and disconnect."""
         self._channel.close()
 
-    def stream(self, prompt: str, **options: Any) -> Outcome:
-        """Make a streaming call and time every round; stopping the greenlet cancels the call.
-
-        Reads the stream to its status: otherwise the server would count the call as cancelled.
-        """
-        message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
+    def generate(self, prompt: str, **options: Any) -> Outcome:
+        """Make a call; stopping the greenlet cancels it."""
+        message = build_request(prompt, **options)
         metadata = [("authorization", f"Bearer {self._token.get()}")] if self._token else []
-        rounds: list[tuple[float, int]] = []
-        started = previous = time.perf_counter()
-        code, answer = "NO_ANSWER", None
-        events = self._stub.GenerateStream(message, timeout=self._timeout_s, metadata=metadata)
+        started = time.perf_counter()
+        call = self._stub.Generate.future(message, timeout=self._timeout_s, metadata=metadata)
         try:
-            for event in events:
-                now = time.perf_counter()
-                if event.HasField("round_completed"):
-                    tokens = event.round_completed.round.generated_tokens
-                    rounds.append((now - previous, tokens))
-                    previous = now
-                elif event.HasField("finished"):
-                    seconds, answer = now - started, event.finished
-        except grpc.RpcError as error:
-            failure: Any = error
-            code = failure.code().name
+            answer = call.result()
+        except grpc.RpcError:
+            return Outcome(call.code().name, time.perf_counter() - started)
         finally:
-            events.cancel()
-        if answer is None:
-            return Outcome(code, time.perf_counter() - started, rounds=tuple(rounds))
-        return Outcome("OK", seconds, answer.usage.generated_tokens, answer.score, tuple(rounds))
+            call.cancel()
+        seconds = time.perf_counter() - started
+        return Outcome("OK", seconds, answer.usage.generated_tokens, answer.score)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable
 from pathlib import Path
 
 from specrej.contracts import Algorithm
@@ -26,39 +25,18 @@ def read_prompts(path: Path = OWN_PROMPTS) -> tuple[str, ...]:
     return prompts
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """Candidates per request: "16" or "1,4,16".
-
-    Raises:
-        ArgumentTypeError: the text is not a list of numbers from 1.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ArgumentTypeError("must be candidates per request, such as 16 or 1,4,16")
-    return tuple(int(part) for part in parts)
-
-
-def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+def _prompts(path: str) -> str:
     # The value stays text: Locust sends it to workers and shows it in the browser.
-    def value(text: str) -> str:
-        try:
-            check(text)
-        except (OSError, ValueError) as error:
-            raise ArgumentTypeError(str(error)) from None
-        return text
-
-    return value
+    try:
+        read_prompts(Path(path))
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from None
+    return path
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Listener of Locust's `init_command_line_parser`."""
-    parser.add_argument(
-        "--n",
-        type=_checked(counts),
-        default="16",
-        help="candidates per request; several, such as 1,4,16, are used for --step-seconds each",
-    )
-    parser.add_argument("--step-seconds", type=float, default=30.0, help="duration of each --n")
+    parser.add_argument("--n", type=int, default=16, help="candidates per request")
     parser.add_argument(
         "--algorithm",
         choices=[*(algorithm.value for algorithm in Algorithm), BOTH],
@@ -69,7 +47,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens per candidate")
     parser.add_argument(
         "--prompts",
-        type=_checked(lambda text: read_prompts(Path(text))),
+        type=_prompts,
         default=str(OWN_PROMPTS),
         help="file with one prompt per line",
     )

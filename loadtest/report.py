@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from deploy.local.machine import describe_machine
 from deploy.local.processes import ProcessError
 from loadtest.__main__ import run_locust, serving
 from loadtest.bought import Bought, at_equal_reward, bought
-from loadtest.options import counts
 from specrej.contracts import Algorithm
 
 # Columns of Locust's CSV file, by their names on its page.
@@ -43,8 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make loadtest-report", description=__doc__)
     address = os.environ.get("SPECREJ_ADDRESS", "")
     parser.add_argument("--address", default=address, help="host:port [SPECREJ_ADDRESS]")
-    parser.add_argument("--n", type=counts, default="1,4,16,64", help="candidates, of one user")
-    parser.add_argument("--users", type=counts, default="1,4,16,64", help="numbers of users")
+    several: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 4, 16, 64]}
+    parser.add_argument("--n", **several, help="candidates, of one user")
+    parser.add_argument("--users", **several, help="numbers of users")
     parser.add_argument("--users-n", type=int, default=16, help="candidates, one of --n")
     parser.add_argument("--step-seconds", type=float, default=60.0, help="of each measurement")
     parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens")
@@ -70,24 +71,26 @@ def main() -> None:
 
 async def _measure(given: argparse.Namespace) -> tuple[int, list[Bought], list[Bought]]:
     """Locust's exit code, and what was measured with one and with more users until it was not 0."""
+    alone: list[Bought] = []
     loaded: list[Bought] = []
     async with serving(given.address) as address:
 
-        async def run(users: int, algorithm: str, *ns: int) -> tuple[int, list[Bought]]:
-            file = given.out / f"{algorithm}-{users}"
+        async def run(users: int, algorithm: str, n: int) -> tuple[int, list[Bought]]:
+            file = given.out / f"{algorithm}-{n}-{users}"
             load = (
                 *("--headless", "--only-summary", "--csv", str(file)),
                 *("--algorithm", algorithm, "--users", str(users), "--spawn-rate", "100"),
-                *("--n", ",".join(map(str, ns)), "--step-seconds", str(given.step_seconds)),
-                *("--run-time", f"{math.ceil(given.step_seconds * len(ns))}s"),
+                *("--n", str(n), "--run-time", f"{math.ceil(given.step_seconds)}s"),
                 *("--max-tokens", str(given.max_tokens), "--request-timeout", "600"),
                 *("--stop-timeout", "600", *given.more),
             )
             return await run_locust(address, load), read_rows(Path(f"{file}_stats.csv"), users)
 
-        code, alone = await run(1, "both", *given.n)
-        if code:
-            return code, alone, loaded
+        for n in sorted(given.n):
+            code, rows = await run(1, "both", n)
+            alone += rows
+            if code:
+                return code, alone, loaded
         compared = of_equal_reward(alone, given.users_n)
         for users in given.users if compared else ():
             for one in compared:

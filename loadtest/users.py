@@ -16,7 +16,7 @@ from gevent.pool import Pool  # type: ignore[import-untyped]
 from locust import User, events, stats, task
 from locust.env import Environment
 
-from loadtest.bought import CALLS, Kind
+from loadtest.bought import Kind
 from loadtest.calls import Caller
 from loadtest.workload import LoadRequest, requests
 from specrej.security import credentials_from
@@ -38,22 +38,17 @@ class CallFailed(Exception):
 
 
 class _Test:
-    """The requests of one test, which the users of this process share: none is sent twice.
+    """The requests of one test, which the users of this process share: none is sent twice."""
 
-    Users that start later join the current step.
-    """
-
-    def __init__(self) -> None:
-        self.begin()
+    _requests: Iterator[LoadRequest] | None = None
 
     def begin(self, **_: Any) -> None:
-        self._started = time.perf_counter()
-        self._requests: Iterator[LoadRequest] | None = None
+        self._requests = None
 
     def requests(self, environment: Environment) -> Iterator[LoadRequest]:
         if not self._requests:
             worker = max(0, getattr(environment.runner, "worker_index", 0))
-            self._requests = requests(environment.parsed_options, worker, self._started)
+            self._requests = requests(environment.parsed_options, worker)
         return self._requests
 
 
@@ -107,29 +102,23 @@ class ApiUser(User):
         self._pool.spawn(self._call, next(self.requests), time.perf_counter()).get()
 
     def _call(self, request: LoadRequest, _started: float) -> None:
-        outcome = self.caller.stream(request.prompt, **request.options)
-        for number, (seconds, tokens) in enumerate(outcome.rounds):
-            kind = Kind.BETWEEN_ROUNDS if number else Kind.FIRST_ROUND
-            self.fire(kind, request, seconds, tokens)
+        outcome = self.caller.generate(request.prompt, **request.options)
         if outcome.code != "OK":
             self.fire(Kind.FAILED, request, outcome.seconds, 0, CallFailed(outcome.code))
         else:
             self.fire(Kind.ANSWER, request, outcome.seconds, outcome.tokens)
-            self.fire(Kind.REWARD, request, outcome.reward, outcome.tokens)
+            row = self.environment.stats.entries[request.label, Kind.REWARD.value]
+            row.log(outcome.reward * 1e3, outcome.tokens)
 
     def fire(
         self,
         kind: Kind,
         request: LoadRequest,
         seconds: float,
-        tokens: int = 0,
+        tokens: int,
         failure: Exception | None = None,
     ) -> None:
-        """Add one measurement to the row of this kind and label, and to the totals if it is that
-        of a call."""
-        if kind not in CALLS:
-            self.environment.stats.entries[request.label, kind.value].log(seconds * 1e3, tokens)
-            return
+        """Add a call to the row of this kind and label, and to the totals."""
         self.environment.events.request.fire(
             request_type=kind.value,
             name=request.label,

@@ -40,12 +40,10 @@ async def test_both_algorithms(toys: Stack) -> None:
     longer = ("--run-time", "2s", "--algorithm", "both")
     run = await locust(*USERS, *longer, "--host", toys.orchestrator_address)
     assert run.returncode == 0, run.stderr
-    answers, first = rows(run, "answer"), rows(run, "first round")
+    answers = rows(run, "answer")
     assert set(answers) == {FAST, FULL}
-    for name, row in answers.items():
-        assert row["num_requests"] == first[name]["num_requests"] > 0
-        assert row["total_content_length"] > 0  # generated tokens
-    assert set(rows(run, "between rounds")) == {FAST}
+    for row in answers.values():
+        assert row["num_requests"] > 0 and row["total_content_length"] > 0  # generated tokens
     assert rows(run, "failed") == {}
     began, ended = (
         datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f")
@@ -54,14 +52,6 @@ async def test_both_algorithms(toys: Stack) -> None:
         if text in line
     )
     assert (ended - began).total_seconds() > 1.9
-
-
-@pytest.mark.long
-async def test_steps_have_their_own_requests(toys: Stack) -> None:
-    steps = ("--n", "1,4", "--step-seconds", "3", "--run-time", "6s")
-    run = await locust(*USERS, *steps, "--host", toys.orchestrator_address)
-    assert run.returncode == 0, run.stderr
-    assert set(rows(run, "answer")) == {f"speculative-rejection n={n}" for n in (1, 4)}
 
 
 @pytest.mark.long

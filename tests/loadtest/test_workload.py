@@ -6,11 +6,10 @@ import argparse
 import itertools
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from loadtest.options import add_options, read_prompts
-from loadtest.workload import LoadRequest, n_of_step, requests
+from loadtest.workload import LoadRequest, requests
 from specrej.contracts import Algorithm, CacheControl
 
 _USERS = """
@@ -33,7 +32,7 @@ def first(count: int, *arguments: str, worker: int = 0) -> list[LoadRequest]:
     parser = argparse.ArgumentParser()
     add_options(parser)
     parsed = parser.parse_args(arguments)
-    return list(itertools.islice(requests(parsed, worker, time.perf_counter()), count))
+    return list(itertools.islice(requests(parsed, worker), count))
 
 
 def test_prompts_take_turns_with_new_seeds() -> None:
@@ -66,7 +65,3 @@ def test_prompts_are_the_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("# a comment\n\nWhy?\n  How?  \n", "utf-8")
     assert {sent.prompt for sent in first(3, "--prompts", str(path))} == {"Why?", "How?"}
-
-
-def test_steps_use_each_n_in_order() -> None:
-    assert [n_of_step((1, 4, 16), at_s, 10) for at_s in (0, 9.9, 10, 25, 99)] == [1, 1, 4, 16, 16]
