@@ -27,15 +27,21 @@ def tokens(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "example.com"])
 def test_no_port_is_open_to_the_network_by_mistake(
-    capsys: pytest.CaptureFixture[str], host: str, tokens: str
+    capsys: pytest.CaptureFixture[str], host: str, tokens: str, tmp_path: Path
 ) -> None:
-    """Guards against a service that is unintentionally open to the network."""
+    """Guards against a service that is unintentionally open to the network; tokens or mutual TLS
+    are enough."""
     (line,) = refusal(capsys, "--host", host)
     assert f"{host} would be open to all callers" in line
     for name in ("tokens_file", "tls_client_ca", "allow_anonymous"):
         assert name in line
     assert load(ServiceSettings, ["--host", host, "--allow-anonymous"]).allow_anonymous
     assert load(ServiceSettings, ["--host", host, "--tokens-file", tokens]).tokens_file == tokens
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    flags = ["--tls-cert", f"{pair.cert}", "--tls-key", f"{pair.key}", "--tls-client-ca"]
+    files = load(ServiceSettings, ["--host", host, *flags, f"{authority.path}"]).tls_files
+    assert files and files.ca == authority.path
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
@@ -46,18 +52,6 @@ def test_loopback_is_open_unless_it_is_closed(
     assert load(ServiceSettings, ["--host", host]).host == host
     (line,) = refusal(capsys, "--host", host, "--no-allow-anonymous")
     assert "open to all callers" in line
-
-
-def test_mutual_tls_is_enough(tmp_path: Path) -> None:
-    """Guards against a port beyond loopback that needs tokens besides mutual TLS."""
-    authority = Authority(tmp_path)
-    pair = authority.issue()
-    flags = ["--tls-cert", str(pair.cert), "--tls-key", str(pair.key)]
-    settings = load(
-        ServiceSettings, ["--host", "0.0.0.0", *flags, "--tls-client-ca", str(authority.path)]
-    )
-    assert settings.tls_files
-    assert settings.tls_files.ca == authority.path
 
 
 def test_a_variable_that_is_no_setting_is_named(

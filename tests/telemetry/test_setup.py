@@ -24,7 +24,7 @@ from specrej.backend.v1.reward_pb2 import ScoreRequest
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.client.channel import open_channel
 from specrej.settings import ServiceSettings
-from specrej.telemetry import setup
+from specrej.telemetry import names, setup
 from specrej.telemetry.setup import FLUSH_S
 from specrej.v1.common_pb2 import Prompt
 from tests.endpoints import scrape
@@ -79,6 +79,18 @@ async def test_a_dead_collector_does_not_delay_the_end(is_hanging: bool, tmp_pat
     assert ("service_name", "reward") in process.labels and "specrej_reward_batch_bucket" in values
     with pytest.raises(OSError, match="refused"):
         await scrape([url])
+
+
+def test_a_call_is_in_flight_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[float] = []
+
+    def add(metric: names.Metric, count: float = 1, **_: Any) -> None:
+        counts.extend([count] if metric is names.RPC_IN_FLIGHT else [])
+
+    monkeypatch.setattr(telemetry.metrics, "add", add)
+    with telemetry.served("service/Method", ()):
+        assert sum(counts) == 1
+    assert sum(counts) == 0
 
 
 def test_a_taken_metrics_port_raises() -> None:
