@@ -21,13 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local import edge as envoy
-from deploy.local.processes import START_S, ProcessError, Processes, Program
+from deploy.local.processes import ProcessError, Processes, Program
 from specrej.client.channel import open_channel
 from specrej.security import Credentials, TLSFiles, tls_files
 
@@ -97,14 +97,6 @@ class Stack(Processes):
         ProcessError: a port is taken, or a process ended or was not ready in time.
     """
 
-    # Tests replace them with broken ones.
-    modules: ClassVar[Mapping[str, str]] = {
-        "generator": "generator_service",
-        "reward": "reward_service",
-        "orchestrator": "orchestrator",
-        "gateway": "gateway",
-    }
-
     def __init__(
         self,
         ports: Ports | None = None,
@@ -112,7 +104,6 @@ class Stack(Processes):
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
         credentials: Credentials | None = None,
-        start_timeout_s: float = START_S,
         grace_s: float = 15.0,
         orchestrators: int = 1,
         generators: int = 1,
@@ -122,7 +113,7 @@ class Stack(Processes):
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         logs = log_dir or Path(tempfile.gettempdir(), f"specrej-{secrets.token_hex(8)}")
-        super().__init__([], logs, start_timeout_s=start_timeout_s, grace_s=grace_s, report=report)
+        super().__init__([], logs, grace_s=grace_s, report=report)
         self._keeps_logs = log_dir is not None
         self.ports = ports = ports or Ports.free()
         self._environment = dict(environment or {})
@@ -182,7 +173,8 @@ class Stack(Processes):
             settings["ORCHESTRATOR_ADDRESS"] = self._orchestrators[0].address
         prefix = f"SPECREJ_{replica.kind.upper()}_"
         environment = {prefix + key: value for key, value in settings.items()} | self._environment
-        arguments = (sys.executable, "-m", self.modules[replica.kind])
+        module = {"generator": "generator_service", "reward": "reward_service"}
+        arguments = (sys.executable, "-m", module.get(replica.kind, replica.kind))
         secured = self._has_tls(replica.kind)
         if replica.kind == "gateway":
             tls = _tls_context(self._credentials) if secured else None

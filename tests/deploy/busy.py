@@ -75,7 +75,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": f"{HOST}:{ports.generator},{spare}",
             **{
                 f"SPECREJ_{kind.upper()}_OTLP_ENDPOINT": collector.endpoint
-                for kind in Stack.modules
+                for kind in ("orchestrator", "generator", "reward", "gateway")
             },
         }
         async with (
