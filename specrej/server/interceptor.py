@@ -27,6 +27,7 @@ from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     Overloaded,
     SpecrejError,
     is_late,
@@ -262,7 +263,13 @@ def _reading(handler: Any, check: Callable[[Any], None]) -> Handler:
             message = handler.request_deserializer(data)
         except DecodeError:
             raise malformed() from None
-        check(message)
+        try:
+            check(message)
+        except InvalidRequest as error:
+            # The frames of a traceback would keep it until the client has read the status, with up
+            # to 28 times the memory of its bytes.
+            del message
+            raise error.with_traceback(None) from None
         return message
 
     async def read(_: Any, context: Context) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -19,10 +20,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from deploy.local.stack import Ports
 from specrej.client.channel import open_channel
-from specrej.contracts import wire
-from specrej.contracts.errors import InternalError
+from specrej.contracts import status, wire
+from specrej.contracts.errors import InternalError, Violation
 from specrej.contracts.validation import MAX_METADATA_BYTES
-from specrej.server.serving import LIVENESS, Context, Server
+from specrej.server import interceptor
+from specrej.server.serving import LIVENESS, Context, Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2 import OrchestratorServiceScoreRequest
@@ -103,6 +105,37 @@ async def test_message_above_the_limit_is_refused(
     assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(orchestrator.scored) == 1
     await stub.Score(message_of(LIMIT_BYTES), timeout=10)  # on the same connection
+
+
+async def test_a_refused_message_is_free_before_its_status_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards the memory against clients that send many empty items, and read no status."""
+    parsed: list[weakref.ref[Any]] = []
+    alive: list[Any] = []
+
+    class Parsed:
+        def __init__(self, _: bytes) -> None:
+            parsed.append(weakref.ref(self))
+
+    def to_status(error: Any) -> Any:
+        alive.extend(one() for one in parsed)
+        return status.to_status(error)
+
+    async def handle(*_: Any) -> None:
+        pytest.fail("was not refused")
+
+    def register(server: grpc.aio.Server) -> None:
+        calls = {"Call": grpc.unary_unary_rpc_method_handler(handle, Parsed)}
+        server.add_registered_method_handlers("specrej.v1.Parsing", calls)
+
+    monkeypatch.setattr(interceptor, "check_lengths", lambda _: [Violation("field", "is long")])
+    monkeypatch.setattr(interceptor, "to_status", to_status)
+    async with serving(Service("specrej.v1.Parsing", register)) as channel:
+        call: Any = channel.unary_unary("/specrej.v1.Parsing/Call")
+        error = await failure_of(call(b"", timeout=BOUND_S))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert alive == [None]
 
 
 async def test_metadata_above_the_limit_is_refused(
