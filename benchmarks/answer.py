@@ -397,7 +397,7 @@ def main() -> None:
         systems=([*OURS, PEERS[0]], "systems to compare; name=N: at this N instead of the others"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
         peer=(PEERS[0], f"the server beside ours, and behind *-endpoint: {', '.join(PEERS)}"),
-        limit=(120.0, "most seconds for an answer of a peer"),
+        limit=(120.0, "most seconds for an answer of a peer, times the callers that wait"),
         callers=("", "such as 1,4,16: answers per second while so many callers wait"),
         out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
@@ -481,10 +481,11 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
             for name in ns
             if name in OURS
         }
+        callers = [int(number) for number in arguments.callers.split(",") if number]
         try:
             if not {*ns} <= {*OURS}:
                 url = await _start(started, peer, most)
-                limits = (arguments.reward, arguments.limit)
+                limits = (arguments.reward, arguments.limit * max([1, *callers]))
                 # `ask_peer` limits the time. A proxy must not answer for this machine.
                 http = httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
                 if peer in ns:
@@ -506,7 +507,6 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         least = {name: [of[0]] for name, of in ns.items()}
         await Bench(systems, least, judge, warm).answer(items[0], max_tokens=8)
         bench, items = Bench(systems, ns, judge, record), items[: arguments.prompts]
-        callers = [int(number) for number in arguments.callers.split(",") if number]
         for number, name in itertools.product(callers, systems):
             await bench.under_load(name, items, arguments.max_tokens, number)
         for item in [] if callers else items:

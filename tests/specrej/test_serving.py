@@ -126,7 +126,8 @@ async def test_a_refused_message_is_free_before_its_status_leaves(
         pytest.fail("was not refused")
 
     def register(server: grpc.aio.Server) -> None:
-        calls = {"Call": grpc.unary_unary_rpc_method_handler(handle, Parsed)}
+        handler: Any = handle
+        calls = {"Call": grpc.unary_unary_rpc_method_handler(handler, Parsed)}
         server.add_registered_method_handlers("specrej.v1.Parsing", calls)
 
     monkeypatch.setattr(interceptor, "check_lengths", lambda _: [Violation("field", "is long")])
