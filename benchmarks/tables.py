@@ -101,6 +101,18 @@ def _paired(name: str) -> Callable[[], str]:
     return table
 
 
+def _callers() -> str:
+    rows = [
+        (
+            *(one["callers"], one["system"], one["n"], f"{one['reward']:.3f}"),
+            *(f"{one['answers_per_s']:.3f}", f"{one['p50_s']:.0f}", f"{one['p95_s']:.0f}"),
+        )
+        for one in measured("answer_callers")["load"]
+    ]
+    seconds = ("median s", "95 % s")
+    return markdown(("callers", "system", "N", "reward", "answers per second", *seconds), rows)
+
+
 def _gpu() -> str:
     rows = [
         (
@@ -146,6 +158,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired-100": _paired("answer_100"),
     "answers-512": _answers("answer_512"),
     "answers-endpoint": _answers("answer_endpoint"),
+    "callers": _callers,
     "right-checks": _right("right_checks"),
     "right-reasoning": _right("right_reasoning"),
     "right-humaneval": _right("right_humaneval"),
