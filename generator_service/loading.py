@@ -99,7 +99,6 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         slots=SlotGauge(capacity, 0, 0),
         auto_candidates=auto_candidates,
         can_fork=True,
-        probe=examined.probe,
     )
     return LocalGenerator(thread, Text.of(examined), card)
 

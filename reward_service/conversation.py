@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reward_service.specs import ClassifierSpec
-from specrej.contracts import NO_PROBE, Candidate, Message, ModelProbe, Prompt
+from specrej.contracts import Candidate, Message, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation
 from specrej.contracts.validation import MAX_TOKEN_CHARACTERS
 from specrej_models.control_tokens import ControlTokens
@@ -34,16 +34,16 @@ class Conversation:
         tokenizer: Any,
         max_tokens: int,
         template: ChatTemplate,
-        probe: ModelProbe = NO_PROBE,
+        vocabulary: int = sys.maxsize,
     ) -> None:
-        """max_tokens: the most that the model takes; template: the tokenizer's."""
+        """max_tokens: the most that the model takes; template: the tokenizer's; vocabulary: the
+        number of tokens that the model has."""
         self.name = spec.name
-        self.probe = probe
         self._template = template
         self._by_tokenizer = spec.special_tokens != "template"
         self._removes_bos = spec.special_tokens == "tokenizer"
         self.tokenizer = tokenizer
-        self._control_tokens = ControlTokens(tokenizer, probe.vocabulary or sys.maxsize)
+        self._control_tokens = ControlTokens(tokenizer, vocabulary)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
 
     def response(self, candidate: Candidate) -> str:
@@ -142,4 +142,4 @@ def load_conversation(spec: ClassifierSpec, config: Any) -> Conversation:
         raise ValueError(f"reward {spec.name}: the tokenizer has no chat template")
     limit = tokenizer.model_max_length
     limit = getattr(config.get_text_config(), "max_position_embeddings", limit)
-    return Conversation(spec, tokenizer, limit, template, examined.probe)
+    return Conversation(spec, tokenizer, limit, template, examined.vocabulary)

@@ -65,7 +65,6 @@ class Described:
     name: str  # in requests
     fingerprint: str  # digest of weights and settings
     description: str  # what it measures, in a sentence
-    probe: c.ModelProbe = c.NO_PROBE
     takes_data: bool = False  # whether requests may bring data for it
     sample_data: str = ""  # that it accepts
     is_cheap: bool = False  # microseconds per text, so that it can veto within rounds

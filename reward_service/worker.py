@@ -136,7 +136,6 @@ class Worker:
             reward.name,
             reward.fingerprint,
             reward.description,
-            probe=reward.probe,
             takes_data=reward.takes_data,
             is_cheap=reward.is_cheap,
             takes_images=reward.images != "text",  # and may refuse them

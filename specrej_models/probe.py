@@ -1,7 +1,7 @@
 """What is examined when a model is loaded: files, tensors, end tokens, chat template, vocabulary.
 
 A model that would write other tokens or other scores than it was trained for is refused, with one
-sentence and the names. What is harmless is a warning, and what is found out is a `ModelProbe`.
+sentence and the names. What is harmless is a warning.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ _WITH_REASONS = (TemplateError, SafetensorError, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A model's files, and its config, tokenizer, chat template (None: it has none), end tokens."""
+    """A model's files, and its config, tokenizer, chat template (None: it has none), end tokens;
+    warnings are sentences."""
 
     directory: Path
     config: Any
     tokenizer: Any
     template: ChatTemplate | None
     end_ids: frozenset[int]
-    probe: c.ModelProbe
+    vocabulary: int
+    warnings: list[str]
 
 
 def examine(
@@ -91,17 +93,11 @@ def examine(
         listed = [tokenizer.eos_token_id, template.end_id if template else None]
         end_ids, dropped = _find_ends(directory, config, listed)
         warnings += dropped
-    probe = c.ModelProbe(
-        ends=tuple(_token(tokenizer, id_) for id_ in sorted(end_ids)),
-        template=template.form if template else "",
-        takes_system=bool(template and template.takes_system),
-        must_alternate=bool(template and template.must_alternate),
-        context_tokens=getattr(sizes, "max_position_embeddings", 0),
-        vocabulary=sizes.vocab_size,
-        warnings=tuple(warnings),
-    )
-    log.log(logging.WARNING if warnings else logging.INFO, "%s: %s", directory, probe)
-    return Examined(directory, config, tokenizer, template, end_ids, probe)
+    names = ", ".join(_token(tokenizer, id_) for id_ in sorted(end_ids))
+    log.info("%s: end tokens: %s", directory, names or "none")
+    for warning in warnings:
+        log.warning("%s: %s", directory, warning)
+    return Examined(directory, config, tokenizer, template, end_ids, sizes.vocab_size, warnings)
 
 
 def load_config(directory: Path) -> Any:
@@ -260,16 +256,13 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._owner = owner
         self._takes_parts = False
-        self.form = "text"
         self._violation = lru_cache(256)(self._find_violation)
         if violation := self._violation(("user",)):
             self._takes_parts = True
             self._violation.cache_clear()
             if self._violation(("user",)):
                 raise ValueError(f"one user turn: {violation.description}")
-            self.form = "content parts"
         self.takes_system = not self._violation(("system", "user"))
-        self.must_alternate = bool(self._violation(("user", "user")))
         self.warnings: list[str] = []
         self.end_id: int | None = None
         if violation := self._violation(("user", "assistant")):

@@ -63,8 +63,7 @@ class Text:
     @classmethod
     def of(cls, examined: Examined) -> Text:
         """The text of a model that was examined."""
-        vocabulary = examined.probe.vocabulary
-        return cls(examined.tokenizer, examined.end_ids, examined.template, vocabulary)
+        return cls(examined.tokenizer, examined.end_ids, examined.template, examined.vocabulary)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of `read`."""

@@ -268,7 +268,6 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         slots=c.SlotGauge(capacity, 0, 0),
         auto_candidates=settings.auto_candidates_of(device),
         can_fork=True,
-        probe=examined.probe,
         form=c.CandidateForm.ROUNDS,
         takes_images=_takes_images(llm) and bool(template and template.takes_images),
     )

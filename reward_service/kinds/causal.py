@@ -164,7 +164,6 @@ class CausalReward(SegmentedModel, Reward):
         self.fingerprint = spec.fingerprint(resources, padding=str(pad_id), head_file=digest)
         self.token_budget = resources.token_budget
         self.conversation = load_conversation(spec, model.config)
-        self.probe = self.conversation.probe
         self.kept_tokens = 0
         self._head = head.detach().float().clone()  # else it may keep a whole file in memory
         self._label = spec.label or 0

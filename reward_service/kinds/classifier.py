@@ -128,7 +128,6 @@ class VLLMClassifier(Reward):
         device, _, _ = resources.device.partition(":")
         self.token_budget = resources.token_budget * _PASSES_PER_CALL[device]
         self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
-        self.probe = conversation.probe
         self._label = spec.label or 0
         self._conversation = conversation
         self._pad_id = pad_id

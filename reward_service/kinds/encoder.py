@@ -49,9 +49,8 @@ class RelevanceReward(Reward):
         self._device = resources.device
         self._model = model.eval()
         examined = examine(spec.directory, ends=False)
-        self.probe = examined.probe
         self._tokenizer = examined.tokenizer
-        self._control_tokens = ControlTokens(self._tokenizer, self.probe.vocabulary)
+        self._control_tokens = ControlTokens(self._tokenizer, examined.vocabulary)
 
     def open(self, prompt: Prompt, *, once: bool = False) -> str:
         """The question."""

@@ -129,22 +129,6 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelProbe:
-    """What was found out about a model's files when it was loaded; all empty without files."""
-
-    ends: tuple[str, ...] = ()  # the tokens that end an answer, as text
-    template: str = ""  # how its chat template takes messages; empty: it has none
-    takes_system: bool = False  # whether its chat template writes system turns
-    must_alternate: bool = False  # whether turns of user and assistant must alternate
-    context_tokens: int = 0  # most tokens that it takes, whatever the service's limit is
-    vocabulary: int = 0
-    warnings: tuple[str, ...] = ()
-
-
-NO_PROBE = ModelProbe()
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerForm:
     """How a model marks the parts of its answers; all empty: an answer is one text.
 
@@ -181,7 +165,6 @@ class GeneratorDescription:
     adapters: tuple[str, ...] = ()  # of several generators as one: the names of their models
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     step_growth: float = 0.0  # seconds of a step of 32 candidates over those of one; 0: unknown
-    probe: ModelProbe = NO_PROBE
     form: CandidateForm = CandidateForm.IN_PLACE
     ignores_seeds: bool = False  # whether equal seeds draw different tokens
     abilities: tuple[str, ...] = ()  # of the server behind it
@@ -229,7 +212,6 @@ class RewardDescription:
     fingerprint: str
     description: str
     max_batch: int = 1024
-    probe: ModelProbe = NO_PROBE
     takes_data: bool = False  # whether requests may bring data for it
     is_cheap: bool = False  # microseconds per text, so that it can veto within rounds
     takes_images: bool = False  # whether it looks at the images of prompts

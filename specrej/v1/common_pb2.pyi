@@ -796,60 +796,6 @@ class Fork(_message.Message):
 Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
-class ModelProbe(_message.Message):
-    """What was found out about a model's files when it was loaded. All fields are empty for toys and
-    endpoints.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENDS_FIELD_NUMBER: _builtins.int
-    TEMPLATE_FIELD_NUMBER: _builtins.int
-    TAKES_SYSTEM_FIELD_NUMBER: _builtins.int
-    MUST_ALTERNATE_FIELD_NUMBER: _builtins.int
-    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
-    VOCABULARY_FIELD_NUMBER: _builtins.int
-    WARNINGS_FIELD_NUMBER: _builtins.int
-    template: _builtins.str
-    """How its chat template takes messages: as text or as content parts, and its name if the tokenizer
-    has several; empty: there is none.
-    """
-    takes_system: _builtins.bool
-    """Whether its chat template writes system turns; if not, requests with one are refused."""
-    must_alternate: _builtins.bool
-    """Whether its chat template requires that turns of user and assistant alternate."""
-    context_tokens: _builtins.int
-    """Maximum tokens that the model takes, whatever the service's limit is."""
-    vocabulary: _builtins.int
-    """Tokens in the model's vocabulary."""
-    @_builtins.property
-    def ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The tokens that end an answer, as text; by their ids. None for rewards."""
-
-    @_builtins.property
-    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What may surprise, in sentences."""
-
-    def __init__(
-        self,
-        *,
-        ends: _abc.Iterable[_builtins.str] | None = ...,
-        template: _builtins.str = ...,
-        takes_system: _builtins.bool = ...,
-        must_alternate: _builtins.bool = ...,
-        context_tokens: _builtins.int = ...,
-        vocabulary: _builtins.int = ...,
-        warnings: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "ends", b"ends", "must_alternate", b"must_alternate", "takes_system", b"takes_system", "template", b"template", "vocabulary", b"vocabulary", "warnings", b"warnings"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ModelProbe: _TypeAlias = ModelProbe  # noqa: Y015
-
-@_typing.final
 class GeneratorDescription(_message.Message):
     """A generator as it describes itself."""
 
@@ -871,7 +817,6 @@ class GeneratorDescription(_message.Message):
     WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
     SESSION_SLOTS_FIELD_NUMBER: _builtins.int
     STEP_GROWTH_FIELD_NUMBER: _builtins.int
-    PROBE_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
     IGNORES_SEEDS_FIELD_NUMBER: _builtins.int
     ABILITIES_FIELD_NUMBER: _builtins.int
@@ -941,10 +886,6 @@ class GeneratorDescription(_message.Message):
         """Of several generators as one: the names of their models, which a request may name."""
 
     @_builtins.property
-    def probe(self) -> Global___ModelProbe:
-        """What was found out when its model was loaded."""
-
-    @_builtins.property
     def abilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the server behind it can do, as found out at the start; empty: the model runs in the generator."""
 
@@ -967,7 +908,6 @@ class GeneratorDescription(_message.Message):
         whole_answers: _builtins.bool = ...,
         session_slots: _builtins.int = ...,
         step_growth: _builtins.float = ...,
-        probe: Global___ModelProbe | None = ...,
         form: Global___CandidateForm.ValueType = ...,
         ignores_seeds: _builtins.bool = ...,
         abilities: _abc.Iterable[_builtins.str] | None = ...,
@@ -975,9 +915,9 @@ class GeneratorDescription(_message.Message):
         tool_format: _builtins.str = ...,
         takes_images: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe", "slots", b"slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "probe", b"probe", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "takes_images", b"takes_images", "tool_format", b"tool_format", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "takes_images", b"takes_images", "tool_format", b"tool_format", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

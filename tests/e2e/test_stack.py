@@ -116,5 +116,5 @@ async def test_own_models_in_one_line(tmp_path: Path) -> None:
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0
-    assert described.generator.probe.ends == ("</s>",)
+    assert described.generator.model == "tiny-lm"
     assert described.rewards == ("tiny_reward", "likelihood")

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ class Fact:
     change: Change
     end_ids: frozenset[int] = frozenset({2})
     warning: str = ""  # a part of the only one; empty: there is none
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    takes_system: bool | None = None
 
 
 ACCEPTED: dict[str, Fact] = {
@@ -229,28 +229,21 @@ ACCEPTED: dict[str, Fact] = {
     "an end token of the config alone": Fact(
         template(PLAIN.replace("{{ eos_token }}", "\n")), warning="without an end token"
     ),
-    "content parts": Fact(template(PARTS), facts={"template": "content parts"}),
+    "content parts": Fact(template(PARTS)),
     "named templates": Fact(
-        template([{"name": "rag", "template": "x"}, {"name": "default", "template": PLAIN}]),
-        facts={"template": "text"},
+        template([{"name": "rag", "template": "x"}, {"name": "default", "template": PLAIN}])
     ),
-    "no template": Fact(template(None), facts={"template": "", "takes_system": False}),
-    "system turns": Fact(template(PLAIN), facts={"takes_system": True, "must_alternate": False}),
-    "no system turns": Fact(template(NO_SYSTEM), facts={"takes_system": False}),
-    "strict alternation": Fact(template(ALTERNATING), facts={"must_alternate": True}),
+    "no template": Fact(template(None)),
+    "system turns": Fact(template(PLAIN), takes_system=True),
+    "no system turns": Fact(template(NO_SYSTEM), takes_system=False),
+    "strict alternation": Fact(template(ALTERNATING)),
     "the last turn first": Fact(
         template("{% for m in messages[::-1] %}" + PLAIN[len(EACH) :]),
         warning="changes the order of turns",
-        facts={"takes_system": True, "must_alternate": True},
+        takes_system=True,
     ),
-    "a system turn in the last user's": Fact(
-        template(FOLDED), facts={"takes_system": True, "must_alternate": False}
-    ),
-    "one turn": Fact(
-        template(ONE_TURN),
-        warning="one user turn only",
-        facts={"must_alternate": True},
-    ),
+    "a system turn in the last user's": Fact(template(FOLDED), takes_system=True),
+    "one turn": Fact(template(ONE_TURN), warning="one user turn only"),
     "added tokens beyond the embedding": Fact(
         added("<tool>"),
         warning="text in prompts: tokens beyond the model's vocabulary of 259: <tool>",
@@ -315,9 +308,9 @@ def test_what_is_found_out(saved: dict[str, Path], tmp_path: Path, name: str) ->
     examined = loaded("generator", changed(saved["generator"], tmp_path, fact.change))
     assert examined
     assert examined.end_ids == fact.end_ids
-    warnings = examined.probe.warnings
+    warnings, written = examined.warnings, examined.template
     assert len(warnings) == bool(fact.warning) and fact.warning in "".join(warnings)
-    assert {name: getattr(examined.probe, name) for name in fact.facts} == fact.facts
+    assert fact.takes_system in (None, written and written.takes_system)
 
 
 def test_a_file_that_may_not_be_read(saved: dict[str, Path]) -> None:
@@ -353,7 +346,7 @@ def test_turns_are_written_as_the_template_takes_them(
     text = Text.of(examined)
     ids = text.encode(Prompt.from_user("a <tool>"))
     assert examined.tokenizer.decode(ids) == "<user>a <tool></s>"
-    assert max(ids) < examined.probe.vocabulary
+    assert max(ids) < examined.vocabulary
     with pytest.raises(InvalidRequest, match=r"prompt\.text: the model has no token <tool>"):
         text.encode(Prompt(text="<tool>", allow_special_tokens=True))
 
@@ -368,4 +361,6 @@ def test_the_embedded_model_ends_where_its_template_does(tmp_path: Path) -> None
             (tmp_path / path.name).symlink_to(path)
     for name in ("config.json", "generation_config.json"):
         edited(name, {"eos_token_id": 0})(tmp_path)
-    assert examine(tmp_path).probe.ends == ("<|endoftext|>", "<|im_end|>")
+    examined = examine(tmp_path)
+    ends = examined.tokenizer.convert_ids_to_tokens(sorted(examined.end_ids))
+    assert ends == ["<|endoftext|>", "<|im_end|>"]

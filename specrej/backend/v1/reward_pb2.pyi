@@ -429,7 +429,6 @@ class RewardDescription(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
-    PROBE_FIELD_NUMBER: _builtins.int
     TAKES_DATA_FIELD_NUMBER: _builtins.int
     IS_CHEAP_FIELD_NUMBER: _builtins.int
     TAKES_IMAGES_FIELD_NUMBER: _builtins.int
@@ -447,10 +446,6 @@ class RewardDescription(_message.Message):
     """Whether it takes microseconds per text, so that it can veto candidates within rounds, too."""
     takes_images: _builtins.bool
     """Whether it looks at the images of prompts; others receive prompts without them."""
-    @_builtins.property
-    def probe(self) -> _common_pb2.ModelProbe:
-        """What was found out when its model was loaded."""
-
     def __init__(
         self,
         *,
@@ -458,14 +453,13 @@ class RewardDescription(_message.Message):
         fingerprint: _builtins.str = ...,
         description: _builtins.str = ...,
         max_batch: _builtins.int = ...,
-        probe: _common_pb2.ModelProbe | None = ...,
         takes_data: _builtins.bool = ...,
         is_cheap: _builtins.bool = ...,
         takes_images: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "is_cheap", b"is_cheap", "max_batch", b"max_batch", "name", b"name", "probe", b"probe", "takes_data", b"takes_data", "takes_images", b"takes_images"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "is_cheap", b"is_cheap", "max_batch", b"max_batch", "name", b"name", "takes_data", b"takes_data", "takes_images", b"takes_images"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
