@@ -78,10 +78,10 @@ def is_name(model: str) -> bool:
 
 
 def pull(model: str, *, weights: bool = True) -> ModelFiles:
-    """Fetch a model of a hub into its cache, as far as it is not there, and check all files.
+    """Fetch a model of a hub into its cache, as far as it is not there.
 
     Raises:
-        HubError: the model cannot be fetched, or files are damaged; those are removed.
+        HubError: the model cannot be fetched.
     """
     from huggingface_hub import HfApi
 
@@ -91,13 +91,6 @@ def pull(model: str, *, weights: bool = True) -> ModelFiles:
         # By its commit first: until all files are there, the cache's revision stays the old one.
         commit = HfApi().model_info(name, revision=revision or "main").sha
         _snapshot(model, commit, weights=weights)
-        checked = HfApi().verify_repo_checksums(name, revision=commit)
-        if damaged := [mismatch["path"] for mismatch in checked.mismatches]:
-            for path in damaged:
-                (checked.verified_path / path).resolve().unlink()
-                (checked.verified_path / path).unlink()
-            names = ", ".join(sorted(damaged))
-            raise HubError(f"{names}: damaged on the way, and removed; fetch the model again")
         files = _snapshot(model, revision, weights=weights)
     log.info("%s is at revision %s", name, commit)
     return files

@@ -20,7 +20,6 @@ from huggingface_hub import close_session, constants
 
 _API = re.compile(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/?]+)")
 _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-CHANGED, GONE = "changed", "gone"  # how one file is damaged
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Hub:
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     token: str = ""  # required if set
     gated: bool = False
-    faults: dict[str, str] = field(default_factory=dict)  # by file
+    gone: set[str] = field(default_factory=set)  # files that it lists and does not have
     downloads: list[str] = field(default_factory=list)  # files of which content was requested
 
     def add(self, name: str, files: Mapping[str, bytes] | Path, *revisions: str) -> str:
@@ -124,8 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, name: str, commit: str, path: str) -> None:
         files = self.hub.repositories[name].get(commit, {})
-        fault = self.hub.faults.get(path)
-        if path not in files or fault == GONE:
+        if path not in files or path in self.hub.gone:
             return self._refuse(404, "EntryNotFound")
         content = files[path]
         etag = hashlib.sha256(content).hexdigest()
@@ -133,7 +131,6 @@ class _Handler(BaseHTTPRequestHandler):
         headers["X-Linked-Size"] = str(len(content))
         if self.command == "GET":
             self.hub.downloads.append(path)
-            content = bytes(len(content)) if fault == CHANGED else content
         return self._send(200, content, headers)
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:

@@ -71,26 +71,6 @@ def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
     assert (outcome.returncode, outcome.stderr) == (1, "specrej: tiny/llama has no revision v9\n")
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (hubs.CHANGED, "model.safetensors: damaged on the way, and removed"),
-        (hubs.GONE, "the download failed: "),
-    ],
-)
-def test_a_damaged_model_is_refused(server: hubs.Hub, pull: Pull, fault: str, reason: str) -> None:
-    """Guards against damaged weights in the cache; what is complete is kept, the rest fetched."""
-    server.add("tiny/llama", FILES)
-    server.faults["model.safetensors"] = fault
-    outcome = pull("tiny/llama")
-    assert (outcome.returncode, outcome.stdout) == (1, "")
-    assert reason in outcome.stderr and len(outcome.stderr.splitlines()) == 1
-    server.faults.clear()
-    server.downloads.clear()
-    assert stored(pull("tiny/llama")) == USED
-    assert "model.safetensors" in server.downloads
-
-
 def without(*names: str) -> dict[str, bytes]:
     return {name: content for name, content in FILES.items() if name not in names}
 
@@ -154,10 +134,15 @@ def test_a_failed_update_keeps_the_stored_model(
     server.add("tiny/llama", FILES)
     fetched = Path(pull("tiny/llama").stdout.strip())
     server.add("tiny/llama", {**FILES, "model.safetensors": b"newer"}, "main")
-    server.faults["model.safetensors"] = hubs.GONE
-    assert pull("tiny/llama").returncode == 1
+    server.gone.add("model.safetensors")
+    outcome = pull("tiny/llama")
+    assert (outcome.returncode, outcome.stdout) == (1, "")
+    assert "the download failed: " in outcome.stderr and len(outcome.stderr.splitlines()) == 1
     hubs.use(monkeypatch, "http://127.0.0.1:9", tmp_path, is_offline=True)
     assert hub.find("tiny/llama").directory == fetched
+    server.gone.clear()
+    hubs.use(monkeypatch, server.endpoint, tmp_path)
+    assert stored(pull("tiny/llama")) == USED
 
 
 @pytest.mark.parametrize(
