@@ -3,10 +3,9 @@
 All systems answer each prompt in turn, at every N, while the others are idle: same model, turns,
 sampling, and seeds where a system takes them. One reward chooses answers, complete or not. The
 services score prefixes with it while they generate; the same reward service scores the candidates
-of vLLM, within its seconds. A second judge, which no system optimises, scores the answers
-afterwards. A peer's server, vLLM's or llama.cpp's, is reported as not available if it cannot be
-started, fails, or takes more than --limit seconds for an answer. With --callers it measures answers
-per second instead, while so many callers wait for answers at the same time.
+of a peer's server, vLLM's or llama.cpp's, within its seconds. A second judge, which no system
+optimises, scores the answers afterwards. With --callers it measures answers per second instead,
+while so many callers wait for answers at the same time.
 
 Ctrl-C, or a failure, ends with a report of the answers so far; the same command continues with the
 missing ones. Statistics are over the prompts that all systems answered.
@@ -23,8 +22,8 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,19 +34,17 @@ import pandas as pd
 
 from benchmarks.harness import log, parse_arguments, print_table, provenance, report
 from deploy.local.machine import describe_machine
-from deploy.local.processes import ProcessError, Processes, Program
-from deploy.local.stack import Ports, Stack
+from deploy.local.stack import Stack
 from experiments.pictures import draw
-from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from experiments.statistics import Estimate, mean
-from specrej import Client, Message, Prompt, SpecrejError
+from specrej import Client, Message, Prompt
 from specrej.client.channel import open_channel
 from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
 from specrej.remote import RemoteRewards
-from specrej_models.embedded import packaged
+from tests.servers.starting import MODEL, llama_server, vllm_server
 
-MODEL = Path(".models/SmolLM2-135M-Instruct")
-VLLM, _BUILD = Path(".vllm"), Path("build/answer-vllm").absolute()
+PROMPTS = Path("experiments/prompts.jsonl")
+_BUILD = Path("build/answer-vllm").absolute()
 _VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -55,16 +52,14 @@ _VLLM_ENVIRONMENT = {
     "TORCHINDUCTOR_CACHE_DIR": str(_BUILD / "inductor"),
     # One process: with two, the idle one polls while other systems are measured.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "4",
     # This version cannot load what it stores.
     "VLLM_USE_AOT_COMPILE": "0",
     # Recommended by vLLM's manual, with the settings of its own launcher. Idle threads sleep after
     # 5 ms and take no time from the next system.
-    "LD_PRELOAD": str((VLLM / "lib/libiomp5.so").absolute()),
+    "LD_PRELOAD": str(Path(".vllm/lib/libiomp5.so").absolute()),
     "KMP_BLOCKTIME": "5",
     "KMP_TPAUSE": "0",
 }
-LLAMA = Path(".llama")
 # Rows of a step in vLLM at least; with more candidates all are in one step, as in ours.
 _VLLM_ROWS = 256
 # OpenMP's threads spin for up to a fifth of a second after work before they sleep.
@@ -106,6 +101,14 @@ ENDS = ("", "_low", "_high")  # of a mean and its interval
 Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
 
 
+class Item(NamedTuple):
+    """A prompt; `number` is its index, and the seed."""
+
+    id: str
+    number: int
+    prompt: Prompt
+
+
 class Answer(NamedTuple):
     """The best candidate, all generated tokens, and prompt tokens that were computed, if known."""
 
@@ -114,8 +117,7 @@ class Answer(NamedTuple):
     prefilled: int = 0
 
 
-# The best of n candidates of at most max_tokens, of a prompt, n and max_tokens. Raises HTTPError,
-# SpecrejError or TimeoutError if there is none.
+# The best of n candidates of at most max_tokens, of a prompt, n and max_tokens.
 System = Callable[[Item, int, int], Awaitable[Answer]]
 
 
@@ -146,67 +148,42 @@ async def ask_peer(
     http: httpx.AsyncClient,
     rewards: Client,
     reward: str,
-    limit_s: float,
     item: Item,
     n: int,
     max_tokens: int,
 ) -> Answer:
-    """A `System`: a server with OpenAI's API; `reward` chooses. It takes at most `limit_s`."""
+    """A `System`: a server with OpenAI's API; `reward` chooses."""
     turns = [asdict(turn) for turn in item.prompt.turns]
     sampling = {"n": n, "max_tokens": max_tokens, "seed": item.number, "temperature": 1.0}
     body = {"model": "model", "messages": turns, **sampling}
-    async with asyncio.timeout(limit_s):
-        response = await http.post("/v1/chat/completions", json=body)
-        reply = response.raise_for_status().json()
-        texts = [choice["message"]["content"] for choice in reply["choices"]]
-        scores = await rewards.score(item.prompt, texts, reward=reward)
+    response = await http.post("/v1/chat/completions", json=body)
+    reply = response.raise_for_status().json()
+    texts = [choice["message"]["content"] for choice in reply["choices"]]
+    scores = await rewards.score(item.prompt, texts, reward=reward)
     best = max(zip(scores.values, texts, strict=True))[1]
     usage = reply["usage"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return Answer(best, usage["completion_tokens"], usage["prompt_tokens"] - cached)
 
 
-def llama_server(port: int, most: int) -> Program:
-    """llama.cpp's server on `port`, with the embedded model's file and a slot per candidate."""
-    num_tokens = most * _CONTEXT_TOKENS // 4  # of KV, which the slots share; prompts are short
-    arguments = (packaged("SmolLM2-135M-Instruct"), port, most, num_tokens, "model")
-    python = str((LLAMA / "bin/python").absolute())
-    command = (python, str(Path("tests/servers/llama_server.py")), *map(str, arguments))
-    return Program(PEERS[1], command, partial(_is_healthy, port))
-
-
-async def _is_healthy(port: int) -> bool:
-    try:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            return (await http.get(f"http://127.0.0.1:{port}/health")).is_success
-    except httpx.HTTPError:
-        return False
-
-
-def vllm_server(port: int, most: int) -> Program:
-    """vLLM's OpenAI server on `port`; a request has at most `most` candidates."""
-    arguments = (
-        *(f"--model={MODEL.absolute()}", "--served-model-name=model", "--dtype=float32"),
-        f"--max-model-len={_CONTEXT_TOKENS}",
-        # Candidates share whole blocks of their prompt; 32 is the least on CPUs, 128 the default.
-        "--block-size=32",
-        *(f"--max-num-seqs={max(_VLLM_ROWS, most)}", "--host=127.0.0.1", f"--port={port}"),
+def _server(peer: str, most: int) -> AbstractAsyncContextManager[str]:
+    """The base URL, without /v1, of a peer's server; a request has at most `most` candidates."""
+    if peer == PEERS[1]:  # its slots share the KV; prompts are short
+        return llama_server(slots=most, tokens=most * _CONTEXT_TOKENS // 4, name="model")
+    flags = (
+        *("--served-model-name=model", f"--max-num-seqs={max(_VLLM_ROWS, most)}"),
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         "--generation-config=vllm",
-        "--enable-prompt-tokens-details",
         # On CPUs the server ends when a seeded request has read a part of its prompt.
         *("--no-enable-chunked-prefill", f"--max-num-batched-tokens={_CONTEXT_TOKENS}"),
     )
-    # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
-    python = str((VLLM / "bin/python").absolute())
-    command = (python, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments)
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
-    return Program(PEERS[0], command, partial(_is_healthy, port), threads | _VLLM_ENVIRONMENT)
+    return vllm_server(*flags, kv_gib=4, is_eager=False, **threads, **_VLLM_ENVIRONMENT)
 
 
 @dataclass(slots=True)
 class Record:
-    """All answers of one file, and the reasons of systems at some N that are not available.
+    """All answers of one file.
 
     settings: what all answers have in common. answers: lines with system, n, prompt_id, seconds,
     tokens (all that were generated), prefilled (of prompts, computed), reward, second_judge and
@@ -216,11 +193,10 @@ class Record:
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
-    unavailable: dict[tuple[str, int], str] = field(default_factory=dict)
     load: list[dict[str, Any]] = field(default_factory=list)
 
     def resume(self, settings: Mapping[str, Any]) -> None:
-        """Continue the file, if it exists; what was not available is tried again.
+        """Continue the file, if it exists.
 
         Raises:
             ValueError: it has other settings.
@@ -236,10 +212,10 @@ class Record:
         self.answers += stored["answers"]
 
     def compared(self) -> pd.DataFrame:
-        """The answers to prompts that every available system answered at every N."""
-        frame = pd.DataFrame(self.answers, columns=[*self.answers[0]] if self.answers else _KEY)
-        keys = [*zip(frame["system"], frame["n"], strict=True)]
-        return common([key not in self.unavailable for key in keys], frame)
+        """The answers to prompts that every system answered at every N."""
+        frame = pd.DataFrame(self.answers)
+        num_cases = len(frame[_KEY].drop_duplicates())
+        return frame[frame.groupby("prompt_id")["n"].transform("size") == num_cases]
 
     def store(self) -> None:
         """Write the result and all answers in one step: an interruption leaves a whole file."""
@@ -254,19 +230,8 @@ class Record:
         compared = self.compared()
         tables = {"points": points(compared), "paired": differences(compared)}
         lines = {name: json.loads(of.to_json(orient="records")) for name, of in tables.items()}
-        why = {f"{name} n={n}": reason for (name, n), reason in self.unavailable.items()}
-        size = compared.prompt_id.nunique() if len(compared) else 0
-        about = {"prompts": size, "max_tokens": self.settings["max_tokens"]}
-        return about | lines | {"unavailable": why}
-
-
-def common(is_kept: Sequence[bool], answers: pd.DataFrame) -> pd.DataFrame:
-    """The kept answers to prompts that every system in them answered at every N."""
-    kept = answers[is_kept]
-    if kept.empty:
-        return kept
-    num_cases = len(kept[_KEY].drop_duplicates())
-    return kept[kept.groupby("prompt_id")["n"].transform("size") == num_cases]
+        size = compared.prompt_id.nunique()
+        return {"prompts": size, "max_tokens": self.settings["max_tokens"]} | lines
 
 
 def points(answers: pd.DataFrame) -> pd.DataFrame:
@@ -336,19 +301,13 @@ class Bench:
         answers = self.record.answers
         answered = {(a["system"], a["n"]) for a in answers if a["prompt_id"] == item.id}
         for name, n in ((system, n) for system in self.systems for n in self.ns[system]):
-            if (name, n) in {*answered, *self.record.unavailable}:
+            if (name, n) in answered:
                 continue
             await asyncio.sleep(self.settle_s)
-            try:
-                started = time.perf_counter()
-                text, tokens, prefilled = await self.systems[name](item, n, max_tokens)
-                seconds = time.perf_counter() - started
-                reward, second = await self.judge(item.prompt, text)
-            except (SpecrejError, httpx.HTTPError, TimeoutError) as error:
-                reason = str(error) or "no answer in time"
-                self.record.unavailable[name, n] = reason
-                log(f"{item.id}: {name} n={n} is not available: {reason}")
-                continue
+            started = time.perf_counter()
+            text, tokens, prefilled = await self.systems[name](item, n, max_tokens)
+            seconds = time.perf_counter() - started
+            reward, second = await self.judge(item.prompt, text)
             log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {reward:.3f}")
             line = {"system": name, "n": n, "prompt_id": item.id, "seconds": seconds}
             line |= {"tokens": tokens, "prefilled": prefilled}
@@ -391,13 +350,12 @@ def main() -> None:
     arguments = parse_arguments(
         __doc__,
         prompts=(100, "most prompts"),
-        files=([DEFAULT_PROMPTS], "prompts, JSON or JSON lines"),
+        file=(PROMPTS, "prompts, JSON lines with an id and a prompt"),
         n=([4, 16, 64], "candidates"),
         max_tokens=(128, "most new tokens per candidate"),
         systems=([*OURS, PEERS[0]], "systems to compare; name=N: at this N instead of the others"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
         peer=(PEERS[0], f"the server beside ours, and behind *-endpoint: {', '.join(PEERS)}"),
-        limit=(120.0, "most seconds for an answer of a peer, times the callers that wait"),
         callers=("", "such as 1,4,16: answers per second while so many callers wait"),
         out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
@@ -409,7 +367,7 @@ def main() -> None:
     record = Record(_file(arguments, "json"))
     interrupted = False
     try:
-        asyncio.run(_run(arguments, read_items(arguments.files), record))
+        asyncio.run(_run(arguments, read_items(arguments.file), record))
     except ValueError as error:
         sys.exit(f"bench-answer: {error}")
     except KeyboardInterrupt:
@@ -420,9 +378,9 @@ def main() -> None:
             about = {"max_tokens": arguments.max_tokens, "load": record.load}
             rows = [[*line.values()] for line in record.load]
             report("answers while callers wait", [*record.load[0]], rows, about)
-        elif record.answers or record.unavailable:
+        elif record.answers:
             _report(arguments, record)
-    sys.exit(130 if interrupted else int(any(name in OURS for name, _ in record.unavailable)))
+    sys.exit(130 if interrupted else 0)
 
 
 def _cases(arguments: argparse.Namespace) -> dict[str, list[int]]:
@@ -432,18 +390,13 @@ def _cases(arguments: argparse.Namespace) -> dict[str, list[int]]:
     return {name: [int(n)] if n else ns for name, _, n in parts}
 
 
-def read_items(files: Sequence[Path]) -> list[Item]:
-    """All prompts of the files, each with a system turn.
-
-    Raises:
-        ValueError: a file is not valid.
-    """
-    items = []
-    for item in read_prompts(files):
-        turns = item.prompt.turns
-        system = () if turns[0].role == "system" else (SYSTEM_TURN,)
-        items.append(replace(item, prompt=Prompt(messages=(*system, *turns))))
-    return items
+def read_items(file: Path) -> list[Item]:
+    """The prompts of a file of JSON lines, each after the system turn."""
+    lines = map(json.loads, file.read_text("utf-8").splitlines())
+    return [
+        Item(line["id"], number, Prompt((SYSTEM_TURN, Message("user", line["prompt"]))))
+        for number, line in enumerate(lines)
+    ]
 
 
 async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Record) -> None:
@@ -481,16 +434,13 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
             for name in ns
             if name in OURS
         }
-        callers = [int(number) for number in arguments.callers.split(",") if number]
-        try:
-            if not {*ns} <= {*OURS}:
-                url = await _start(started, peer, most)
-                limits = (arguments.reward, arguments.limit * max([1, *callers]))
-                # `ask_peer` limits the time. A proxy must not answer for this machine.
-                http = httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
-                if peer in ns:
-                    await started.enter_async_context(http)
-                    systems[peer] = partial(ask_peer, http, client, *limits)
+        if not {*ns} <= {*OURS}:
+            url = await started.enter_async_context(_server(peer, most))
+            # A proxy must not answer for this machine.
+            http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False)
+            if peer in ns:
+                await started.enter_async_context(http)
+                systems[peer] = partial(ask_peer, http, client, arguments.reward)
             if endpoint := {*ns} & {*ENDPOINT}:
                 before = await started.enter_async_context(Stack(environment=_before(url)))
                 other = await started.enter_async_context(_client(before))
@@ -498,15 +448,11 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
                     name: partial(ask_services, other, OURS[ENDPOINT[name]], arguments.reward)
                     for name in endpoint
                 }
-        except ProcessError as error:
-            reason = " ".join(f"{peer} does not start: {error}".split())
-            log(reason)
-            record.unavailable |= {(name, n): reason for name in {*ns} - {*OURS} for n in ns[name]}
-        systems = {name: systems[name] for name in ns if name in systems}
-        warm = Record(record.path, unavailable=record.unavailable)
+        systems = {name: systems[name] for name in ns}
         least = {name: [of[0]] for name, of in ns.items()}
-        await Bench(systems, least, judge, warm).answer(items[0], max_tokens=8)
+        await Bench(systems, least, judge, Record(record.path)).answer(items[0], max_tokens=8)
         bench, items = Bench(systems, ns, judge, record), items[: arguments.prompts]
+        callers = [int(number) for number in arguments.callers.split(",") if number]
         for number, name in itertools.product(callers, systems):
             await bench.under_load(name, items, arguments.max_tokens, number)
         for item in [] if callers else items:
@@ -526,20 +472,6 @@ def _before(url: str) -> dict[str, str]:
         "SPECREJ_GENERATOR_REMOTE_REQUESTS": "256",
         "SPECREJ_GENERATOR_MODEL": "model",
     }
-
-
-async def _start(started: AsyncExitStack, peer: str, most: int) -> str:
-    """The URL of a peer's server, which `started` stops.
-
-    Raises:
-        ProcessError: it cannot be started.
-    """
-    port = Ports.free().orchestrator
-    _BUILD.mkdir(parents=True, exist_ok=True)
-    program = llama_server if peer == PEERS[1] else vllm_server
-    server = Processes([program(port, most)], _BUILD)
-    await started.enter_async_context(server)
-    return f"http://127.0.0.1:{port}"
 
 
 async def _judges(rewards: RemoteRewards, reward: str) -> list[RewardDescription]:
@@ -569,8 +501,7 @@ def _report(arguments: argparse.Namespace, record: Record) -> None:
         write_picture(_file(arguments, "svg"), measured, title)
     if len(paired):
         print_table("paired by prompt", [*paired], paired.to_numpy())
-    notes = [f"{name} n={n}: {why}" for (name, n), why in record.unavailable.items()]
-    report(f"{title}: means per answer", [*measured], measured.to_numpy(), result, notes)
+    report(f"{title}: means per answer", [*measured], measured.to_numpy(), result)
 
 
 def write_picture(path: Path, measured: pd.DataFrame, title: str) -> None:

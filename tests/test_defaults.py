@@ -10,7 +10,6 @@ from unittest.mock import AsyncMock
 import pytest
 
 from deploy.local import __main__ as local
-from experiments.prompts import Item
 from gateway import page
 from gateway.settings import GatewaySettings
 from generator_service.settings import GeneratorSettings
@@ -47,7 +46,8 @@ async def test_what_is_claimed_is_measured_with_the_default_selection() -> None:
     sent: dict[str, set[str]] = {}
     for system, chosen in answer.OURS.items():
         client = AsyncMock()
-        await answer.ask_services(client, chosen, "r", Item("", 0, Prompt.from_user("?")), 4, 8)
+        item = answer.Item("", 0, Prompt.from_user("?"))
+        await answer.ask_services(client, chosen, "r", item, 4, 8)
         sent[system] = options.intersection(client.generate.call_args.kwargs) - {"n", "rewards"}
     changed = {"specrej-branching": {"branching"}, "specrej-best-of-n": {"algorithm"}}
     assert sent == {"specrej": set(), **changed}

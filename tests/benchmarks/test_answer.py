@@ -1,11 +1,10 @@
-"""The comparison of answers: turns, unavailable systems, and runs on toys."""
+"""The comparison of answers: turns, statistics, and runs on toys."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +13,19 @@ import pandas as pd
 import pytest
 
 from benchmarks import answer
-from benchmarks.answer import Record, common, differences, points, write_picture
-from experiments.prompts import Item
-from specrej import Client, Prompt, Unavailable
+from benchmarks.answer import Item, Record, differences, points, write_picture
+from specrej import Client, Message, Prompt
 from specrej.contracts import Scores
 
 ITEM = Item("one", 0, Prompt.from_user("One?"))
 
 
 def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.json"
-    own = {
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
-    }
-    path.write_text(json.dumps(["Why?", own]))
-    items = answer.read_items([path])
-    assert [item.number for item in items] == [0, 1]
-    systems = [item.prompt.turns[0] for item in items]
-    assert systems[0] == answer.SYSTEM_TURN
-    assert (systems[1].role, systems[1].content) == ("system", "Be brief.")
-
-
-async def double(item: Item, n: int, max_tokens: int) -> answer.Answer:
-    """A system that fails with 64 candidates."""
-    if n == 64:
-        raise TimeoutError
-    return answer.Answer("text", max_tokens)
-
-
-@pytest.mark.parametrize("judge_is_away", [False, True])
-async def test_a_failure_ends_one_case_only(judge_is_away: bool) -> None:
-    """Guards hours of answers against one slow answer, or an error of the reward service."""
-
-    async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-        if judge_is_away:
-            raise Unavailable("the reward service is away")
-        return 0.5, 0.5
-
-    record = Record(Path())
-    bench = answer.Bench({"vllm": double}, {"vllm": [64, 4]}, judge, record, settle_s=0.0)
-    for number in range(2):
-        await bench.answer(replace(ITEM, id=str(number)), max_tokens=8)
-    failed = {64: "no answer in time"}
-    if judge_is_away:
-        failed[4] = "the reward service is away"
-    assert record.unavailable == {("vllm", n): why for n, why in failed.items()}
-    assert [line["n"] for line in record.answers] == [4] * (0 if judge_is_away else 2)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": "a", "prompt": "Why?"}\n{"id": "b", "prompt": "How?"}\n')
+    first, second = answer.read_items(path)
+    assert first == Item("a", 0, Prompt((answer.SYSTEM_TURN, Message("user", "Why?"))))
+    assert (second.id, second.number, second.prompt.turns[-1].text) == ("b", 1, "How?")
 
 
 async def test_callers_share_the_items_and_each_answer_counts_once() -> None:
@@ -78,7 +44,7 @@ async def test_callers_share_the_items_and_each_answer_counts_once() -> None:
 
     record = Record(Path())
     bench = answer.Bench({"own": counted}, {"own": [2, 4]}, judge, record, settle_s=0.0)
-    items = [replace(ITEM, number=number) for number in range(5)]
+    items = [ITEM._replace(number=number) for number in range(5)]
     await bench.under_load("own", items, 8, callers=3)
     (line,) = record.load
     assert (most, line["answers"], line["n"], line["callers"]) == (3, 5, 4, 3)
@@ -103,7 +69,7 @@ async def test_the_best_text_of_the_peer_is_its_answer() -> None:
     rewards: Any = Rewards()
     transport = httpx.MockTransport(respond)
     async with httpx.AsyncClient(transport=transport, base_url="http://peer") as http:
-        assert await answer.ask_peer(http, rewards, "r", 60.0, ITEM, 2, 8) == ("good", 7, 5)
+        assert await answer.ask_peer(http, rewards, "r", ITEM, 2, 8) == ("good", 7, 5)
     assert [sent[0][name] for name in ("n", "max_tokens", "seed")] == [2, 8, ITEM.number]
 
 
@@ -114,12 +80,6 @@ def answers(system: str, n: int, rewards: list[float], seconds: float = 2.0) -> 
         of | {"prompt_id": str(i), "reward": reward, "text": "three short words"}
         for i, reward in enumerate(rewards)
     ]
-
-
-def test_every_argument_of_vllms_server_is_an_option() -> None:
-    command = answer.vllm_server(1, 4).arguments
-    options = command[command.index("vllm.entrypoints.openai.api_server") + 1 :]
-    assert [option for option in options if not option.startswith("--")] == []
 
 
 def test_points_are_means_over_prompts_with_their_intervals(tmp_path: Path) -> None:
@@ -135,18 +95,15 @@ def test_points_are_means_over_prompts_with_their_intervals(tmp_path: Path) -> N
     assert (tmp_path / "picture.svg").stat().st_size
 
 
-def test_only_prompts_that_all_available_systems_answered_are_compared(tmp_path: Path) -> None:
-    """Guards against a mean over the prompts before a failure beside one over all."""
+def test_only_prompts_that_all_systems_answered_are_compared(tmp_path: Path) -> None:
+    """Guards against a mean over the prompts before an interruption beside one over all."""
     rows = [*answers("vllm", 4, [0.1, 0.2]), *answers("vllm", 8, [0.3]), *answers("own", 4, [1, 2])]
     record = Record(tmp_path / "answer.json", {"max_tokens": 8, "reward": "r"}, rows)
     assert {*record.compared().prompt_id} == {"0"}
-    record.unavailable["vllm", 8] = "out of memory"
-    assert {*record.compared().prompt_id} == {"0", "1"}
-    assert common([False] * 5, pd.DataFrame(rows)).empty
     record.store()
     again = Record(tmp_path / "answer.json")
     again.resume({"max_tokens": 8, "reward": "r"})
-    assert (again.answers, again.unavailable) == (rows, {})
+    assert again.answers == rows
     with pytest.raises(ValueError, match="another max_tokens: move it away"):
         Record(tmp_path / "answer.json").resume({"max_tokens": 16, "reward": "r"})
 
@@ -166,13 +123,11 @@ def test_differences_are_paired_by_prompt_with_the_largest_n_of_the_base() -> No
 
 
 @pytest.fixture
-def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Services with toys, and no environments of peers."""
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services with toys."""
     monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
     toys = [{"name": name, "kind": "toy"} for name in ("toy", "second")]
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
-    monkeypatch.setattr(answer, "VLLM", tmp_path)
-    monkeypatch.setattr(answer, "MODEL", Path("toy"))
 
 
 @pytest.mark.e2e
@@ -181,7 +136,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_run_that_ends_early_reports_and_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Ctrl-C amid the second prompt, then the rest; the environment of vLLM does not exist."""
+    """Ctrl-C amid the second prompt, then the rest."""
     calls: list[int] = []
     ours = answer.ask_services
 
@@ -195,8 +150,8 @@ def test_a_run_that_ends_early_reports_and_continues(
 
     monkeypatch.setattr(answer, "ask_services", ends_early)
     out = tmp_path / "answer_0.5"  # what follows the point stays
-    given = f"bench --prompts 2 --n 2 4 --max-tokens 8 --reward toy --out {out}"
-    monkeypatch.setattr("sys.argv", given.split())
+    given = f"bench --prompts 2 --n 2 4 --max-tokens 8 --reward toy --out {out} --systems"
+    monkeypatch.setattr("sys.argv", [*given.split(), *answer.OURS])
     for num_prompts, code in ((1, 130), (2, 0)):
         with pytest.raises(SystemExit) as ended:
             answer.main()
@@ -205,7 +160,6 @@ def test_a_run_that_ends_early_reports_and_continues(
         cases = {(point["system"], point["n"]): point for point in result["points"]}
         assert [*cases] == [(name, n) for name in answer.OURS for n in (2, 4)]
         assert {point["prompts"] for point in cases.values()} == {num_prompts}
-        assert list(result["unavailable"]) == ["vllm n=2", "vllm n=4"]
     # Twice a warm-up of each system; no answer of the first prompt is repeated.
     assert (calls.count(0), calls.count(1)) == (6 + 6, 1 + 6)
     stored = json.loads((tmp_path / "answer_0.5.json").read_text())

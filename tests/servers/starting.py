@@ -27,13 +27,14 @@ _PORT = "PORT"  # in commands
 
 
 def vllm_server(
-    *flags: str, model: Path = MODEL, kv_gib: int = 1, **more: str
+    *flags: str, model: Path = MODEL, kv_gib: int = 1, is_eager: bool = True, **more: str
 ) -> AbstractAsyncContextManager[str]:
     """The base URL, without /v1, of `vllm serve` on a CPU; its name of the model is the path.
-    `more`: variables of its environment."""
+    `is_eager`: it compiles nothing, which takes minutes; `more`: variables of its environment."""
     python = _found(".vllm/bin/python", "make vllm")
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    command += ["--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--enforce-eager"] if is_eager else []
     command += ["--block-size", "32", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     cache = ROOT / ".vllm" / "numba"
     variables = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "NUMBA_CACHE_DIR": str(cache), **more}
