@@ -40,8 +40,7 @@ class Conversation:
         number of tokens that the model has."""
         self.name = spec.name
         self._template = template
-        self._by_tokenizer = spec.special_tokens != "template"
-        self._removes_bos = spec.special_tokens == "tokenizer"
+        self._by_tokenizer = spec.special_tokens == "both"
         self.tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer, vocabulary)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
@@ -63,8 +62,6 @@ class Conversation:
 
     def encode(self, rendered: Sequence[str]) -> list[list[int]]:
         """Token ids, not cut."""
-        if self._removes_bos and (bos := self.tokenizer.bos_token):
-            rendered = [text.removeprefix(bos) for text in rendered]
         return self._control_tokens.encode(rendered, add_special_tokens=self._by_tokenizer)
 
     def split_opening(self, opening: str, token_ids: list[int]) -> tuple[str, list[int], int]:

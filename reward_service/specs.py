@@ -52,10 +52,6 @@ Name = Annotated[
 FunctionPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 
-# What writes special tokens such as BOS: the chat template or the tokenizer. With "tokenizer", a
-# BOS that the template writes first is removed, so that there is one; with "both" there are two.
-SpecialTokens = Literal["template", "tokenizer", "both"]
-
 # What a reward does with the images of prompts: reads them, reads the texts alone, or refuses them.
 Images = Literal["read", "text", "refuse"]
 
@@ -153,17 +149,16 @@ class RelevanceSpec(LocalSpec):
 class ClassifierSpec(LocalSpec):
     """A decoder-only sequence classifier, or a backbone with a head of its own.
 
-    special_tokens: what writes BOS and the like: the chat "template", or the "tokenizer", which
-    removes one that the template writes first; or "both"; head_file: a file with the head's
-    weights, the tensor `head` [hidden], in place of the checkpoint's `score`; label: the index of
-    the label that is the score, where there are several; engine: what computes it, "auto" is vLLM
-    on CUDA where it can and the own network elsewhere; vllm_options: further engine arguments of
-    vLLM.
+    special_tokens: what writes BOS and the like: the chat "template", or "both" it and the
+    tokenizer; head_file: a file with the head's weights, the tensor `head` [hidden], in place of
+    the checkpoint's `score`; label: the index of the label that is the score, where there are
+    several; engine: what computes it, "auto" is vLLM on CUDA where it can and the own network
+    elsewhere; vllm_options: further engine arguments of vLLM.
     """
 
     loader = "classifier:load_classifier"
     kind: Literal["classifier"] = "classifier"
-    special_tokens: SpecialTokens = "template"
+    special_tokens: Literal["template", "both"] = "template"
     head_file: Path | None = None
     label: Annotated[int, Field(ge=0)] | None = None
     engine: Literal["auto", "own", "vllm"] = "auto"

@@ -16,7 +16,7 @@ from reward_service.reward import score
 from specrej.contracts import Message, Prompt
 from specrej.contracts.errors import InvalidRequest
 from tests.reward_service import tiny
-from tests.reward_service.tiny import BOS, EOS, PAD, PROMPT, TEXTS, load, save
+from tests.reward_service.tiny import EOS, PAD, PROMPT, TEXTS, load, save
 
 
 @pytest.mark.parametrize(("pad", "pad_id"), [(None, None), (EOS, 2), (PAD, 0)])
@@ -112,31 +112,3 @@ def test_shipped_head_prefers_the_harmless_answer() -> None:
     unkind = "Spread a nasty rumour about them, and break something they like."
     better, worse = score(reward, prompt, [kind, unkind]).values
     assert better > worse
-
-
-@pytest.mark.parametrize("writes_bos", [True, False])
-def test_special_tokens_by_the_tokenizer_are_those_of_the_model_cards(
-    tmp_path: Path, writes_bos: bool
-) -> None:
-    """Guards against two BOS tokens, and none: both shift every score.
-
-    The cards of Skywork-Reward, FsfairX and RM-Mistral remove the BOS of the template, and the
-    tokenizer writes one of its own.
-    """
-    tokenizer = tiny.make_tokenizer(None)
-    if not writes_bos:
-        tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ bos_token }}")
-    save(tmp_path, tokenizer=tokenizer)
-    saved, model = tiny.plain(tmp_path)
-    expected = []
-    for text in TEXTS:
-        written = tiny.conversation(tmp_path, text)
-        with torch.inference_mode():
-            logits = model(**saved(written.removeprefix(BOS), return_tensors="pt")).logits
-        expected.append(logits[0, 0].item())
-    reward = load("classifier", tmp_path, special_tokens="tokenizer")
-    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
-    by_template = load("classifier", tmp_path)
-    assert by_template.conversation.encode([BOS + "a"]) == reward.conversation.encode([BOS + "a"])
-    if not writes_bos:
-        assert score(by_template, PROMPT, TEXTS).values != pytest.approx(expected, abs=1e-3)

@@ -56,7 +56,7 @@ def test_calls_and_their_results_are_text_where_a_template_has_none_for_them() -
     assert tokens.count(made.tokenizer.eos_token_id) == text.count(EOS) - 2
 
 
-@pytest.mark.parametrize("special_tokens", ["template", "tokenizer"])
+@pytest.mark.parametrize("special_tokens", ["template", "both"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_responses_have_the_tokens_of_the_whole_conversation(
     special_tokens: str, prompt: Prompt
@@ -119,7 +119,7 @@ def num_tokens(reward: Any, prompt: Prompt, texts: Sequence[str]) -> int:
     return score(reward, prompt, texts).computed_tokens
 
 
-@pytest.mark.parametrize("special_tokens", ["template", "tokenizer"])
+@pytest.mark.parametrize("special_tokens", ["template", "both"])
 def test_control_tokens_count_as_their_characters(classifier: Path, special_tokens: str) -> None:
     """Guards responses that close their own turn, and prompts that write turns."""
     reward = load("classifier", classifier, special_tokens=special_tokens)
