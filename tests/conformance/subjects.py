@@ -236,41 +236,24 @@ async def gateway(directory: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def endpoint(directory: Path) -> AsyncIterator[Subject]:
-    """A scripted server of chats, without streams; its answers are short."""
-    completions = Completions(directory, kind="chat", streams=False)
-    completions.behave(ends=True)
-    async with endpoints.served(completions.reply) as server:
-
-        async def running() -> float:
-            return server.running
-
-        about: dict[str, Any] = {
-            "form": CandidateForm.WHOLE_ANSWERS,
-            "ending": replace(ENDING, max_tokens=8),
-            "lacks": _IDS,
-            "running": running,
-        }
-        async with stock(server.url.removesuffix("/v1"), "m", **about) as subject:
-            yield subject
-
-
-@asynccontextmanager
-async def scripted(_: Path, kind: str = "vllm") -> AsyncIterator[Subject]:
-    """A scripted server that continues token ids as vLLM does, or of streams of chats."""
+async def scripted(
+    _: Path, kind: str = "vllm", form: CandidateForm = CandidateForm.ROUNDS
+) -> AsyncIterator[Subject]:
+    """A scripted server that continues token ids as vLLM does, or of chats; with short answers."""
+    streams = form is not CandidateForm.WHOLE_ANSWERS
     with TemporaryDirectory() as directory:
-        completions = Completions(save_tokenizer(Path(directory)), kind)
+        completions = Completions(save_tokenizer(Path(directory)), kind, streams)
         completions.behave(ends=True)
         async with endpoints.served(completions.reply) as server:
 
             async def running() -> float:
                 return server.running
 
-            is_chat = kind == "chat"
+            ids = _IDS if kind == "chat" else ()
             about: dict[str, Any] = {
-                "form": CandidateForm.STREAMS if is_chat else CandidateForm.ROUNDS,
+                "form": form,
                 "ending": replace(ENDING, max_tokens=8),
-                "lacks": (*_STRUCTURED, *(_IDS if is_chat else ())),
+                "lacks": (*_STRUCTURED, *ids) if streams else ids,
                 "running": running,
             }
             async with stock(server.url.removesuffix("/v1"), "m", **about) as subject:
@@ -299,9 +282,9 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "llama": at_llama,
     "llama-text": partial(at_llama, name="smollm"),
     "gateway": gateway,
-    "endpoint": endpoint,
+    "endpoint": partial(scripted, kind="chat", form=CandidateForm.WHOLE_ANSWERS),
     "rounds": scripted,
-    "streams": partial(scripted, kind="chat"),
+    "streams": partial(scripted, kind="chat", form=CandidateForm.STREAMS),
 }
 if torch.cuda.is_available():
     SUBJECTS["own-cuda"] = partial(own, device="cuda")

@@ -16,7 +16,6 @@ import pytest_asyncio
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Generator, Prompt, Sampling, SessionSpec
 from tests.servers.starting import MODEL, router, vllm_server
-from tests.serving import until
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 # By a hash of their keys; all on one of two servers in one of 2^9 runs.
@@ -96,29 +95,3 @@ async def test_rounds_of_a_session_meet_their_prefixes(
         print(f"\nfound {one:.3f} by one server, {with_key:.3f} by two, {without:.3f} without keys")
     assert with_key >= 0.8 * one
     assert with_key > (one + without) / 2  # else the header has no effect
-
-
-async def test_a_cancelled_round_frees_the_servers(servers: list[str]) -> None:
-    """Guards against a router that goes on reading for a client that has gone."""
-
-    async def running() -> float:
-        return sum(await _counts(servers, "vllm:num_requests_running"))
-
-    async def all_run() -> bool:
-        return await running() == spec.n
-
-    async def none_runs() -> bool:
-        return not await running()
-
-    sampling = Sampling(max_tokens=1500, seed=1, ignore_eos=True)
-    spec = SessionSpec(Prompt(text="The history of bridges."), 8, sampling, 16)
-    async with (
-        router(*servers) as url,
-        _generator(url, _HEADER) as generator,
-        generator.open(spec) as session,
-    ):
-        extending = asyncio.create_task(session.extend(sampling.max_tokens))
-        await until(all_run, bound_s=60)
-        extending.cancel()
-        await asyncio.gather(extending, return_exceptions=True)
-        await until(none_runs, bound_s=2)
