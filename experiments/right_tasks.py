@@ -114,7 +114,7 @@ def _checked(number: int, text: str, given: Sequence[tuple[str, Any]], reward: A
 
     def is_right(answer: str, _: str | None) -> bool:
         session = reward.open_with(prompt, data)
-        return bool(session.judge(answer, True) >= 1)
+        return bool(session(answer, True) >= 1)
 
     return Task(f"{number:03d}", number, prompt, is_right, data)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,16 +34,8 @@ class Data(BaseModel):
 D = TypeVar("D", bound=Data)
 
 
-@dataclass(eq=False, slots=True)
-class VerifierSession:
-    """`values`: scores by text and whether it was final, of the last batch."""
-
-    judge: Judge
-    values: dict[tuple[str, bool], float] = field(default_factory=dict)
-
-
 class Verifier(Reward):
-    """Scores texts by the data of their request."""
+    """Scores texts by the data of their request; a session is its judge."""
 
     takes_data = True
     token_budget = 1 << 16  # characters
@@ -60,29 +51,24 @@ class Verifier(Reward):
     def prepare(self, data: Any) -> Judge:
         """The judge of a request with this data. Raises InvalidRequest."""
 
-    def open_with(self, prompt: Prompt, data: str) -> VerifierSession:
-        return VerifierSession(self.prepare(read_data(self.data_type, data, self.sample_data)))
+    def open_with(self, prompt: Prompt, data: str) -> Judge:
+        return self.prepare(read_data(self.data_type, data, self.sample_data))
 
-    def begin(self, session: VerifierSession, candidates: Sequence[Candidate]) -> Task:
-        """A piece for each text that is new since the last batch."""
+    def begin(self, session: Judge, candidates: Sequence[Candidate]) -> Task:
+        """A piece for each different text."""
         keys = [(candidate.text, candidate.finish is not None) for candidate in candidates]
-        known = session.values
-        values = session.values = {key: known[key] for key in keys if key in known}
+        values: dict[tuple[str, bool], float] = {}
 
         def compute(text: str, is_final: bool) -> None:
             fits = len(text) <= MAX_CHARACTERS
-            values[text, is_final] = session.judge(text, is_final) if fits else 0.0
+            values[text, is_final] = session(text, is_final) if fits else 0.0
 
         def cost(text: str, is_final: bool) -> int:
             # A pass takes one text that another process checks, so that sessions take turns.
             return self.token_budget if self.is_isolated and is_final else 1 + len(text)
 
-        new = [key for key in dict.fromkeys(keys) if key not in values]
-        pieces = ((cost(*key), partial(compute, *key)) for key in new)
+        pieces = ((cost(*key), partial(compute, *key)) for key in dict.fromkeys(keys))
         return Task(pieces, lambda _: Scores(tuple(values[key] for key in keys)))
-
-    def free(self, session: VerifierSession) -> None:
-        session.values = {}
 
 
 def read_data(data_type: type[D], data: str, sample: str) -> D:

@@ -360,8 +360,9 @@ def test_bad_data_is_refused_by_path_and_not_quoted(
     assert "secret" not in str(found)
 
 
-def test_values_are_kept_by_text_while_it_is_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against checks of all texts at every decision token, and of longer ones at all."""
+def test_equal_texts_are_checked_once_and_too_long_ones_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reward, judged = load("checks"), list[str]()
 
     def judge(text: str, is_final: bool) -> float:
@@ -370,10 +371,10 @@ def test_values_are_kept_by_text_while_it_is_in_the_batch(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(reward, "prepare", lambda data: judge)
     session = reward.open_with(PROMPT, reward.sample_data)
-    for texts in (["a", "b", "a"], ["a", "c"], ["b"]):
-        assert score_batch(session, reward, as_candidates(texts)).values == (0.0,) * len(texts)
-    assert judged == ["a", "b", "c", "b"]
-    assert score_batch(session, reward, as_candidates(["b"], FinishReason.LENGTH)).values == (1.0,)
+    final = Candidate(3, "b", 0, 0.0, FinishReason.LENGTH)
+    batch = [*as_candidates(["a", "b", "a"]), final]
+    assert score_batch(session, reward, batch).values == (0.0, 0.0, 0.0, 1.0)
+    assert judged == ["a", "b", "b"]
     monkeypatch.setattr(verifier, "MAX_CHARACTERS", 2)
     long = as_candidates(["abc"], FinishReason.STOP)
     assert score_batch(session, reward, long).values == (0.0,) and "abc" not in judged
