@@ -37,32 +37,15 @@ from tests.reward_service.tiny import make_tokenizer
 ON_CUDA = torch.cuda.is_available()
 
 
-def _shape(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    context: int = 8192,
-) -> dict[str, int]:
-    """The sizes of a Llama."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": max(32, hidden // heads),
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context,
-    }
-
-
+# Of Llamas.
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+)
 SHAPES = {
-    "small": _shape(64, 128, 2, 4, 2, 512, 1024),
-    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 49_152),
-    "llama-3-8b": _shape(4096, 14_336, 32, 32, 8, 128_256),
+    "small": (64, 128, 2, 4, 2, 32, 512, 1024),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49_152, 8192),
+    "llama-3-8b": (4096, 14_336, 32, 32, 8, 128, 128_256, 8192),
 }
 _AGREEMENT, _AGREEMENT_TOKENS = "agreement", 48
 
@@ -176,11 +159,11 @@ def _compared(reference: Round, other: Round) -> dict[str, Any]:
     return {"candidates": candidates, "equal": equal, "largest_difference": round(largest, 6)}
 
 
-def _save_shape(directory: Path, shape: dict[str, int]) -> None:
+def _save_shape(directory: Path, shape: Sequence[int]) -> None:
     """Save a model without weights, with bytes as tokens."""
-    LlamaConfig(**shape, eos_token_id=2, architectures=["LlamaForCausalLM"]).save_pretrained(
-        directory
-    )
+    sizes: dict[str, Any] = dict(zip(_SIZES, shape, strict=True))
+    config = LlamaConfig(**sizes, eos_token_id=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(directory)
     make_tokenizer("<pad>").save_pretrained(directory)
 
 

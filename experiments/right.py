@@ -362,25 +362,29 @@ def main() -> None:
     if options.live and study.live:
         result["live"] = asyncio.run(live(study, tasks[: options.live], path, options.model))
     result |= {"study": options.study, "model": options.model or "embedded", **provenance()}
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     points = {
         row["policy"]: [(row["policy"], row["tokens"], Estimate(*row["right"]))]
         for row in result["policies"]
     }
     title = f"{options.study}: {result['tasks']} tasks, N = {study.n}"
     draw(options.out / f"{name}.svg", title, "right answers", {"tokens": points})
-    head = [*result["policies"][0]]
-    rows = [[shown(row[key]) for key in head] for row in result["policies"]]
     notes = [f"one sample is right in {result['one_sample']:.3f}"]
     counted = ("passing_candidates_vetoed", "answers_with_invalid_calls")
     notes += [f"{key.replace('_', ' ')}: {result[key]}" for key in counted if key in result]
     notes += [f"live: {result['live']}"] if "live" in result else []
+    store(options.out / f"{name}.json", title, result, notes)
+
+
+def store(path: Path, title: str, result: Mapping[str, Any], notes: Sequence[str] = ()) -> None:
+    """Write a study's result, and print its policies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    head = [*result["policies"][0]]
+    rows = [
+        [str(Estimate(*cell)) if isinstance(cell, list) else cell for cell in row.values()]
+        for row in result["policies"]
+    ]
     report(title, head, rows, result, notes)
-
-
-def shown(value: Any) -> Any:
-    """A cell of a table."""
-    return str(Estimate(*value)) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,10 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import provenance, report
+from benchmarks.harness import provenance
 from deploy.local.stack import Stack
 from experiments import right_tasks
-from experiments.right import STUDIES, TEMPERATURE, shown, table
+from experiments.right import STUDIES, TEMPERATURE, store, table
 from experiments.right_tasks import Task
 from orchestrator.edge.extractors import extractor
 from orchestrator.loop.composition import LIKELIHOOD
@@ -125,11 +124,8 @@ def main() -> None:
     options = parser.parse_args()
     result = asyncio.run(compare(right_tasks.reasoning(options.tasks)))
     result |= {"study": "right_peer", **provenance()}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "peer.json").write_text(json.dumps(result, indent=1) + "\n")
-    head = [*result["policies"][0]]
-    rows = [[shown(row[key]) for key in head] for row in result["policies"]]
-    report(f"votes before one server: {result['tasks']} tasks, N = {_STUDY.n}", head, rows, result)
+    title = f"votes before one server: {result['tasks']} tasks, N = {_STUDY.n}"
+    store(options.out / "peer.json", title, result)
 
 
 if __name__ == "__main__":

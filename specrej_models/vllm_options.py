@@ -18,7 +18,7 @@ BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 _MARK = "SPECREJ_FAMILY"
 
 
-def prepare_environment(threads: int, **more: str) -> None:
+def prepare_environment(threads: int) -> None:
     """Set what vLLM reads from variables only; variables that are set already win."""
     variables = {
         "HF_HUB_OFFLINE": "1",
@@ -30,7 +30,6 @@ def prepare_environment(threads: int, **more: str) -> None:
         # This version cannot load the compiled code that it stores.
         "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
-        **more,
     }
     if threads:
         variables["OMP_NUM_THREADS"] = str(threads)
