@@ -114,7 +114,6 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
 
     generator = load_vllm(settings, None)
     try:
-        await generator.warm_up()
         result["speed"] = []
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments))

@@ -13,7 +13,7 @@ from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.toy import is_toy, load_toy
 from specrej import telemetry, threads
-from specrej.contracts import Generator
+from specrej.contracts import Generator, Prompt, Sampling, SessionSpec
 from specrej.contracts.errors import SpecrejError
 from specrej.server.serving import Heartbeat, Server
 from specrej.settings import load
@@ -71,7 +71,9 @@ async def open_generator(
         return toy, lambda: 0.0
     generator = await threads.load(partial(_load_model, settings))
     resources.push_async_callback(_close, generator)
-    await generator.warm_up()
+    spec = SessionSpec(Prompt(text="Hello"), 1, Sampling(2, ignore_eos=True), 2)
+    async with generator.open(spec) as session:  # first-time work, before the first request
+        await session.extend(2)
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
 

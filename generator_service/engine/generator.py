@@ -6,8 +6,6 @@ The frontend converts prompts to commands and prefixes to candidates. Independen
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -32,9 +30,6 @@ from specrej.threads import WorkClock
 
 T = TypeVar("T")
 
-# Candidates of the step whose growth is measured, and slots that one may need for it.
-_ROWS, _ROW_SLOTS = 32, 32
-_MEASUREMENTS = 2
 _LONG_CHARACTERS = 50_000
 
 
@@ -83,26 +78,6 @@ class Frontend:
         """The card with slots and sessions as in `load`."""
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
         return replace(self._card, slots=slots, sessions=sessions, waiting=waiting)
-
-    async def warm_up(self, generator: c.Generator) -> None:
-        """Take a few steps of the generator, whose frontend this is.
-
-        So first-time work is done before the first request, and `step_growth` is measured: not on
-        CPUs, where rows cost their share, and where other programs made a step seem flat.
-        """
-        seconds: dict[int, float] = {}
-        slots = (await generator.describe()).slots.capacity
-        most = max(1, min(_ROWS, self._card.max_candidates, slots // _ROW_SLOTS))
-        for n in (most, 1) * _MEASUREMENTS:
-            spec = c.SessionSpec(c.Prompt(text="Hello"), n, c.Sampling(2, ignore_eos=True), 2)
-            async with generator.open(spec) as session:
-                await session.extend(1)
-                began = time.perf_counter()
-                await session.extend(2)
-                # The least: the first steps do more, and other programs may run.
-                seconds[n] = min(seconds.get(n, math.inf), time.perf_counter() - began)
-        if most == _ROWS and not self._card.device.startswith("cpu"):
-            self._card = replace(self._card, step_growth=seconds[most] / seconds[1])
 
     async def command(self, spec: c.SessionSpec) -> OpenCommand:
         """A session's spec in tokens.
@@ -271,10 +246,6 @@ class LocalGenerator:
 
     async def describe(self) -> c.GeneratorDescription:
         return self._frontend.description(self.load())
-
-    async def warm_up(self) -> None:
-        """See `Frontend.warm_up`."""
-        await self._frontend.warm_up(self)
 
     def load(self) -> Load:
         """Slots and sessions as of now; from any thread."""

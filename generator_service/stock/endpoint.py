@@ -134,9 +134,6 @@ class TextFrontend:
         slots, sessions, waiting = load.slots, load.sessions, load.waiting
         return replace(self._card, slots=slots, sessions=sessions, waiting=waiting)
 
-    async def warm_up(self, generator: c.Generator) -> None:
-        """Nothing is to be prepared."""
-
     def heartbeat_s(self) -> float:
         return 0.0
 

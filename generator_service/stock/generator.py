@@ -48,7 +48,6 @@ class Frontend(Protocol):
     async def round(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round: ...
     def part(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round: ...
     def description(self, load: Load) -> c.GeneratorDescription: ...
-    async def warm_up(self, generator: c.Generator) -> None: ...
     def heartbeat_s(self) -> float: ...
 
 
@@ -405,10 +404,6 @@ class StockGenerator:
         """Slots and sessions as of now."""
         gauge = c.SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
         return Load(gauge, len(self._sessions), len(self.queue))
-
-    async def warm_up(self) -> None:
-        """See `engine.generator.Frontend.warm_up`."""
-        await self.frontend.warm_up(self)
 
     def heartbeat_s(self) -> float:
         """The older of the program's heartbeat and the frontend's."""

@@ -269,6 +269,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         auto_candidates=settings.auto_candidates_of(device),
         can_fork=True,
         form=c.CandidateForm.ROUNDS,
+        flat_steps=not current_platform.is_cpu(),
         takes_images=_takes_images(llm) and bool(template and template.takes_images),
     )
     return StockGenerator(

@@ -53,7 +53,6 @@ T = TypeVar("T")
 _TOKEN_CHARACTERS = 4
 _IMAGE_CHARACTERS = 4096  # as which an image counts
 _SURE_CHARACTERS = 2  # per token of the context: prompts of fewer take the generator no time
-_FLAT = 1.5  # most growth of a step that hardly grows with its candidates
 _REWARDS_PATH = "selection.rewards"
 _LIKELY = c.WeightedReward(LIKELIHOOD)
 # Of a backend that does not describe itself, or of another program on its port.
@@ -82,8 +81,8 @@ class Defaults:
     def schedule_for(self, generator: c.GeneratorDescription) -> c.Schedule:
         """Where a step costs the same for one candidate as for many, a cut saves tokens of which
         only other requests have use; so the first one waits until prefixes predict more."""
-        is_flat = 0 < generator.step_growth < _FLAT
-        return self.schedule or c.Schedule(first=64 if is_flat else c.Schedule().first)
+        first = 64 if generator.flat_steps else c.Schedule().first
+        return self.schedule or c.Schedule(first=first)
 
     def filled(
         self, request: c.GenerationRequest, generator: c.GeneratorDescription

@@ -164,7 +164,7 @@ class GeneratorDescription:
     session_slots: int = 0  # most that one session may own; 0: all
     adapters: tuple[str, ...] = ()  # of several generators as one: the names of their models
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
-    step_growth: float = 0.0  # seconds of a step of 32 candidates over those of one; 0: unknown
+    flat_steps: bool = False  # whether a step with many candidates takes as long as with one
     form: CandidateForm = CandidateForm.IN_PLACE
     ignores_seeds: bool = False  # whether equal seeds draw different tokens
     abilities: tuple[str, ...] = ()  # of the server behind it

@@ -816,13 +816,13 @@ class GeneratorDescription(_message.Message):
     CAN_FORK_FIELD_NUMBER: _builtins.int
     WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
     SESSION_SLOTS_FIELD_NUMBER: _builtins.int
-    STEP_GROWTH_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
     IGNORES_SEEDS_FIELD_NUMBER: _builtins.int
     ABILITIES_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_BYTES_FIELD_NUMBER: _builtins.int
     TOOL_FORMAT_FIELD_NUMBER: _builtins.int
     TAKES_IMAGES_FIELD_NUMBER: _builtins.int
+    FLAT_STEPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -859,10 +859,6 @@ class GeneratorDescription(_message.Message):
 
     session_slots: _builtins.int
     """Most slots of one session, which runs at one of several generators; 0: all."""
-    step_growth: _builtins.float
-    """Seconds of a decode step of 32 candidates divided by those of a step of one, measured at start; about
-    1 where a step's time does not depend on its candidates, as on GPUs; 0: unknown.
-    """
     form: Global___CandidateForm.ValueType
     """How it makes candidates. With ROUNDS, requests whose draws depend on which tokens are the answer's
     (presence and frequency penalties, structured outputs) are STREAMS.
@@ -877,6 +873,8 @@ class GeneratorDescription(_message.Message):
     """
     takes_images: _builtins.bool
     """Whether prompts may have images."""
+    flat_steps: _builtins.bool
+    """Whether a step with many candidates takes as long as with one, as on GPUs."""
     @_builtins.property
     def slots(self) -> Global___SlotGauge:
         """Slots now."""
@@ -907,17 +905,17 @@ class GeneratorDescription(_message.Message):
         can_fork: _builtins.bool = ...,
         whole_answers: _builtins.bool = ...,
         session_slots: _builtins.int = ...,
-        step_growth: _builtins.float = ...,
         form: Global___CandidateForm.ValueType = ...,
         ignores_seeds: _builtins.bool = ...,
         abilities: _abc.Iterable[_builtins.str] | None = ...,
         max_prompt_bytes: _builtins.int = ...,
         tool_format: _builtins.str = ...,
         takes_images: _builtins.bool = ...,
+        flat_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "step_growth", b"step_growth", "takes_images", b"takes_images", "tool_format", b"tool_format", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "flat_steps", b"flat_steps", "form", b"form", "ignores_seeds", b"ignores_seeds", "max_candidates", b"max_candidates", "max_prompt_bytes", b"max_prompt_bytes", "model", b"model", "session_slots", b"session_slots", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "takes_images", b"takes_images", "tool_format", b"tool_format", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,7 +137,6 @@ async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
         return metric("vllm:num_requests_running") + metric("vllm:num_requests_waiting")
 
     try:
-        await generator.warm_up()
         yield Subject(generator, form=CandidateForm.ROUNDS, running=running)
     finally:
         await generator.close()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from generator_service.engine import generator as generator_module
-from generator_service.engine.commands import Load, OpenCommand, Step
+from generator_service.engine.commands import OpenCommand, Step
 from generator_service.engine.engine import Engine
 from generator_service.engine.generator import Frontend
 from generator_service.engine.thread import EngineThread
@@ -175,49 +173,3 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     released.set()
     assert (await running).prompt_ids == PROMPT
     assert frontend.heartbeat_s() == 0
-
-
-@pytest.mark.parametrize(
-    ("of_row", "capacity", "growth", "device"),
-    [
-        (1, 2000, 35 / 4, "cuda"),
-        (0, 2000, 1, "cuda"),
-        (1, 99, 0, "cuda"),
-        (0, 2000, 0, "cpu"),
-    ],
-)
-async def test_the_growth_of_a_step_is_measured(
-    monkeypatch: pytest.MonkeyPatch, of_row: int, capacity: int, growth: float, device: str
-) -> None:
-    """Guards against a first step that counts, a growth of fewer rows where slots are few, and a
-    schedule that depends on what else a CPU computes."""
-    now = 0.0
-    monkeypatch.setattr(generator_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    card = GeneratorDescription("tiny", "", 256, 64, 97, 8, device, SlotGauge(capacity, 0, 0))
-    text: Any = SimpleNamespace(
-        grammars=lambda vocabulary: GRAMMARS, longest_token=lambda: 0, tool_format=""
-    )
-    frontend = Frontend(text, card)
-    opened = 0
-
-    class Timed:
-        async def check(self, spec: SessionSpec) -> None: ...
-
-        async def describe(self) -> GeneratorDescription:
-            return card
-
-        @asynccontextmanager
-        async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
-            nonlocal opened
-            opened += 1
-            first = 100 if opened <= 2 else 0
-
-            async def extend(until_tokens: int) -> None:
-                nonlocal now
-                now += (until_tokens == 2) * (3 + of_row * spec.n + first)
-
-            yield SimpleNamespace(extend=extend)
-
-    await frontend.warm_up(Timed())
-    described = frontend.description(Load(card.slots, 0, 0))
-    assert described.step_growth == growth

@@ -439,16 +439,16 @@ async def test_rewards_that_read_texts_get_no_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("growth", "set_by_operator", "first"),
-    [(0.0, None, 16), (1.02, None, 64), (1.5, None, 16), (4.4, None, 16), (1.02, c.Schedule(), 16)],
+    ("is_flat", "set_by_operator", "first"),
+    [(False, None, 16), (True, None, 64), (True, c.Schedule(), 16)],
 )
 async def test_the_default_schedule_is_the_generators(
-    growth: float, set_by_operator: c.Schedule | None, first: int
+    is_flat: bool, set_by_operator: c.Schedule | None, first: int
 ) -> None:
     """Guards against early cuts where they save no time, and a setting that is overruled."""
     for absent, schedule in ((("schedule",), c.Schedule(first=first)), ((), c.Schedule())):
         request = c.GenerationRequest(c.Prompt.from_user("?"), absent=absent)
-        made = await filled(request, Defaults(set_by_operator), step_growth=growth)
+        made = await filled(request, Defaults(set_by_operator), flat_steps=is_flat)
         assert made.selection.schedule == schedule
 
 
