@@ -364,7 +364,7 @@ def main() -> None:
     known = (*OURS, *ENDPOINT, arguments.peer)
     if unknown := sorted({*_cases(arguments)} - {*known}):
         sys.exit(f"bench-answer: unknown system {unknown[0]}; available: {', '.join(known)}")
-    record = Record(_file(arguments, "json"))
+    record = Record(Path(f"{arguments.out}.json"))
     interrupted = False
     try:
         asyncio.run(_run(arguments, read_items(arguments.file), record))
@@ -484,12 +484,6 @@ async def _judges(rewards: RemoteRewards, reward: str) -> list[RewardDescription
     return judges[:2]
 
 
-def _file(arguments: argparse.Namespace, kind: str) -> Path:
-    """Not `with_suffix`, which would replace what follows a point in the name."""
-    out: Path = arguments.out
-    return out.with_name(f"{out.name}.{kind}")
-
-
 def _report(arguments: argparse.Namespace, record: Record) -> None:
     """Write both files and print the tables."""
     record.store()
@@ -498,7 +492,7 @@ def _report(arguments: argparse.Namespace, record: Record) -> None:
     result = record.result()
     title = f"{result['prompts']} prompts, {arguments.max_tokens} new tokens, {arguments.reward}"
     if len(measured):
-        write_picture(_file(arguments, "svg"), measured, title)
+        write_picture(Path(f"{arguments.out}.svg"), measured, title)
     if len(paired):
         print_table("paired by prompt", [*paired], paired.to_numpy())
     report(f"{title}: means per answer", [*measured], measured.to_numpy(), result)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,8 +20,8 @@ def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argp
     """Parse the command line.
 
     Each option has a default, which also decides its type, and a help text. A list takes several
-    values, False is a flag; numbers must be above 0. From then on SIGTERM ends this process as
-    Ctrl-C does, so that it stops what it started.
+    values, False is a flag. From then on SIGTERM ends this process as Ctrl-C does, so that it stops
+    what it started.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=description)
@@ -32,25 +30,11 @@ def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argp
         if default is False:
             parser.add_argument(flag, action="store_true", help=text)
         elif isinstance(default, list):
-            kind = _kind(default[0])
+            kind = type(default[0])
             parser.add_argument(flag, type=kind, nargs="+", default=default, help=text)
         else:
-            parser.add_argument(flag, type=_kind(default), default=default, help=text)
+            parser.add_argument(flag, type=type(default), default=default, help=text)
     return parser.parse_args()
-
-
-def _kind(default: object) -> Callable[[str], object]:
-    """The parser of an option's values."""
-    if not isinstance(default, int | float):
-        return Path if isinstance(default, Path) else str
-    kind = int if isinstance(default, int) else float
-
-    def number(text: str) -> float:
-        if not 0 < (value := kind(text)) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be above 0")
-        return value
-
-    return number
 
 
 def log(line: str) -> None:

@@ -108,13 +108,6 @@ class GeneratorSettings(ServiceSettings):
         description="most candidates per session, and per step of all; on CPUs a step of several"
         " sessions has 128",
     )
-    auto_candidates: int = Field(
-        0,
-        ge=0,
-        le=MAX_BATCH,
-        description="most candidates of a request with n auto (0), of those that the free slots"
-        " hold; 0: max_candidates on GPUs, 64 on CPUs",
-    )
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
     # Scoring takes place between two commands; keepalive detects a dead peer sooner.
@@ -145,8 +138,7 @@ class GeneratorSettings(ServiceSettings):
 
     def auto_candidates_of(self, device: str) -> int:
         """Most candidates where N is left open, on a device of type "cpu" or another."""
-        of_device = _AUTO_ON_CPU if device == "cpu" else self.max_candidates
-        return min(self.auto_candidates or of_device, self.max_candidates)
+        return min(_AUTO_ON_CPU, self.max_candidates) if device == "cpu" else self.max_candidates
 
     def context_of(self, model_tokens: int) -> int:
         """The context of a model that has `model_tokens`.

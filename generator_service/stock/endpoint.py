@@ -223,7 +223,7 @@ async def open_endpoint(
         slot_bytes=0,
         device=f"remote {able.kind}",
         slots=c.SlotGauge(slots, 0, 0),
-        auto_candidates=min(settings.auto_candidates or _AUTO_CANDIDATES, settings.max_candidates),
+        auto_candidates=min(_AUTO_CANDIDATES, settings.max_candidates),
         can_fork=able.form is c.CandidateForm.ROUNDS,
         form=able.form,
         ignores_seeds=not able.seeds,

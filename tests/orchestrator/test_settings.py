@@ -71,7 +71,7 @@ INVALID_OF_GENERATOR = [
 ZERO = {
     *("port", "metrics_port", "health_port", "threads", "kv_slots", "prefix_cache"),
     *("max_queued", "max_waiting", "context_tokens"),
-    *("auto_candidates", "default_n", "least_bytes_s"),
+    *("default_n", "least_bytes_s"),
 }
 
 
