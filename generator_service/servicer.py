@@ -196,8 +196,6 @@ async def _spec_of(command: pb.OpenSession, generator: c.Generator) -> c.Session
     """Raises InvalidRequest: a field is not valid."""
     description = await generator.describe()
     spec = wire.from_message(command, c.SessionSpec)
-    if spec.adapter == description.model:
-        spec = replace(spec, adapter="")
     errors.raise_if_any(_check_open(spec, description))
     return spec
 
@@ -217,9 +215,8 @@ def _check_open(
         yield errors.Violation("open.weight", "must be above 0")
     if not 0 <= spec.first_id <= MAX_BATCH:
         yield errors.Violation("open.first_id", f"must be 0 .. {MAX_BATCH}, is {spec.first_id}")
-    if spec.adapter and spec.adapter not in description.adapters:
-        there_are = ", ".join(description.adapters) or "none"
-        yield errors.Violation("open.adapter", f"no such adapter, there are: {there_are}")
+    if spec.adapter not in ("", description.model):
+        yield errors.Violation("open.adapter", f"must be {description.model} or empty")
 
 
 def _stale() -> pb.SessionResponse:

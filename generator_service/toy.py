@@ -71,19 +71,17 @@ class _Words:
         return _Words(self._left_out, self._pieces, self._text)
 
 
-def _script(prompt: c.Prompt, candidate: int, form: c.AnswerForm, *, is_wrong: bool) -> str:
+def _script(prompt: c.Prompt, candidate: int, form: c.AnswerForm) -> str:
     """What a candidate writes in place of words; empty: words."""
     tools = {tool.name: tool for tool in prompt.tools if prompt.tool_choice != "none"}
     turns = prompt.turns
     asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
-    if is_wrong and prompt.tool_choice != "required":
-        return ""
     steps = [_calls(part) for part in re.split(r"\bthen\b", turns[asked].text)]
     done = sum(bool(turn.tool_calls) for turn in turns[asked + 1 :])
     calls = next(iter([step for step in steps if step][done:]), [])
     allowed = (prompt.tool_name,) if prompt.tool_name else tools
     calls = [call for call in calls if call.name in allowed]
-    if tools and prompt.tool_choice == "required" and (is_wrong or not calls):
+    if tools and prompt.tool_choice == "required" and not calls:
         calls = [_example(tools[prompt.tool_name or next(iter(tools))])]
     if calls:
         calls = calls if prompt.parallel_tool_calls else calls[:1]
@@ -204,9 +202,7 @@ class ToySession:
 
     def _script(self, candidate: int) -> tuple[range, bool]:
         """The tokens that a candidate begins with, and whether it ends behind them."""
-        wrong_every = self._generator.wrong_every
-        is_wrong = wrong_every > 0 and candidate % wrong_every == wrong_every - 1
-        text = _script(self._prompt, candidate, self.answer_form, is_wrong=is_wrong)
+        text = _script(self._prompt, candidate, self.answer_form)
         ends = bool(text)
         if self._prompt.thinking:
             most = self._sampling.max_thinking_tokens or _THOUGHTS
@@ -264,8 +260,7 @@ class ToyGenerator:
     """A `Generator` of words; about one token in `end_every` ends its candidate.
 
     A step of a session takes `step_s` seconds, independent of other sessions. `failing_seed`: a
-    session with this seed fails at its eleventh step. One of `wrong_every` candidates does not make
-    the calls that it should; 0: all do.
+    session with this seed fails at its eleventh step.
     """
 
     def __init__(
@@ -275,7 +270,6 @@ class ToyGenerator:
         end_every: int = 40,
         step_s: float = 0.0,
         failing_seed: int | None = None,
-        wrong_every: int = 0,
         max_waiting: int = 0,
         on_step: OnStep = lambda _: None,
     ) -> None:
@@ -283,7 +277,6 @@ class ToyGenerator:
         self.end_every = end_every
         self.step_s = step_s
         self.failing_seed = failing_seed
-        self.wrong_every = wrong_every
         self.on_step = on_step
         self._ids = itertools.count(1)
         self.queue: AdmissionQueue[ToySession] = AdmissionQueue(
@@ -342,7 +335,7 @@ class ToyGenerator:
 
 
 def is_toy(model: str) -> bool:
-    """Whether a model's name is a toy's, such as "toy" or "toy:step_ms=5,wrong_every=4"."""
+    """Whether a model's name is a toy's, such as "toy" or "toy:step_ms=5,failing_seed=13"."""
     return model.partition(":")[0] == "toy"
 
 
@@ -354,20 +347,13 @@ def load_toy(
     Raises:
         FileNotFoundError: there is none.
     """
-    step, seed, wrong = (
-        r"(?:step_ms=([0-9.]+))?",
-        r"(?:failing_seed=(\d+))?",
-        r"(?:wrong_every=(\d+))?",
-    )
-    match = re.fullmatch(f"toy(?::{step},?{seed},?{wrong})?", model)
+    match = re.fullmatch(r"toy(?::(?:step_ms=([0-9.]+))?,?(?:failing_seed=(\d+))?)?", model)
     if not match:
-        options = "step_ms=5,failing_seed=13,wrong_every=4"
-        raise FileNotFoundError(f"no such toy: {model}; options: {options}")
+        raise FileNotFoundError(f"no such toy: {model}; options: step_ms=5,failing_seed=13")
     return ToyGenerator(
         capacity_slots,
         step_s=float(match[1] or 0) / 1e3,
         failing_seed=int(match[2] or -1),
-        wrong_every=int(match[3] or 0),
         max_waiting=max_waiting,
         on_step=on_step,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from generator_service.toy import ToyGenerator, load_toy
+from generator_service.toy import ToyGenerator
 from specrej import contracts as c
 from specrej.answer_form import parts_of
 from specrej.contracts.errors import Overloaded
@@ -20,13 +20,11 @@ TOOLS = (c.Tool("add", "", json.dumps(SCHEMA)), c.Tool("now"))
 ASKED = c.Message("user", 'Please call add {"a": 1} and call now {} then call now {"b": [2]}')
 
 
-async def answers(
-    *turns: c.Message, toy: ToyGenerator | None = None, n: int = 4, **of_prompt: Any
-) -> list[c.AnswerParts]:
+async def answers(*turns: c.Message, **of_prompt: Any) -> list[c.AnswerParts]:
     """What its candidates answer, grown in two rounds, the last of which is a fork's."""
-    prompt = c.Prompt(turns, **of_prompt)
+    prompt, n = c.Prompt(turns, **of_prompt), 4
     spec = c.SessionSpec(prompt, n, c.Sampling(200, logprobs=True), 4)
-    async with (toy or ToyGenerator()).open(spec) as session:
+    async with ToyGenerator().open(spec) as session:
         await session.extend(4)
         await session.prune(range(n), {n: 1})
         ended = await session.extend(200)
@@ -73,14 +71,6 @@ async def test_it_follows_the_choice() -> None:
     assert calls(required[0]) == [("add", '{"a": 7}')]
     text = await answers(ASKED, tools=TOOLS, tool_choice="none")
     assert not calls(text[0]) and text[0].content
-
-
-async def test_some_candidates_are_wrong_by_option() -> None:
-    toy = load_toy("toy:wrong_every=4", 10_000)
-    made = await answers(ASKED, toy=toy, tools=TOOLS, n=8)
-    assert [len(one.tool_calls) for one in made] == [2, 2, 2, 0] * 2
-    wrong = (await answers(ASKED, toy=toy, tools=TOOLS, tool_choice="required"))[3]
-    assert calls(wrong) == [("add", '{"a": 7}')]
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
