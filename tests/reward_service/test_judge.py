@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from reward_service.kinds.judge import JudgeReward
 from specrej.contracts import FinishReason, Message, Prompt, Scores, ToolCall
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Unavailable
 from tests.reward_service.endpoint import Endpoint, Replies, Reply, served
-from tests.reward_service.tiny import PROMPT, batch, load, working
+from tests.reward_service.tiny import PROMPT, batch, load
 from tests.serving import until
 
 
@@ -208,16 +207,6 @@ async def test_a_request_has_a_bound_of_tokens() -> None:
 
     async with judged(free) as (judge, _):
         assert 20 < (await score(judge, "a")).computed_tokens < 100
-
-
-async def test_a_worker_serves_a_judge_while_others_wait() -> None:
-    async with judged() as (judge, endpoint), working(lambda: judge) as worker:
-        slow = asyncio.create_task(worker.score(PROMPT, ["slow"]))
-        await until(lambda: endpoint.running == 1)
-        assert (await worker.score(PROMPT, ["a b"])).values == pytest.approx((1 / 9,))
-        assert worker.heartbeat_s() == 0
-        endpoint.release.set()
-        assert (await slow).values == (0,)
 
 
 def test_what_changes_grades_is_in_the_fingerprint() -> None:

@@ -13,22 +13,9 @@ import pytest
 
 from reward_service.__main__ import main
 from reward_service.settings import RewardSettings
-from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
-
-
-def test_defaults_are_the_embedded_models() -> None:
-    settings = load(RewardSettings, [])
-    relevance, harmless = settings.rewards
-    assert relevance == RelevanceSpec(name="relevance", directory=Path(".models/relevance"))
-    assert isinstance(harmless, ClassifierSpec)
-    assert harmless.name == "harmless"
-    assert harmless.head_file
-    assert harmless.head_file.is_file()
-    assert (settings.port, settings.max_batch) == (50052, 1024)
-    assert settings.resources == Resources()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,9 +13,7 @@ from reward_service.kinds.unit_tests import UnitTestsReward, code_of
 from reward_service.sandbox import Sandbox
 from specrej.contracts import Candidate, FinishReason
 from specrej.contracts.errors import InvalidRequest, Unavailable
-from tests.reward_service.test_sandbox import children, marked
-from tests.reward_service.tiny import PROMPT, batch, load, working
-from tests.serving import until
+from tests.reward_service.tiny import PROMPT, batch, load
 
 # Also where no namespaces are allowed; the attacks have tests of their own.
 OPTIONS: dict[str, Any] = {"allow_unsandboxed": True, "wall_s": 60.0}
@@ -144,26 +141,6 @@ async def test_other_data_is_an_invalid_request(
         await reward.answer(PROMPT, batch({0: fenced(SQUARE)}, FinishReason.STOP), data)
     assert [violation.field for violation in failure.value.violations] == [path]
     assert "s3cret" not in failure.value.violations[0].description
-
-
-async def test_a_worker_answers_others_while_tests_run() -> None:
-    """Guards the heartbeat, other callers, and the programs of a caller that is gone."""
-    async with working(lambda: load("tests", **OPTIONS, workers=2, cpu_s=600)) as worker:
-        assert isinstance(worker.reward, UnitTestsReward)
-        marked(worker.reward._sandbox)
-        texts = [fenced("while True: pass\n")]
-        data = json.dumps({"tests": ["pass"]})
-        slow = asyncio.create_task(worker.score(PROMPT, texts, data=data))
-        await until(lambda: bool(children()))
-        for number in range(3):
-            fast = [fenced(SQUARE + f"# {number}\n")]
-            scores = await worker.score(PROMPT, fast, data=json.dumps({"tests": TESTS}))
-            assert scores.values == (1.0,)
-        assert worker.heartbeat_s() == 0 and not slow.done()
-        slow.cancel()
-        await until(lambda: not children())
-        with pytest.raises(asyncio.CancelledError):
-            await slow
 
 
 async def test_a_sandbox_that_does_not_start_is_unavailable(
