@@ -37,10 +37,9 @@ from deploy.local.machine import describe_machine
 from deploy.local.stack import Stack
 from experiments.pictures import draw
 from experiments.statistics import Estimate, mean
+from orchestrator.loop.composition import LIKELIHOOD
 from specrej import Client, Message, Prompt
-from specrej.client.channel import open_channel
-from specrej.contracts import Algorithm, Branching, CacheControl, Options, RewardDescription
-from specrej.remote import RemoteRewards
+from specrej.contracts import Algorithm, Branching, CacheControl, Options
 from tests.servers.starting import MODEL, llama_server, vllm_server
 
 PROMPTS = Path("experiments/prompts.jsonl")
@@ -408,10 +407,12 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
     async with AsyncExitStack() as started:
         stack = await started.enter_async_context(Stack(environment=environment))
         client = await started.enter_async_context(_client(stack))
-        channel = await started.enter_async_context(open_channel(stack.reward_address))
-        judges = await _judges(RemoteRewards(channel), arguments.reward)
-        model = (await client.describe()).generator
-        peer = arguments.peer
+        described, peer = await client.describe(), arguments.peer
+        model, others = described.generator, {*described.rewards} - {arguments.reward, LIKELIHOOD}
+        if arguments.reward not in described.rewards or not others:
+            names = ", ".join(described.rewards)
+            raise ValueError(f"needs the reward {arguments.reward} and a second one; has {names}")
+        judges = arguments.reward, min(others, key=described.rewards.index)
         if model.model != MODEL.name and not {*ns} <= {*OURS}:
             raise ValueError(f"services answer with {model.model}, {peer} with {MODEL.name}")
         record.resume(
@@ -419,14 +420,14 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
                 "model": f"{model.model} {model.fingerprint}",
                 "max_tokens": arguments.max_tokens,
                 "reward": arguments.reward,
-                "judges": [f"{judge.name} {judge.fingerprint}" for judge in judges],
+                "judges": [*judges],
                 "prompts": hashlib.sha256(repr(items).encode()).hexdigest()[:16],
                 "machine": describe_machine(),
             }
         )
 
         async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-            scores = [await client.score(prompt, [text], reward=one.name) for one in judges]
+            scores = [await client.score(prompt, [text], reward=one) for one in judges]
             return scores[0].values[0], scores[1].values[0]
 
         systems: dict[str, System] = {
@@ -472,16 +473,6 @@ def _before(url: str) -> dict[str, str]:
         "SPECREJ_GENERATOR_REMOTE_REQUESTS": "256",
         "SPECREJ_GENERATOR_MODEL": "model",
     }
-
-
-async def _judges(rewards: RemoteRewards, reward: str) -> list[RewardDescription]:
-    """The reward that chooses, and the next one that is served."""
-    # The sort is stable.
-    judges = sorted(await rewards.describe(), key=lambda one: one.name != reward)
-    if len(judges) < 2 or judges[0].name != reward:
-        names = ", ".join(judge.name for judge in judges)
-        raise ValueError(f"needs the reward {reward} and a second one; has {names}")
-    return judges[:2]
 
 
 def _report(arguments: argparse.Namespace, record: Record) -> None:

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from generator_service.admission import AdmissionQueue, Blocks
 from generator_service.engine.commands import (
@@ -37,18 +37,12 @@ from specrej import contracts as c
 from specrej.contracts.errors import OutOfOrder, SessionExpired, Violation, raise_if_any
 from specrej_models.slots import SlotLedger
 
+if TYPE_CHECKING:
+    from generator_service.engine.generator import Frontend
+    from generator_service.stock.endpoint import TextFrontend
+
 # Tokens that are sent together where nobody reads a round's parts; a heartbeat is one such part.
 _INTERVAL = 32
-
-
-class Frontend(Protocol):
-    """Converts prompts to commands, and prefixes to candidates."""
-
-    async def command(self, spec: c.SessionSpec) -> OpenCommand: ...
-    async def round(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round: ...
-    def part(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round: ...
-    def description(self, load: Load) -> c.GeneratorDescription: ...
-    def heartbeat_s(self) -> float: ...
 
 
 class Stream:
@@ -347,7 +341,7 @@ class StockGenerator:
     def __init__(
         self,
         requests: Requests,
-        frontend: Frontend,
+        frontend: Frontend | TextFrontend,
         end_ids: frozenset[int],
         card: c.GeneratorDescription,
         *,
