@@ -1,13 +1,12 @@
-"""Pieces of a pass, distinct texts, matches of token lists, and the toy reward."""
+"""Pieces of a pass, distinct texts, and matches of token lists."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.kinds.toy import ToyReward
-from reward_service.reward import Task, distinct, score, take_fairly
-from specrej.contracts import Prompt, Scores
+from reward_service.reward import Task, distinct, take_fairly
+from specrej.contracts import Scores
 from specrej_models.token_prefix import common_length, match
 
 
@@ -72,10 +71,3 @@ def test_passes_take_every_piece_once_in_order_within_budget(
     for task in tasks:
         assert [i for owner, i in taken if owner is task] == list(range(len(task.sizes)))
         assert task.scores().computed_tokens == sum(task.sizes)
-
-
-def test_toy_is_deterministic_and_computes_equal_texts_once() -> None:
-    reward, prompt = ToyReward(), Prompt.from_user("Write it.")
-    scores = score(reward, prompt, ["AEi x", "", "b", "AEi x"])
-    assert scores == Scores((0.6, 0.0, 0.0, 0.6), 3)
-    assert score(reward, prompt, ["AEi x", "", "b", "AEi x"]) == scores
