@@ -245,9 +245,8 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar in its first state; `source` is what a vLLM worker compiles."""
+    """A grammar in its first state."""
 
-    source: str
     first: LLMatcher
     vocabulary: Vocabulary
 
@@ -268,7 +267,7 @@ class CompiledGrammar:
         first = LLMatcher(vocabulary.tokenizer, source, limits=limits, log_level=0)
         if first.is_error():
             raise ValueError(first.get_error())
-        return cls(source, first, vocabulary)
+        return cls(first, vocabulary)
 
     def matchers(self) -> Matchers:
         """The states of a session's candidates."""
