@@ -16,7 +16,7 @@ from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej_models import embedded
-from tests.reward_service.tiny import save, save_language_model
+from tests.reward_service.tiny import save
 from tests.serving import serving
 
 # Starts a service with rewards (none: still loading) and options; returns a stub of it.
@@ -48,12 +48,6 @@ async def serve() -> AsyncIterator[Serve]:
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny Llama and a head of one label."""
     return save(tmp_path_factory.mktemp("classifier"))
-
-
-@pytest.fixture(scope="session")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tiny Llama, whose tokens are bytes."""
-    return save_language_model(tmp_path_factory.mktemp("language-model"))
 
 
 @pytest.fixture(scope="session")

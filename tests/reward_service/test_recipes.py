@@ -21,7 +21,6 @@ from tests.reward_service import tiny
 from tests.reward_service.tiny import BOS, PAD, PROMPT, TEXTS, batch, load
 
 QUESTION = PROMPT.messages[0].content
-HIDDEN = tiny.SIZES["hidden_size"]
 PAGE = Path(__file__).parents[2] / "docs/rewards.md"
 
 
