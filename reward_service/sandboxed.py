@@ -78,7 +78,9 @@ def unshare_users(flags: int) -> None:
     user, group, pid = os.geteuid(), os.getegid(), os.getpid()
     reading, writing = os.pipe()
     if not (helper := os.fork()):
-        os.read(reading, 1)
+        os.close(writing)  # or it would wait for ever for a parent that is killed
+        if not os.read(reading, 1):
+            os._exit(1)
         if user:
             write_file(f"/proc/{pid}/setgroups", "deny")
         for name, own in ("uid", user), ("gid", group):
