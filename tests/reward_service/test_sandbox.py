@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -161,6 +163,14 @@ async def test_a_cancelled_run_ends_its_processes(way: Way) -> None:
     with pytest.raises(asyncio.CancelledError):
         await run
     await until(lambda: not children())
+
+
+def test_a_start_that_is_killed_leaves_no_process() -> None:
+    """Guards the thread that reads the report, which ends with the last process that has it."""
+    killed = "call = lambda *_: os.kill(os.getpid(), 9)"
+    code = f"import os\nfrom reward_service import sandboxed\nsandboxed.{killed}\n"
+    command = [sys.executable, "-c", f"{code}sandboxed.unshare_users(0)"]
+    assert subprocess.run(command, stdout=subprocess.PIPE, timeout=60).returncode == -9
 
 
 def test_without_a_sandbox_a_reward_is_refused_unless_allowed(
