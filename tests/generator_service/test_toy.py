@@ -73,14 +73,6 @@ async def test_it_follows_the_choice() -> None:
     assert not calls(text[0]) and text[0].content
 
 
-@pytest.mark.parametrize("tools", [(), TOOLS])
-async def test_it_reasons_first(tools: tuple[c.Tool, ...]) -> None:
-    made = await answers(ASKED, tools=tools, thinking=True)
-    assert [len(one.reasoning.split()) for one in made] == [8] * 4
-    assert made[0].reasoning != made[1].reasoning
-    assert all(calls(one) if tools else one.content for one in made)
-
-
 async def test_sessions_wait_for_slots_until_a_cut_or_an_end_frees_them() -> None:
     toy = ToyGenerator(64, max_waiting=2)
     spec = c.SessionSpec(c.Prompt.from_user("x"), 4, c.Sampling(12, ignore_eos=True), 4)

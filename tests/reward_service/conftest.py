@@ -15,7 +15,6 @@ from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
-from specrej_models import embedded
 from tests.reward_service.tiny import save
 from tests.serving import serving
 
@@ -51,8 +50,6 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def minilm() -> Path:
     """A directory with all-MiniLM-L6-v2."""
-    directory = tmp_path_factory.mktemp("models") / "relevance"
-    embedded.prepare(directory)
-    return directory
+    return Path(".models/relevance")
