@@ -349,7 +349,7 @@ def main() -> None:
     arguments = parse_arguments(
         __doc__,
         prompts=(100, "most prompts"),
-        file=(PROMPTS, "prompts, JSON lines with an id and a prompt"),
+        file=(PROMPTS, "JSON lines with an id and a prompt, or messages"),
         n=([4, 16, 64], "candidates"),
         max_tokens=(128, "most new tokens per candidate"),
         systems=([*OURS, PEERS[0]], "systems to compare; name=N: at this N instead of the others"),
@@ -390,12 +390,15 @@ def _cases(arguments: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def read_items(file: Path) -> list[Item]:
-    """The prompts of a file of JSON lines, each after the system turn."""
-    lines = map(json.loads, file.read_text("utf-8").splitlines())
-    return [
-        Item(line["id"], number, Prompt((SYSTEM_TURN, Message("user", line["prompt"]))))
-        for number, line in enumerate(lines)
-    ]
+    """The prompts of a file of JSON lines, each with a system turn."""
+    items = []
+    for number, line in enumerate(file.read_text("utf-8").strip().split("\n")):
+        item = json.loads(line)
+        turns = item.get("messages") or [{"role": "user", "content": item["prompt"]}]
+        messages = [Message(turn["role"], turn["content"]) for turn in turns]
+        system = [] if messages[0].role == "system" else [SYSTEM_TURN]
+        items.append(Item(item["id"], number, Prompt((*system, *messages))))
+    return items
 
 
 async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Record) -> None:

@@ -21,11 +21,14 @@ ITEM = Item("one", 0, Prompt.from_user("One?"))
 
 
 def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"id": "a", "prompt": "Why?"}\n{"id": "b", "prompt": "How?"}\n')
+    path, own = tmp_path / "prompts.jsonl", Message("system", "Be brief.")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]
+    lines = [{"id": "a", "prompt": "Why?"}, {"id": "b", "messages": turns}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     first, second = answer.read_items(path)
     assert first == Item("a", 0, Prompt((answer.SYSTEM_TURN, Message("user", "Why?"))))
-    assert (second.id, second.number, second.prompt.turns[-1].text) == ("b", 1, "How?")
+    assert second == Item("b", 1, Prompt((own, Message("user", "How?"))))
+    assert len(answer.read_items(answer.PROMPTS)) == 108
 
 
 async def test_callers_share_the_items_and_each_answer_counts_once() -> None:
