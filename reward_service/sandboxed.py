@@ -14,6 +14,7 @@ import ctypes
 import marshal
 import os
 import resource
+import select
 import sys
 
 TYPE_CHECKING = False  # as typing's
@@ -62,11 +63,8 @@ def enter_namespaces(visible: list[str], hidden: str, tmp_bytes: int) -> None:
     # New user, mount, pid, network, IPC and UTS namespaces.
     unshare_users(0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000)
     mount_files(visible, hidden, tmp_bytes)
-    for _ in range(2):
-        if child := os.fork():
-            os.waitpid(child, 0)
-            os._exit(0)  # the first process of a namespace takes all others with it
-        die_with_parent()
+    become_child()
+    become_child()  # the first process of a namespace takes all others with it
     if is_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -122,6 +120,19 @@ def write_file(path: str, text: str) -> None:
     file = os.open(path, os.O_WRONLY)
     os.write(file, text.encode())
     os.close(file)
+
+
+def become_child() -> None:
+    """Go on in a child, which ends with this process; this one waits for it."""
+    reading, writing = os.pipe()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os._exit(0)
+    os.close(writing)
+    die_with_parent()
+    if select.select([reading], [], [], 0)[0]:
+        os._exit(1)  # the parent had ended already
+    os.close(reading)
 
 
 def die_with_parent() -> None:

@@ -173,6 +173,26 @@ def test_a_start_that_is_killed_leaves_no_process() -> None:
     assert subprocess.run(command, stdout=subprocess.PIPE, timeout=60).returncode == -9
 
 
+def test_a_child_whose_parent_has_ended_ends() -> None:
+    """Guards against a program without bounds: a signal for the parent's end comes only to a child
+    that has asked for it before."""
+    code = """
+import os, time
+from reward_service import sandboxed
+def late(ask=sandboxed.die_with_parent):
+    parent = os.getppid()
+    os.kill(parent, 9)
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    ask()
+sandboxed.die_with_parent = late
+sandboxed.become_child()
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, stdout=subprocess.PIPE, timeout=60).returncode == -9
+
+
 def test_without_a_sandbox_a_reward_is_refused_unless_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
