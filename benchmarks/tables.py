@@ -102,15 +102,21 @@ def _paired(name: str) -> Callable[[], str]:
 
 
 def _callers() -> str:
+    load = measured("answer_callers")["load"]
+    of_vllm = {one["callers"]: one["answers_per_s"] for one in load if one["system"] == "vllm"}
     rows = [
         (
             *(one["callers"], one["system"], one["n"], f"{one['reward']:.3f}"),
-            *(f"{one['answers_per_s']:.3f}", f"{one['p50_s']:.0f}", f"{one['p95_s']:.0f}"),
+            *(
+                f"{one['answers_per_s']:.3f}",
+                f"{one['answers_per_s'] / of_vllm[one['callers']]:.1f}",
+            ),
+            *(f"{one['p50_s']:.0f}", f"{one['p95_s']:.0f}"),
         )
-        for one in measured("answer_callers")["load"]
+        for one in load
     ]
-    seconds = ("median s", "95 % s")
-    return markdown(("callers", "system", "N", "reward", "answers per second", *seconds), rows)
+    speed = ("answers per second", "times vLLM's", "median s", "95 % s")
+    return markdown(("callers", "system", "N", "reward", *speed), rows)
 
 
 def _gpu() -> str:
