@@ -184,9 +184,9 @@ def _server(peer: str, most: int) -> AbstractAsyncContextManager[str]:
 class Record:
     """All answers of one file.
 
-    settings: what all answers have in common. answers: lines with system, n, prompt_id, seconds,
-    tokens (all that were generated), prefilled (of prompts, computed), reward, second_judge and
-    text. load: lines of answers while callers wait, in place of single ones.
+    settings: what all answers have in common. answers: lines with system, n, prompt_id, seed,
+    seconds, tokens (all that were generated), prefilled (of prompts, computed), reward,
+    second_judge and text. load: lines of answers while callers wait, in place of single ones.
     """
 
     path: Path
@@ -211,10 +211,10 @@ class Record:
         self.answers += stored["answers"]
 
     def compared(self) -> pd.DataFrame:
-        """The answers to prompts that every system answered at every N."""
+        """The answers to prompts that every system answered at every N, with the same seed."""
         frame = pd.DataFrame(self.answers)
         num_cases = len(frame[_KEY].drop_duplicates())
-        return frame[frame.groupby("prompt_id")["n"].transform("size") == num_cases]
+        return frame[frame.groupby(["prompt_id", "seed"])["n"].transform("size") == num_cases]
 
     def store(self) -> None:
         """Write the result and all answers in one step: an interruption leaves a whole file."""
@@ -236,7 +236,7 @@ class Record:
 def points(answers: pd.DataFrame) -> pd.DataFrame:
     """Means over prompts by system and N, in order of their first answers."""
     rows = []
-    for (system, n), of in answers.groupby(_KEY, sort=False):
+    for (system, n), of in _of_prompts(answers).groupby(_KEY, sort=False):
         row = {
             **{"system": system, "n": int(n), "prompts": len(of)},
             "seconds": round(of.seconds.mean(), 3),
@@ -244,7 +244,7 @@ def points(answers: pd.DataFrame) -> pd.DataFrame:
             "prefilled": round(of.prefilled.mean(), 1),
             **_interval("reward", of.reward),
             "second_judge": round(of.second_judge.mean(), 5),
-            "words": round(of.text.str.split().str.len().mean(), 1),
+            "words": round(of.words.mean(), 1),
         }
         rows.append(row)
     return pd.DataFrame(rows)
@@ -255,7 +255,7 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
 
     Without answers of a peer, against Best-of-N before its server; empty without these, too.
     """
-    bases = (*PEERS, "specrej-endpoint-best-of-n")
+    answers, bases = _of_prompts(answers), (*PEERS, "specrej-endpoint-best-of-n")
     base = next((name for name in bases if name in {*answers["system"]}), "")
     theirs = answers[answers["system"] == base]
     if theirs.empty:
@@ -278,6 +278,12 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _of_prompts(answers: pd.DataFrame) -> pd.DataFrame:
+    """The means of each prompt's answers by system and N."""
+    counted = answers.assign(words=answers.text.str.split().str.len()).drop(columns="text")
+    return counted.groupby([*_KEY, "prompt_id"], sort=False, as_index=False).mean()
+
+
 def _interval(name: str, values: Any) -> dict[str, float]:
     """The mean and its 95 % interval over prompts; NaN for fewer than four."""
     of = mean(values)
@@ -296,9 +302,9 @@ class Bench:
     settle_s: float = _SETTLE_S
 
     async def answer(self, item: Item, max_tokens: int) -> None:
-        """Add the missing answers to a prompt."""
+        """Add the missing answers to a prompt; its number is the seed."""
         answers = self.record.answers
-        answered = {(a["system"], a["n"]) for a in answers if a["prompt_id"] == item.id}
+        answered = {(a["system"], a["n"]) for a in answers if a["seed"] == item.number}
         for name, n in ((system, n) for system in self.systems for n in self.ns[system]):
             if (name, n) in answered:
                 continue
@@ -308,8 +314,8 @@ class Bench:
             seconds = time.perf_counter() - started
             reward, second = await self.judge(item.prompt, text)
             log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {reward:.3f}")
-            line = {"system": name, "n": n, "prompt_id": item.id, "seconds": seconds}
-            line |= {"tokens": tokens, "prefilled": prefilled}
+            line = {"system": name, "n": n, "prompt_id": item.id, "seed": item.number}
+            line |= {"seconds": seconds, "tokens": tokens, "prefilled": prefilled}
             answers.append(line | {"reward": reward, "second_judge": second, "text": text})
 
     async def under_load(
@@ -349,6 +355,7 @@ def main() -> None:
     arguments = parse_arguments(
         __doc__,
         prompts=(100, "most prompts"),
+        seeds=(1, "answers of a prompt; in the statistics it counts once, with their mean"),
         file=(PROMPTS, "JSON lines with an id and a prompt, or messages"),
         n=([4, 16, 64], "candidates"),
         max_tokens=(128, "most new tokens per candidate"),
@@ -455,12 +462,14 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
         systems = {name: systems[name] for name in ns}
         least = {name: [of[0]] for name, of in ns.items()}
         await Bench(systems, least, judge, Record(record.path)).answer(items[0], max_tokens=8)
-        bench, items = Bench(systems, ns, judge, record), items[: arguments.prompts]
+        bench, distance = Bench(systems, ns, judge, record), len(items)
+        items = items[: arguments.prompts]
         callers = [int(number) for number in arguments.callers.split(",") if number]
         for number, name in itertools.product(callers, systems):
             await bench.under_load(name, items, arguments.max_tokens, number)
-        for item in [] if callers else items:
-            await bench.answer(item, arguments.max_tokens)
+        for repeat, item in [] if callers else itertools.product(range(arguments.seeds), items):
+            again = item._replace(number=item.number + repeat * distance)
+            await bench.answer(again, arguments.max_tokens)
             record.store()
 
 

@@ -222,11 +222,18 @@ class _Run:
     def rewards(self) -> tuple[c.WeightedReward, ...]:
         return self.request.selection.rewards or _UNWEIGHTED
 
-    def _ends(self, max_tokens: int) -> tuple[Callable[[int], int], int]:
+    def _ends(
+        self, max_tokens: int, cached_prompt_tokens: int = 0
+    ) -> tuple[Callable[[int], int], int]:
         """The next decision token after a position, and the last one."""
-        schedule = schedule_of(self.request.selection)
+        following = partial(
+            next_decision_token,
+            schedule_of(self.request.selection),
+            max_tokens=max_tokens,
+            cached_prompt_tokens=cached_prompt_tokens,
+        )
         # Cached: the controller extrapolates over all decision tokens, often in a round.
-        return cache(partial(next_decision_token, schedule, max_tokens=max_tokens)), max_tokens
+        return cache(following), max_tokens
 
     async def events(self) -> AsyncGenerator[c.Admitted | c.RoundCompleted, None]:
         """Open the sessions, and run until no candidate is live, the time is over, or the generator
@@ -322,7 +329,9 @@ class _Run:
         """
         request, began = self.request, self.clock()
         selection, session = request.selection, await self._open(stack, ids)
-        self.deadline.next_token, self.deadline.max_tokens = self._ends(session.max_tokens)
+        cached = session.prompt_tokens if session.costly_rounds else 0
+        ends = self._ends(session.max_tokens, cached)
+        self.deadline.next_token, self.deadline.max_tokens = ends
         self.deadline.pauses_freely = not session.costly_rounds
         is_lenient = request.allow_degraded
         patience_s = self.deadline.patience_s * (_OPENING_PART if is_lenient else 1.0)

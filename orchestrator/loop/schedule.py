@@ -7,6 +7,9 @@ from bisect import bisect_right
 
 from specrej.contracts import Algorithm, Schedule, Selection
 
+# Of a prefix cache, which keeps whole blocks: vLLM's on GPUs, and half of one on CPUs.
+BLOCK_TOKENS = 16
+
 
 def schedule_of(selection: Selection) -> Schedule:
     """Its schedule; without decision tokens for Best-of-N: all candidates must reach their end."""
@@ -14,15 +17,25 @@ def schedule_of(selection: Selection) -> Schedule:
     return Schedule("tokens") if is_best_of_n else selection.schedule
 
 
-def next_decision_token(schedule: Schedule, num_tokens: int, max_tokens: int) -> int:
-    """The first planned decision token beyond `num_tokens`, at most `max_tokens`."""
+def next_decision_token(
+    schedule: Schedule, num_tokens: int, max_tokens: int, *, cached_prompt_tokens: int = 0
+) -> int:
+    """The first planned decision token beyond `num_tokens`, at most `max_tokens`.
+
+    `cached_prompt_tokens`: those of the prompt, if each round computes again what is behind the
+    last whole block of a prefix cache. There a geometric schedule's decision tokens are moved back
+    to where that is one token: the last one, which has no keys and values yet.
+    """
     match schedule.kind:
         case "geometric":
             # The least floor(first * factor**i) beyond num_tokens: a small factor has equal ones.
             exact = float(schedule.first)
             while math.floor(exact) <= num_tokens and exact < max_tokens:
                 exact *= schedule.factor
-            return math.floor(min(exact, max_tokens))
+            planned = math.floor(min(exact, max_tokens))
+            if cached_prompt_tokens:
+                planned += (1 - cached_prompt_tokens - planned) % BLOCK_TOKENS
+            return min(planned, max_tokens)
         case "tokens":
             tokens = schedule.tokens
             index = bisect_right(tokens, num_tokens)

@@ -80,7 +80,7 @@ def answers(system: str, n: int, rewards: list[float], seconds: float = 2.0) -> 
     of = {"system": system, "n": n, "seconds": seconds, "tokens": 100, "second_judge": -1.0}
     of["prefilled"] = 5
     return [
-        of | {"prompt_id": str(i), "reward": reward, "text": "three short words"}
+        of | {"prompt_id": str(i), "seed": i, "reward": reward, "text": "three short words"}
         for i, reward in enumerate(rewards)
     ]
 
@@ -109,6 +109,22 @@ def test_only_prompts_that_all_systems_answered_are_compared(tmp_path: Path) -> 
     assert again.answers == rows
     with pytest.raises(ValueError, match="another max_tokens: move it away"):
         Record(tmp_path / "answer.json").resume({"max_tokens": 16, "reward": "r"})
+
+
+def test_a_prompt_counts_once_with_the_mean_of_its_seeds(tmp_path: Path) -> None:
+    first = [*answers("vllm", 4, [1.0, 2.0, 3.0, 4.0]), *answers("own", 4, [1.0, 2.0, 3.0, 4.0])]
+    better = {"vllm": 1.0, "own": 0.0}
+    second = [
+        a | {"seed": a["seed"] + 100, "reward": a["reward"] + better[a["system"]]}
+        for a in first[:5]
+    ]
+    record = Record(tmp_path / "answer.json", {}, [*first, *second])
+    compared = record.compared()
+    assert len(compared) == 10  # the first prompt twice, each by two systems
+    theirs, own = points(compared).to_dict("records")
+    assert (theirs["prompts"], theirs["reward"], own["reward"]) == (4, 2.625, 2.5)
+    (difference,) = differences(compared).to_dict("records")
+    assert (difference["prompts"], difference["reward"]) == (4, -0.125)
 
 
 def test_differences_are_paired_by_prompt_with_the_largest_n_of_the_base() -> None:

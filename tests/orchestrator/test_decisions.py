@@ -201,15 +201,22 @@ def test_decision_tokens_of_each_kind_of_schedule(
     assert len(decision_tokens) == most_rounds(schedule, max_tokens)
 
 
-@given(st.integers(1, 10**6), st.floats(1.001, 16), st.integers(1, 300))
+@given(st.integers(1, 10**6), st.floats(1.001, 16), st.integers(1, 300), st.integers(0, 40))
 def test_a_geometric_schedule_has_no_empty_rounds_and_no_more_than_it_is_charged_for(
-    first: int, factor: float, max_tokens: int
+    first: int, factor: float, max_tokens: int, cached: int
 ) -> None:
+    """Where rounds cost, each ends one token behind a whole block."""
     schedule = Schedule(first=first, factor=factor)
     num_tokens = num_rounds = 0
     while num_tokens < max_tokens:
-        until = next_decision_token(schedule, num_tokens, max_tokens)
+        planned = next_decision_token(schedule, num_tokens, max_tokens)
+        until = next_decision_token(schedule, num_tokens, max_tokens, cached_prompt_tokens=cached)
         assert num_tokens < until <= max_tokens
+        if not cached:
+            assert until == planned
+        elif until < max_tokens:
+            assert (cached + until) % 16 == 1
+            assert 0 <= until - planned < 16
         num_tokens, num_rounds = until, num_rounds + 1
     assert num_rounds <= most_rounds(schedule, max_tokens)
 

@@ -114,6 +114,18 @@ def _check_ranking(generation: c.Generation, selection: c.Selection) -> None:
         assert candidate.vetoed == any(value < (reward.veto_below or -1) for value, reward in raw)
 
 
+async def test_rounds_that_cost_end_one_token_behind_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only decision tokens that a request does not name one by one are moved."""
+    monkeypatch.setattr(ToySession, "costly_rounds", True)
+    named = c.Schedule("tokens", tokens=(16,))
+    for schedule, ends in ((c.Schedule(), [29, 45, 60]), (named, [16, 60])):
+        asked, generator = request(8, schedule=schedule), ToyGenerator(end_every=10**9)
+        generation = await answer(asked, generator, FixedScorer())
+        assert [trace.decision_token for trace in generation.rounds] == ends
+
+
 async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> None:
     """For texts that reach max_tokens; where most end at once there is little to save."""
     best_of_n, speculative = [
