@@ -39,6 +39,6 @@ def test_leaks_grow_and_noise_and_the_known_leak_do_not(seed: int) -> None:
 
 def test_counts_may_not_grow() -> None:
     soak = soaked(0, 0, 1)
-    soak.values["slots"] = [0.0] * 150 + [1.0] * 150
+    soak.values["redis keys"] = [0.0] * 150 + [1.0] * 150
     soak.values["generator fds"] = [30.0] * 150 + [33.0] * 150
-    assert soak.growing() == ["slots", "generator fds"]
+    assert soak.growing() == ["redis keys", "generator fds"]
