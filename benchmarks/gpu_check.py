@@ -7,7 +7,12 @@ tests the checks themselves. It writes gpu-check.json:
 * agreement: greedy tokens and log-probabilities of a small model on both engines, against the own
   engine in float32 on the processor; on CUDA those drawn by the own engine there, too;
 * speed: tokens per second, and the time of a prune of half of the candidates, with random weights
-  in the shape of a model.
+  in the shape of a model;
+* verbs: the same tokens by calls of vLLM alone, one request with n = N, by turns, whole and with
+  cuts to a half at a quarter and at a half of the tokens, and the processor time of this process
+  and vLLM's together, per step;
+* load: answers per second of sessions at the same time, with these cuts and without;
+* memory: the rounds of a session whose N the slots decide.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import LlamaConfig
 
@@ -62,6 +69,8 @@ def main() -> None:
         n=([16, 64, 256, 1024] if ON_CUDA else [4, 16], "candidates"),
         prompt=(128, "tokens of the prompt"),
         new=(128 if ON_CUDA else 32, "new tokens per candidate"),
+        rounds=(3, "turns of the verbs and of vLLM alone; their medians are reported"),
+        sessions=([1, 4, 16, 64], "sessions at the same time"),
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
     )
@@ -114,9 +123,13 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
 
     generator = load_vllm(settings, None)
     try:
-        result["speed"] = []
+        result |= {"speed": [], "verbs": [], "load": []}
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments))
+            result["verbs"].append(await _verbs(generator, n, arguments))
+        for sessions in arguments.sessions:
+            result["load"].append(await _load(generator, sessions, arguments))
+        result["memory"] = await _memory(generator, arguments)
     finally:
         await generator.close()
 
@@ -190,6 +203,111 @@ async def _speed(
         "prune_ms": round(1e3 * prune_s, 2),
         "ended_by": rest.ended_by.value,
     }
+
+
+def _plans(n: int, new: int) -> dict[str, list[tuple[int, int]]]:
+    """Rows and tokens of each part of a session."""
+    half, quarter = max(1, n // 2), max(1, n // 4)
+    cut = [(n, new // 4), (half, new // 2 - new // 4), (quarter, new - new // 2)]
+    return {"whole": [(n, new)], "cut": cut}
+
+
+async def _verbs(
+    generator: StockGenerator, n: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Speed through the verbs over that of vLLM alone, and processor time per step of both."""
+    log(f"verbs against bare calls, N = {n}")
+    ways, point = {"verbs": _by_verbs, "bare": _by_calls}, dict[str, Any](n=n)
+    for name, plan in _plans(n, arguments.new).items():
+        measured: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        for number in range(arguments.rounds):
+            for way, run in ways.items():
+                text = f"{number}{way}".ljust(arguments.prompt - 1, "y")  # no stored prompt
+                began, used = time.perf_counter(), _processor_s()
+                await run(generator, text, plan)
+                measured[way].append((time.perf_counter() - began, _processor_s() - used))
+        (ours_s, our_processor_s), (bare_s, bare_processor_s) = (
+            map(statistics.median, zip(*measured[way], strict=True)) for way in ways
+        )
+        point[name] = {
+            "tokens_per_s": round(sum(rows * count for rows, count in plan) / ours_s, 1),
+            "of_bare": round(bare_s / ours_s, 3),
+            "processor_ms_per_step": round(1e3 * our_processor_s / arguments.new, 3),
+            "bare_processor_ms_per_step": round(1e3 * bare_processor_s / arguments.new, 3),
+        }
+    return point
+
+
+async def _by_verbs(
+    generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
+) -> None:
+    """A session that is cut to each part's rows."""
+    sampling = Sampling(sum(count for _, count in plan), seed=1, ignore_eos=True)
+    spec = SessionSpec(Prompt(text=prompt), plan[0][0], sampling, plan[0][1])
+    async with generator.open(spec) as session:
+        reached = 0
+        for rows, count in plan:
+            if reached:
+                await session.prune(range(rows))
+            reached += count
+            await session.extend(reached)
+
+
+async def _by_calls(
+    generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
+) -> None:
+    """One request with n per part, all with the same prompt."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    requests: Any = generator.requests
+    spec = SessionSpec(Prompt(text=prompt), 1, Sampling(1), 1)
+    given = {"prompt_token_ids": [*(await generator.frontend.command(spec)).prompt_ids]}
+    of_all = {"detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    for rows, count in plan:
+        params = vllm.SamplingParams(n=rows, max_tokens=count, ignore_eos=True, **of_all)
+        async for _ in requests.llm.generate(given, params, f"bare-{time.monotonic_ns()}"):
+            pass
+
+
+def _processor_s() -> float:
+    """Processor time of this process and its children so far."""
+    us = psutil.Process()
+    times = [one.cpu_times() for one in (us, *us.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
+
+
+async def _load(
+    generator: StockGenerator, sessions: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Answers per second of sessions at the same time, with cuts and without."""
+    log(f"{sessions} sessions at the same time")
+    n, point = arguments.n[0], dict[str, Any](sessions=sessions, n=arguments.n[0])
+    for name, plan in _plans(n, arguments.new).items():
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(sessions):
+                text = f"{number} of {name}".ljust(arguments.prompt - 1, "z")
+                group.create_task(_by_verbs(generator, text, plan))
+        point[f"{name}_answers_per_s"] = round(sessions / (time.perf_counter() - began), 3)
+    return point
+
+
+async def _memory(generator: StockGenerator, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A session whose N is left open, cut to a half whenever its slots are full."""
+    log("a session whose N the slots decide")
+    longest = (await generator.describe()).context_tokens - arguments.prompt
+    sampling = Sampling(min(4 * arguments.new, longest), seed=1, ignore_eos=True)
+    prompt, rounds, live = Prompt(text="m" * (arguments.prompt - 1)), list[dict[str, Any]](), [-1]
+    async with generator.open(SessionSpec(prompt, 0, sampling, 1)) as session:
+        while live:
+            ended = await session.extend(sampling.max_tokens)
+            live = [one.id for one in ended.candidates if one.finish is None]
+            freed = (await session.prune(live[: -(-len(live) // 2)])).freed_slots
+            round_ = {"tokens": ended.num_tokens, "ended_by": ended.ended_by.value}
+            round_ |= {"candidates": len(ended.candidates), "slots": ended.slots.session}
+            rounds.append({**round_, "freed": freed})
+    return rounds
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:

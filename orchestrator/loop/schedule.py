@@ -23,8 +23,8 @@ def next_decision_token(
     """The first planned decision token beyond `num_tokens`, at most `max_tokens`.
 
     `cached_prompt_tokens`: those of the prompt, if each round computes again what is behind the
-    last whole block of a prefix cache. There a geometric schedule's decision tokens are moved back
-    to where that is one token: the last one, which has no keys and values yet.
+    last whole block of a prefix cache. There a geometric schedule's decision tokens are up to
+    `BLOCK_TOKENS` - 1 later, where that is the last token only, which has no keys and values yet.
     """
     match schedule.kind:
         case "geometric":
