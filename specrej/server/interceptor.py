@@ -1,14 +1,13 @@
 """The interceptor of every server: admits callers, sets deadlines, opens spans, maps errors.
 
 Handlers raise `SpecrejError`s; this is the only place where they become statuses. grpc would answer
-a message that it cannot decode with the name of a class, so messages are decoded here. What peers
-may hold by silence or by not reading is bounded by the edge.
+a message that it cannot decode with the name of a class, so `messages` decodes them. What peers may
+hold by silence or by not reading is bounded by the edge.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 import uuid
@@ -17,36 +16,29 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from specrej import telemetry
 from specrej.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     Overloaded,
     SpecrejError,
     is_late,
-    malformed,
     raise_if_any,
 )
 from specrej.contracts.status import to_status
 from specrej.contracts.validation import check_lengths
 from specrej.security import OURS, Access, Caller, set_caller
+from specrej.server.messages import Context, Handler, Reader
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # Quoted: the class is generic only for type checkers.
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Handler = Callable[..., Awaitable[Any]]  # of a request and a Context
-
-# On a cancelled call, `read` returns EOF up to this long before the handler is cancelled.
-_CANCELLATION_S = 0.001
 
 _RECHECK_S = 2.0  # between two checks of a running call's token
 _STATUS_S = 1.0  # for a status to leave
@@ -81,6 +73,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._max_deadline_s = max_deadline_s
         self._access = access
         self._max_calls = max_calls
+        self._reader = Reader()
         self._running: Counter[str] = Counter()  # calls of the services, by tenant
         self.idle = asyncio.Event()  # set while no call of a service runs
         self.idle.set()
@@ -100,10 +93,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if details.method.startswith(OURS):
-            read = _reading(handler, lambda m: raise_if_any(check_lengths(m)))
+            read = self._reader.reading(handler, lambda m: raise_if_any(check_lengths(m)))
             wrapped = self._guard(details.method, read, caller, admit)
         else:
-            wrapped = self._with_status(details.method, _reading(handler, lambda _: None), admit)
+            read = self._reader.reading(handler, lambda _: None)
+            wrapped = self._with_status(details.method, read, admit)
         return grpc.stream_stream_rpc_method_handler(wrapped, None, handler.response_serializer)
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
@@ -250,58 +244,3 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
 def _refusal(reason: str, text: str) -> Overloaded:
     telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason=reason)
     return Overloaded(text, retry_after_s=1.0)
-
-
-def _reading(handler: Any, check: Callable[[Any], None]) -> Handler:
-    """The handler's behaviour with messages read and replies written here; `check` receives each
-    parsed message."""
-    unary = handler.unary_unary or handler.unary_stream
-    behavior = unary or handler.stream_unary or handler.stream_stream
-
-    def decode(data: bytes) -> Any:
-        try:
-            message = handler.request_deserializer(data)
-        except DecodeError:
-            raise malformed() from None
-        try:
-            check(message)
-        except InvalidRequest as error:
-            # The frames of a traceback would keep it until the client has read the status, with up
-            # to 28 times the memory of its bytes.
-            del message
-            raise error.with_traceback(None) from None
-        return message
-
-    async def read(_: Any, context: Context) -> None:
-        messages = _Messages(context, decode)
-        request = messages if handler.request_streaming else await anext(messages, None)
-        if request is None:
-            raise malformed()  # a unary call without a message
-        answer = behavior(request, context)
-        if inspect.isasyncgen(answer):  # as that of reflection
-            async for message in answer:
-                await context.write(message)
-        elif handler.response_streaming:
-            await answer
-        else:
-            await context.write(await answer)
-
-    return read
-
-
-class _Messages:
-    """The messages of a call."""
-
-    def __init__(self, context: Context, decode: Callable[[bytes], Any]) -> None:
-        self._context = context
-        self._decode = decode
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        message = await self._context.read()
-        if message is grpc.aio.EOF:
-            await asyncio.sleep(_CANCELLATION_S)
-            raise StopAsyncIteration
-        return self._decode(message)

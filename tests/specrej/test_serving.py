@@ -11,6 +11,7 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -21,9 +22,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from deploy.local.stack import Ports
 from specrej.client.channel import open_channel
 from specrej.contracts import status, wire
-from specrej.contracts.errors import InternalError, Violation
+from specrej.contracts.errors import InternalError, Overloaded, Violation
 from specrej.contracts.validation import MAX_METADATA_BYTES
-from specrej.server import interceptor
+from specrej.server import interceptor, messages
 from specrej.server.serving import LIVENESS, Context, Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
@@ -137,6 +138,30 @@ async def test_a_refused_message_is_free_before_its_status_leaves(
         error = await failure_of(call(b"", timeout=BOUND_S))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert alive == [None]
+
+
+async def test_large_messages_that_take_long_are_parsed_by_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards other calls against peers whose messages are slow to parse, and the memory."""
+    reader, parsed = messages.Reader(), list[bytes]()
+    large = [bytes([number]) * (1 << 16) for number in range(3)]
+    clock = iter([0.0, 0.1, 0.4, 0.4])
+    monkeypatch.setattr(messages, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(messages, "_MOST_BYTES", len(large[0]))
+
+    async def read(data: bytes) -> None:
+        await reader.parsed(data, parsed.append, lambda _: None)
+
+    await read(large[0])
+    second = asyncio.create_task(read(large[1]))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="too many large messages"):
+        await read(large[2])
+    await read(b"small")
+    assert parsed == [large[0], b"small"]
+    await asyncio.wait_for(second, BOUND_S)
+    assert parsed[2:] == [large[1]]
 
 
 async def test_metadata_above_the_limit_is_refused(
