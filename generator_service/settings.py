@@ -126,8 +126,8 @@ class GeneratorSettings(ServiceSettings):
     def _check_vllm_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         if options.get("speculative_config"):
             raise ValueError(
-                "speculative_config cannot be used: draws are keyed by seed, candidate and step,"
-                " and vLLM would accept or reject drafted tokens by draws of its own"
+                "speculative_config cannot be used: vLLM reserves blocks for drafted tokens, which"
+                " the ledger of slots does not count"
             )
         return options
 
