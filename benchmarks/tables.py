@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired-100": _paired("answer_100"),
     "answers-512": _answers("answer_512"),
     "answers-endpoint": _answers("answer_endpoint"),
+    "paired-endpoint": _paired("answer_endpoint"),
     "callers": _callers,
     "right-checks": _right("right_checks"),
     "right-reasoning": _right("right_reasoning"),
