@@ -6,11 +6,10 @@ tests the checks themselves. It writes gpu-check.json:
 * conformance: the generators' tests on vLLM, and on CUDA those of the own engine and of rewards;
 * agreement: greedy tokens and log-probabilities of a small model on both engines, against the own
   engine in float32 on the processor; on CUDA those drawn by the own engine there, too;
-* speed: tokens per second, and the time of a prune of half of the candidates, with random weights
-  in the shape of a model;
-* verbs: the same tokens by calls of vLLM alone, one request with n = N, by turns, whole and with
-  cuts to a half at a quarter and at a half of the tokens, and the processor time of this process
-  and vLLM's together, per step;
+* speed, with random weights in the shape of a model: tokens per second, the time of a prune of half
+  of the candidates, and the same tokens by calls of vLLM alone, one request with n = N, by turns,
+  whole and with cuts to a half at a quarter and at a half of the tokens, with the processor time of
+  this process and vLLM's together, per step;
 * load: answers per second of sessions at the same time, with these cuts and without;
 * memory: the rounds of a session whose N the slots decide.
 """
@@ -69,7 +68,7 @@ def main() -> None:
         n=([16, 64, 256, 1024] if ON_CUDA else [4, 16], "candidates"),
         prompt=(128, "tokens of the prompt"),
         new=(128 if ON_CUDA else 32, "new tokens per candidate"),
-        rounds=(3, "turns of the verbs and of vLLM alone; their medians are reported"),
+        rounds=(3, "turns of the verbs and of vLLM alone, whose medians are reported"),
         sessions=([1, 4, 16, 64], "sessions at the same time"),
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
@@ -88,7 +87,7 @@ def main() -> None:
     finally:  # a check that is interrupted keeps its figures
         text = json.dumps({**result, **provenance()}, indent=2)
         (arguments.out / "gpu-check.json").write_text(text + "\n")
-    headings = ("N", "tokens/s", "step ms", "prune of half, ms")
+    headings = ("N", "tokens/s", "step ms", "prune of half, ms", "of bare calls", "with cuts")
     report("vLLM behind the session verbs", headings, map(_row, result["speed"]), result)
     sys.exit(bool(result["conformance"] and result["conformance"]["exit_code"]))
 
@@ -123,10 +122,9 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
 
     generator = load_vllm(settings, None)
     try:
-        result |= {"speed": [], "verbs": [], "load": []}
+        result |= {"speed": [], "load": []}
         for n in arguments.n:
             result["speed"].append(await _speed(generator, n, arguments))
-            result["verbs"].append(await _verbs(generator, n, arguments))
         for sessions in arguments.sessions:
             result["load"].append(await _load(generator, sessions, arguments))
         result["memory"] = await _memory(generator, arguments)
@@ -179,32 +177,6 @@ def _save_shape(directory: Path, shape: Sequence[int]) -> None:
     make_tokenizer("<pad>").save_pretrained(directory)
 
 
-async def _speed(
-    generator: StockGenerator, n: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """One session: a first token, half of the tokens, a prune of half, and the rest."""
-    log(f"speed of N = {n}")
-    prompt, half = "x" * (arguments.prompt - 1), arguments.new // 2
-    sampling = Sampling(arguments.new, seed=n, ignore_eos=True)
-    async with generator.open(SessionSpec(Prompt(text=prompt), n, sampling, half)) as session:
-        await session.extend(1)
-        began = time.perf_counter()
-        ended = await session.extend(half)
-        seconds = time.perf_counter() - began
-        began = time.perf_counter()
-        await session.prune([candidate.id for candidate in ended.candidates[: n // 2]])
-        prune_s = time.perf_counter() - began
-        rest = await session.extend(arguments.new)
-    reached = ended.num_tokens
-    return {
-        "n": n,
-        "tokens_per_s": round(n * (reached - 1) / seconds, 1),
-        "step_ms": round(1e3 * seconds / (reached - 1), 2),
-        "prune_ms": round(1e3 * prune_s, 2),
-        "ended_by": rest.ended_by.value,
-    }
-
-
 def _plans(n: int, new: int) -> dict[str, list[tuple[int, int]]]:
     """Rows and tokens of each part of a session."""
     half, quarter = max(1, n // 2), max(1, n // 4)
@@ -212,45 +184,50 @@ def _plans(n: int, new: int) -> dict[str, list[tuple[int, int]]]:
     return {"whole": [(n, new)], "cut": cut}
 
 
-async def _verbs(
+async def _speed(
     generator: StockGenerator, n: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Speed through the verbs over that of vLLM alone, and processor time per step of both."""
-    log(f"verbs against bare calls, N = {n}")
-    ways, point = {"verbs": _by_verbs, "bare": _by_calls}, dict[str, Any](n=n)
+    """Speed through the verbs, over that of vLLM alone, too, and processor time of both."""
+    log(f"speed of N = {n}")
+    ways, point, prune_s = {"verbs": _by_verbs, "bare": _by_calls}, dict[str, Any](n=n), 0.0
     for name, plan in _plans(n, arguments.new).items():
         measured: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for number in range(arguments.rounds):
             for way, run in ways.items():
                 text = f"{number}{way}".ljust(arguments.prompt - 1, "y")  # no stored prompt
                 began, used = time.perf_counter(), _processor_s()
-                await run(generator, text, plan)
+                prune_s = await run(generator, text, plan) or prune_s
                 measured[way].append((time.perf_counter() - began, _processor_s() - used))
         (ours_s, our_processor_s), (bare_s, bare_processor_s) = (
             map(statistics.median, zip(*measured[way], strict=True)) for way in ways
         )
         point[name] = {
             "tokens_per_s": round(sum(rows * count for rows, count in plan) / ours_s, 1),
+            "step_ms": round(1e3 * ours_s / arguments.new, 2),
             "of_bare": round(bare_s / ours_s, 3),
             "processor_ms_per_step": round(1e3 * our_processor_s / arguments.new, 3),
             "bare_processor_ms_per_step": round(1e3 * bare_processor_s / arguments.new, 3),
         }
-    return point
+    whole = {name: point["whole"][name] for name in ("tokens_per_s", "step_ms")}
+    return {**point, **whole, "prune_ms": round(1e3 * prune_s, 2)}
 
 
 async def _by_verbs(
     generator: StockGenerator, prompt: str, plan: Sequence[tuple[int, int]]
-) -> None:
-    """A session that is cut to each part's rows."""
+) -> float:
+    """A session that is cut to each part's rows; the seconds of its last prune."""
     sampling = Sampling(sum(count for _, count in plan), seed=1, ignore_eos=True)
     spec = SessionSpec(Prompt(text=prompt), plan[0][0], sampling, plan[0][1])
     async with generator.open(spec) as session:
-        reached = 0
+        reached, prune_s = 0, 0.0
         for rows, count in plan:
             if reached:
+                began = time.perf_counter()
                 await session.prune(range(rows))
+                prune_s = time.perf_counter() - began
             reached += count
             await session.extend(reached)
+    return prune_s
 
 
 async def _by_calls(
@@ -311,7 +288,8 @@ async def _memory(generator: StockGenerator, arguments: argparse.Namespace) -> l
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:
-    return point["n"], point["tokens_per_s"], point["step_ms"], point["prune_ms"]
+    shown = (point[name] for name in ("n", "tokens_per_s", "step_ms", "prune_ms"))
+    return *shown, point["whole"]["of_bare"], point["cut"]["of_bare"]
 
 
 if __name__ == "__main__":
