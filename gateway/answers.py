@@ -249,18 +249,15 @@ class BlockAnswer(Answer):
         raise NotImplementedError
 
     def body(self, generation: c.Generation) -> Iterator[str]:
-        """As of the base class."""
         self.request_id = generation.request_id
         for _ in self.closing(generation):
             pass
         yield _json(self._whole(generation.best))
 
     def delta(self, event: c.TextDelta) -> Iterator[JSON]:
-        """As of the base class."""
         return self._add(event.parts or c.PartsDelta(event.text))
 
     def closing(self, generation: c.Generation) -> Iterator[JSON]:
-        """As of the base class."""
         self._generation, best = generation, generation.best
         parts = best.parts or c.AnswerParts(best.text)
         yield from self._add(_rest(self._sent, parts))
@@ -318,7 +315,6 @@ class CompletionAnswer(Answer):
         return self._num_choices == 1 and not self._logprobs
 
     def body(self, generation: c.Generation) -> Iterator[str]:
-        """As of the base class."""
         self.request_id, self._generation = generation.request_id, generation
         chunk = self._chunk([])
         kind = chunk["object"].removesuffix(".chunk")
@@ -366,13 +362,14 @@ class CompletionAnswer(Answer):
         self._generation, sent = generation, self._sent
         for index, candidate in enumerate(self._chosen(generation)):
             parts = self._parts(candidate)
-            end = self._end(candidate)
-            rest = delta_of(_rest(sent, parts))
-            logprobs = end.pop("logprobs")
+            rest, logprobs = delta_of(_rest(sent, parts)), None
+            if self._logprobs:
+                logprobs = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
             if rest or logprobs or sent == c.AnswerParts():
                 yield self._delta(index, rest or {"content": ""}, logprobs)
             last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
-            yield self._chunk([{"index": index, **last, **end, "logprobs": None}])
+            end = {"finish_reason": _finish(candidate, parts), "logprobs": None}
+            yield self._chunk([{"index": index, **last, **end}])
         if self._shows_usage:
             yield self._chunk([]) | self._usage()
 
@@ -393,13 +390,6 @@ class CompletionAnswer(Answer):
         text = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
         return self._chunk([choice])
-
-    def _end(self, candidate: c.RankedCandidate) -> JSON:
-        parts = self._parts(candidate)
-        end: JSON = {"finish_reason": _finish(candidate, parts), "logprobs": None}
-        if self._logprobs:
-            end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
-        return end
 
     def _usage(self) -> JSON:
         prompt, completion = self._num_tokens()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,13 +27,13 @@ from gateway.messages import MessagesRequest
 from gateway.page import Page
 from gateway.requests import Call, ChatRequest, CompletionRequest, Request, call_of
 from gateway.responses import ResponsesRequest
-from gateway.scores import RerankRequest, ScoreRequest, Scoring
+from gateway.scores import RerankRequest, ScoreRequest
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, PackedResponse, answer_stream, raw_stream
 from specrej import telemetry
 from specrej.client import Client
 from specrej.client.client import answer_of
-from specrej.contracts import Prompt, Scores, ServiceDescription, wire
+from specrej.contracts import ServiceDescription, wire
 from specrej.contracts.errors import (
     SpecrejError,
     Unauthenticated,
@@ -119,25 +119,14 @@ class Gateway:
         body = await self._bodies.read(http)
         request = parsed(kind, body, ignored)
         calls = [(await images.upright(prompt), texts) for prompt, texts in request.calls()]
-        works = [self._score_one(request, prompt, texts, token) for prompt, texts in calls]
+        how: dict[str, Any] = {"reward": request.model or "", "data": request.data}
+        how |= {"unfinished": bool(request.unfinished), "timeout_s": request.timeout_s}
+        works = [self._client.score(*call, **how, token=token) for call in calls]
         try:
             results = await until_disconnected(http.receive, all_of(works))
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), request.name_of)
         return _noted(JSONResponse(request.reply(results)), ignored)
-
-    async def _score_one(
-        self, request: Scoring, prompt: Prompt, texts: Sequence[str], token: str
-    ) -> Scores:
-        return await self._client.score(
-            prompt,
-            texts,
-            reward=request.model or "",
-            unfinished=bool(request.unfinished),
-            data=request.data,
-            timeout_s=request.timeout_s,
-            token=token,
-        )
 
     async def _complete(
         self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False

@@ -5,7 +5,6 @@ A field of an API is one line of a class, with its type and its rule, or a name 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
@@ -197,12 +196,7 @@ def as_texts(value: object) -> object:
 
 def schema_of(schema: dict[str, Any]) -> c.JsonSchema:
     """A schema without the white space and the escapes that would lengthen it."""
-    return c.JsonSchema(compact(schema))
-
-
-def compact(value: Any) -> str:
-    """JSON without white space and escapes."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return c.JsonSchema(json_text(schema))
 
 
 # Of texts and images; others are ignored. Citations and log-probabilities are those of answers.
@@ -267,7 +261,7 @@ class Function(Checked):
 
     @property
     def tool(self) -> c.Tool:
-        schema = "" if self.parameters is None else compact(self.parameters)
+        schema = "" if self.parameters is None else json_text(self.parameters)
         return c.Tool(self.name, self.description or "", schema)
 
 

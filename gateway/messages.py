@@ -21,13 +21,13 @@ from gateway.fields import (
     Maps,
     Output,
     Refused,
-    compact,
     message_of,
     needs,
     with_tools,
 )
 from gateway.requests import Call, Request
 from specrej import contracts as c
+from specrej.client.options import json_text
 
 _BUILT_IN = "there are no built-in tools"
 
@@ -79,7 +79,7 @@ class Turn(Checked):
                 case "image":
                     parts.append(block.source)
                 case "tool_use":
-                    calls.append(c.ToolCall(block.id, block.name, compact(block.input)))
+                    calls.append(c.ToolCall(block.id, block.name, json_text(block.input)))
                 case "tool_result":
                     # Chat templates have no field for failures.
                     error = [c.TextPart("Error: ")] if block.is_error else []
@@ -163,7 +163,7 @@ class MessagesRequest(Request):
             thinking=thinking.get(self.thinking.type) if self.thinking else None,
         )
         tools = [
-            c.Tool(tool.name, tool.description or "", compact(tool.input_schema))
+            c.Tool(tool.name, tool.description or "", json_text(tool.input_schema))
             for tool in self.tools or ()
         ]
         given = self.tool_choice or ToolChoice(type="auto")
@@ -171,7 +171,6 @@ class MessagesRequest(Request):
         return with_tools(prompt, tools, choice, not given.disable_parallel_tool_use)
 
     def paths(self) -> dict[str, str]:
-        """As of the base class."""
         schema = "sampling.structured_output.json_schema"
         return {**super().paths(), schema: "output_config.format", "prompt": "messages"}
 
@@ -198,7 +197,6 @@ class MessagesAnswer(BlockAnswer):
         return {**super().headers(generation), "request-id": generation.request_id}
 
     def failure(self, status: int, body: JSON) -> JSON:
-        """As of the base class."""
         return anthropic_body(status, body)
 
     def _begun(self, index: int, block: Block) -> Iterator[JSON]:

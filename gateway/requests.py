@@ -161,7 +161,6 @@ class CompletionFields(Request):
     }
 
     def options(self) -> list[tuple[str, str, Any]]:
-        """As of the base class."""
         if self.stream_options and not self.stream:
             raise InvalidRequest([Violation("stream_options", "needs stream: true")])
         return super().options()

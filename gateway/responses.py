@@ -137,7 +137,6 @@ class ResponsesRequest(Request):
         return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
 
     def paths(self) -> dict[str, str]:
-        """As of the base class."""
         schema = "sampling.structured_output.json_schema"
         return {**super().paths(), schema: "text.format", "prompt": "input"}
 
@@ -164,7 +163,6 @@ class ResponsesAnswer(BlockAnswer):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
     def failure(self, status: int, body: JSON) -> JSON:
-        """As of the base class."""
         return self._event("error", **body, **body["error"] | {"type": "error"})
 
     def _begun(self, index: int, block: Block) -> Iterator[JSON]:

@@ -9,7 +9,6 @@ which costs next to nothing unless the application records it.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import time
@@ -138,10 +137,6 @@ def build_request(prompt: PromptLike, **options: Any) -> orchestrator_pb2.Genera
         given["rewards"] = [c.WeightedReward(name, weight) for name, weight in rewards.items()]
     if isinstance(biases := given.get("logit_bias"), Mapping):
         given["logit_bias"] = [c.TokenBias(token_id, bias) for token_id, bias in biases.items()]
-    if isinstance(schema := given.get("structured_output"), Mapping):
-        given["structured_output"] = c.JsonSchema(
-            json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-        )
     request = _part(c.GenerationRequest, given, orchestrator_pb2.GenerateRequest)
     request.sampling.CopyFrom(_part(c.Sampling, given, common_pb2.Sampling, "sampling."))
     selection = _part(c.Selection, given, orchestrator_pb2.Selection, "selection.")
@@ -157,7 +152,7 @@ def _parsed(name: str, value: Any) -> Any:
     with _valid(option.path):
         if not isinstance(option.default, tuple):
             is_schema = name == "structured_output" and isinstance(value, Mapping)
-            return value if is_schema else value_of(name, value)
+            return c.JsonSchema(json_text(value)) if is_schema else value_of(name, value)
         if isinstance(value, Mapping):
             return value
         several = isinstance(value, Iterable) and not isinstance(value, str | bytes)

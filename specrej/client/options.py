@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
@@ -63,8 +62,7 @@ def parse_reward(text: str) -> c.WeightedReward:
     if parts:
         raise ValueError("unknown part")
     normalization = c.Normalization("batch" if is_batch else "none")
-    made = c.WeightedReward(name, float(weight or 1), normalization, veto_below)
-    return replace(made, stage=cast(Any, stage))
+    return c.WeightedReward(name, float(weight or 1), normalization, veto_below, cast(Any, stage))
 
 
 def parse_vote(text: str) -> c.Vote:
@@ -90,16 +88,12 @@ def parse_bias(text: str) -> c.TokenBias:
 def parse_structured_output(text: str) -> c.StructuredOutput:
     """`json_schema:TEXT`, `regex:TEXT`, `grammar:TEXT` or `json_object`."""
     kind, _, given = text.partition(":")
-    match kind:
-        case "json_object" if not given:
-            return c.JsonObject()
-        case "json_schema" if given:
-            return c.JsonSchema(given)
-        case "regex" if given:
-            return c.Regex(given)
-        case "grammar" if given:
-            return c.Grammar(given)
-    raise ValueError("unknown structured output")
+    kinds = {"json_schema": c.JsonSchema, "regex": c.Regex, "grammar": c.Grammar}
+    if kind == "json_object" and not given:
+        return c.JsonObject()
+    if not given or kind not in kinds:
+        raise ValueError("unknown structured output")
+    return kinds[kind](given)
 
 
 # Of options that take more than a number, text or enumeration: parser, metavar, and what to use
