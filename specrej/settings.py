@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from specrej.contracts.validation import MAX_MESSAGE_BYTES
-from specrej.security import TLSFiles, is_loopback, read_tokens
+from specrej.security import Credentials, TLSFiles, is_loopback, read_tokens, tls_files
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -91,11 +91,6 @@ class ProcessSettings(BaseSettings):
         return 0.0 if is_loopback(self.host) else 5.0
 
     @property
-    def is_exposed(self) -> bool:
-        """Whether hostile peers may reach the port, which nothing bounds then."""
-        return not (self.private_network or is_loopback(self.host))
-
-    @property
     def serves_anonymous(self) -> bool:
         """`allow_anonymous`, or its default."""
         is_set = "allow_anonymous" in self.model_fields_set
@@ -104,11 +99,8 @@ class ProcessSettings(BaseSettings):
     @property
     def tls_files(self) -> TLSFiles | None:
         """None: plaintext."""
-        cert, key, ca = (
-            Path(path) if path else None
-            for path in (self.tls_cert, self.tls_key, self.tls_client_ca)
-        )
-        return TLSFiles(cert, key, ca) if cert or key or ca else None
+        given = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_client_ca}
+        return tls_files(Credentials(**given))
 
     @property
     def allowed_names(self) -> tuple[str, ...]:

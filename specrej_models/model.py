@@ -128,7 +128,8 @@ class SegmentedModel:
         plain = torch.tensor([token_ids], device=model.device)
         has_weights = model.device.type != "meta"
         expected = model(input_ids=plain, use_cache=False)[0] if has_weights else None
-        if expected is not None and not _are_finite(expected, model.get_input_embeddings().weight):
+        weight = model.get_input_embeddings().weight
+        if expected is not None and not (expected.sum() + weight.sum()).isfinite():
             raise ValueError("weights that are not finite")
         model.set_attn_implementation(attention.NAME)
         if model.config.get_text_config()._attn_implementation != attention.NAME:
@@ -168,7 +169,3 @@ class SegmentedModel:
             # What is left of the weights would keep the file that all of them came from in memory.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
-
-
-def _are_finite(*tensors: torch.Tensor) -> bool:
-    return all(tensor.sum().isfinite() for tensor in tensors)

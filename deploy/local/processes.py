@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 _POLL_S = 0.1
 _TAIL_LINES = 15
@@ -127,7 +127,9 @@ class Processes:
                 group.create_task(keep(program))
 
     async def _start(self, program: Program) -> None:
-        with _appending(self._log(program.name)) as log:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        # Others may not read it.
+        with os.fdopen(os.open(self._log(program.name), flags, 0o600), "ab") as log:
             process = self._running[program.name] = await asyncio.create_subprocess_exec(
                 *dying_with_parent(program.arguments),
                 stdin=DEVNULL,
@@ -200,11 +202,6 @@ def dying_with_parent(arguments: Sequence[str]) -> Sequence[str]:
     if setpriv := shutil.which("setpriv"):
         return (setpriv, "--pdeathsig", "KILL", *arguments)
     return arguments
-
-
-def _appending(path: Path) -> BinaryIO:
-    """A file that others may not read, opened to append to it."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
 
 
 def _signal(process: Process, number: signal.Signals) -> None:

@@ -140,7 +140,9 @@ class Server:
         Raises:
             _Failed: another status, or no response; also from the body of the `with` statement.
         """
-        headers = self._headers(session)
+        headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
+        if session and self._affinity:
+            headers[self._affinity] = session
         try:
             async with self._client.stream(
                 method, f"{self.url}{path}", json=body, headers=headers
@@ -153,12 +155,6 @@ class Server:
             raise _Failed(type(error).__name__) from error
         retry_after_s = _retry_after_s(response.headers.get("retry-after", ""))
         raise _Failed(_reason(answer), response.status_code, retry_after_s)
-
-    def _headers(self, session: str) -> dict[str, str]:
-        headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
-        if session and self._affinity:
-            headers[self._affinity] = session
-        return headers
 
 
 class _Failed(Exception):

@@ -208,6 +208,7 @@ class Planner:
             raise away
         adapter = _adapter(request, generator)
         rewards = [replace(reward, data=_one_spelling(reward.data)) for reward in named]
+        vote = request.selection.vote
         for reward in rewards:
             if reward.name not in (*served, LIKELIHOOD):
                 raise _unknown(reward.name, (*served, LIKELIHOOD), _REWARDS_PATH)
@@ -229,13 +230,10 @@ class Planner:
             must_check=_must_check(request, generator),
             has_no_rewards=away is not None,
             cheap=frozenset(reward.name for reward in served.values() if reward.is_cheap),
-            extract=self._extract_of(request.selection.vote),
+            extract=extractor(vote, self._extractors) if vote else lambda _: None,
             are_valid=are_valid,
             model=adapter or generator.model,
         )
-
-    def _extract_of(self, vote: c.Vote | None) -> Extract:
-        return extractor(vote, self._extractors) if vote else _no_vote
 
     def _scorer(
         self, reward: c.WeightedReward, index: int, served: c.RewardDescription | None
@@ -342,10 +340,6 @@ async def _placed(
 def _unknown(name: str, available: Iterable[str], field: str) -> NotFound:
     text = f'unknown reward "{name}"; available: {", ".join(available)}'
     return NotFound(text, metadata={"field": field})
-
-
-def _no_vote(_: str) -> None:
-    return None
 
 
 def _one_spelling(data: str) -> str:

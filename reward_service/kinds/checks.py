@@ -94,8 +94,8 @@ def _existence(keywords: list[str]) -> Check:
     return Check(lambda text: all(map(text.casefold().__contains__, folded)))
 
 
-def _frequency(keyword: str, number: int, relation: str) -> Check:
-    return _counted(lambda text: text.casefold().count(keyword.casefold()), relation, number)
+def _frequency(keyword: str, frequency: int, relation: str) -> Check:
+    return _counted(lambda text: text.casefold().count(keyword.casefold()), relation, frequency)
 
 
 def _forbidden_words(forbidden_words: list[str]) -> Check:
@@ -171,9 +171,7 @@ _TYPES: dict[str, Any] = {
 }
 CHECKS: dict[str, Callable[..., Check]] = {
     "keywords:existence": _existence,
-    "keywords:frequency": lambda keyword, frequency, relation: _frequency(
-        keyword, frequency, relation
-    ),
+    "keywords:frequency": _frequency,
     "keywords:forbidden_words": _forbidden_words,
     "keywords:letter_frequency": lambda letter, let_frequency, let_relation: _frequency(
         letter, let_frequency, let_relation

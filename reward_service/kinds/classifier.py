@@ -146,11 +146,8 @@ class VLLMClassifier(Reward):
         tokenized = session.tokenize([self._conversation.response(c) for c in candidates])
         texts = [tokens.token_ids for tokens in tokenized]
         unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
-
-        def to_scores(logits: list[list[float]]) -> list[float]:
-            return [of_text[self._label] for of_text in logits]
-
-        return text_task([Text(token_ids) for token_ids in unique], where, to_scores)
+        texts_of_task = [Text(token_ids) for token_ids in unique]
+        return text_task(texts_of_task, where, lambda all_: [one[self._label] for one in all_])
 
     def compute(self, pieces: Sequence[Text]) -> None:
         """All at once: vLLM makes its own batches of them."""

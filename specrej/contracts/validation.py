@@ -241,7 +241,11 @@ def check_sampling(
     sampling: c.Sampling, n: int, context_tokens: int, vocabulary: int, path: str = "sampling"
 ) -> Iterator[Violation]:
     """Every field of Sampling; `n`, because greedy candidates would all be equal."""
-    yield from _check_lengths(sampling, context_tokens, path)
+    longest = sampling.max_tokens
+    yield from _within(f"{path}.max_tokens", longest, 1, context_tokens)
+    # A negative max_tokens does not make the default of 0 a violation, too.
+    if not 0 <= sampling.min_tokens <= max(longest, 0):
+        yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
     if sampling.temperature == 0 and n != 1:
         yield Violation(f"{path}.temperature", f"0 is greedy: n must be 1, is {n}")
     yield from _check_ranges(sampling, path)
@@ -290,14 +294,6 @@ def check_logprobs(
             f"{candidates:,} candidates of {sampling.max_tokens:,} tokens have"
             f" {tokens * each:,} log-probabilities, at most {MAX_ALL_LOGPROBS:,} are allowed",
         )
-
-
-def _check_lengths(sampling: c.Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
-    longest = sampling.max_tokens
-    yield from _within(f"{path}.max_tokens", longest, 1, context_tokens)
-    # A negative max_tokens does not make the default of 0 a violation, too.
-    if not 0 <= sampling.min_tokens <= max(longest, 0):
-        yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
 
 
 def _check_token_ids(sampling: c.Sampling, vocabulary: int, path: str) -> Iterator[Violation]:

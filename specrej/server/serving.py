@@ -259,6 +259,7 @@ def _grpc_server(
     interceptor: StatusInterceptor,
     max_deadline_s: float | None,
 ) -> grpc.aio.Server:
+    grace_s = math.inf if max_deadline_s is None else max_deadline_s + 60
     return grpc.aio.server(
         interceptors=[interceptor],
         maximum_concurrent_rpcs=settings.max_calls + _MORE_CALLS,
@@ -279,8 +280,8 @@ def _grpc_server(
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
-            # Longer than calls take. It ends those whose answer is never read.
-            ("grpc.max_connection_age_grace_ms", _grace_ms(max_deadline_s)),
+            # Longer than calls take; 2**31 - 1: no limit. It ends those whose answer is never read.
+            ("grpc.max_connection_age_grace_ms", round(min(2**31 - 1, grace_s * 1e3))),
             # A second server on the same port must fail to start.
             ("grpc.so_reuseport", 0),
         ],
@@ -299,12 +300,6 @@ def _listen(
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
-
-
-def _grace_ms(max_deadline_s: float | None) -> int:
-    """Milliseconds that calls have after the connection's age; 2**31 - 1 means no limit."""
-    most_ms = 2**31 - 1
-    return most_ms if max_deadline_s is None else min(most_ms, int((max_deadline_s + 60) * 1e3))
 
 
 async def _within(seconds: float, end: Awaitable[object]) -> None:
@@ -390,8 +385,8 @@ class ServerGauges:
 
 
 def warn_if_exposed(settings: ProcessSettings) -> None:
-    """Log that a port which others reach needs the edge in front."""
-    if settings.is_exposed:
+    """Log that a port which hostile peers may reach needs the edge in front, which bounds them."""
+    if not (settings.private_network or is_loopback(settings.host)):
         text = "%s is not loopback: put the edge before this port, then set private_network"
         log.warning(text, settings.host)
 

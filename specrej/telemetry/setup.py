@@ -96,8 +96,7 @@ def _open(outlets: _Outlets, service: str, settings: ProcessSettings) -> None:
     if settings.metrics_port:
         readers.append(_prometheus(settings))
     if settings.otlp_endpoint:
-        _send_spans(outlets, resource, settings.otlp_endpoint)
-        readers.append(_metrics_sender(outlets, settings.otlp_endpoint))
+        readers.append(_send(outlets, resource, settings.otlp_endpoint))
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
     outlets.ends.append(provider.shutdown)
@@ -112,28 +111,23 @@ def _resource(service: str) -> Resource:
     return instance.merge(Resource.create(named))  # OTEL_RESOURCE_ATTRIBUTES may name another
 
 
-def _send_spans(outlets: _Outlets, resource: Resource, endpoint: str) -> None:
+def _send(outlets: _Outlets, resource: Resource, endpoint: str) -> MetricReader:
+    """Send spans from now on; the reader sends metrics."""
     from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter = OTLPSpanExporter(endpoint=endpoint)
+    exporter, sender = OTLPSpanExporter(endpoint=endpoint), OTLPMetricExporter(endpoint=endpoint)
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     traces.use_provider()
-    outlets.exporters.append(exporter)
+    outlets.exporters += [exporter, sender]
     outlets.ends.append(provider.shutdown)
-
-
-def _metrics_sender(outlets: _Outlets, endpoint: str) -> MetricReader:
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-
-    exporter = OTLPMetricExporter(endpoint=endpoint)
-    outlets.exporters.append(exporter)
-    return PeriodicExportingMetricReader(exporter)
+    return PeriodicExportingMetricReader(sender)
 
 
 def _prometheus(settings: ProcessSettings) -> MetricReader:
