@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,29 @@ async def run(*command: str | Path, **options: Any) -> str:
     code, output, errors = await outcome_of(*command, **options)
     assert code == 0, output + errors
     return output
+
+
+@asynccontextmanager
+async def started(
+    *command: str | Path, until: str, **environment: str
+) -> AsyncIterator[tuple[Process, re.Match[str]]]:
+    """A process that has printed what matches `until`, and the match; it is killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, env={**os.environ, **environment}, stdout=PIPE, stderr=STDOUT
+    )
+    assert process.stdout
+    text = ""
+    try:
+        async with asyncio.timeout(120):
+            while not (match := re.search(until, text)):
+                line = await process.stdout.readline()
+                assert line, text
+                text += line.decode()
+        yield process, match
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 def in_process(main: Callable[..., object], *arguments: Any) -> Outcome:

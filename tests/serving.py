@@ -88,19 +88,13 @@ def retry_info_s(error: grpc.aio.AioRpcError) -> float | None:
     return info.retry_delay.ToMilliseconds() / 1000 if has_info else None
 
 
-async def health_of(
-    address: str,
-    service: str = "",
-    *,
-    timeout_s: float = _POLL_S,
-    **credentials: Unpack[Credentials],
-) -> str:
+async def health_of(address: str, service: str = "", **credentials: Unpack[Credentials]) -> str:
     """SERVING, NOT_SERVING or the status code of the failed check."""
     async with open_channel(address, **credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service=service)
-            reply = await stub.Check(request, timeout=timeout_s)
+            reply = await stub.Check(request, timeout=_POLL_S)
         except grpc.aio.AioRpcError as error:
             return str(error.code().name)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
@@ -124,9 +118,7 @@ async def describe_service(address: str) -> ServiceDescription:
         return wire.from_message(reply, ServiceDescription)
 
 
-async def until(
-    condition: Callable[[], bool | Awaitable[bool]], bound_s: float = 60, every_s: float = 0
-) -> None:
+async def until(condition: Callable[[], object], bound_s: float = 60, every_s: float = 0) -> None:
     """Return once the condition holds; raise TimeoutError after `bound_s` seconds.
 
     It is checked every `every_s` seconds. 0: at each of the event loop's next 100 turns, then every

@@ -358,7 +358,6 @@ async def world(
     redis_url: str = "",
     gateway: bool = False,
     max_running: int = 8,
-    max_queued: int = 64,
     default_deadline_s: float | None = None,
     cache_options: Mapping[str, Any] | None = None,
     server_settings: Mapping[str, Any] | None = None,
@@ -370,7 +369,7 @@ async def world(
     """
     generator, reward = generator or HeldGenerator(), HeldReward()
     cache = new_cache(redis_url, **(cache_options or {}))
-    admission = Admission(max_running, max_queued)
+    admission = Admission(max_running, max_queued=64)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         stack.push_async_callback(cache.redis.close)

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
-from tests.conformance.sessions import Tokens, add, ids
+from tests.conformance.sessions import Tokens, add, drawn, ids
 from tests.conformance.subjects import metric, stock, sums, vllm
 from tests.images import image, picture
 from tests.programs import ROOT
@@ -89,15 +89,10 @@ async def seeing(
         yield made
 
 
-def add_to(tokens: Tokens, ended: c.Round) -> tuple[c.Candidate, ...]:
-    add(tokens, ended)
-    return ended.candidates
-
-
-async def drawn(generator: c.Generator, prompt: c.Prompt, n: int, sampling: c.Sampling) -> Tokens:
-    """The tokens of all candidates, in one round."""
-    async with generator.open(c.SessionSpec(prompt, n, sampling, 8)) as session:
-        return add({}, await session.extend(sampling.max_tokens))
+async def first_of(seeing: Seeing, *images: c.Image) -> tuple[Any, ...]:
+    """The tokens of the only candidate."""
+    spec = c.SessionSpec(prompt_of(*images), 1, _GREEDY, 8)
+    return (await drawn(seeing.generator, spec))[0]
 
 
 async def test_it_says_that_it_takes_images(seeing: Seeing) -> None:
@@ -115,11 +110,12 @@ async def test_eight_candidates_with_cuts_and_forks(seeing: Seeing) -> None:
             add(tokens, await session.extend(8))
             refused = (await session.prune(keep, forks)).refused
             tokens |= {number: tokens[forks[number]] for number in forks if number not in refused}
-            live = ids(add_to(tokens, await session.extend(16)))
-            await session.prune(live[:2])
-            ended = add_to(tokens, await session.extend(24))
+            ended = await session.extend(16)
+            add(tokens, ended)
+            await session.prune(ids(ended.candidates)[:2])
+            last = await session.extend(24)
             assert session.prompt_tokens == NUM_TOKENS
-            return tokens, ids(ended)
+            return add(tokens, last), ids(last.candidates)
 
     cut, last = await run([1, 3, 6], {8: 3})
     kept, _ = await run([*range(8)], {})
@@ -135,10 +131,10 @@ async def test_eight_candidates_with_cuts_and_forks(seeing: Seeing) -> None:
 
 
 async def test_images_and_their_order_change_the_tokens(seeing: Seeing) -> None:
-    prompts = [PROMPT, prompt_of(_BLUE, _RED), prompt_of(_RED, _RED), prompt_of(_RED)]
-    greedy = [(await drawn(seeing.generator, one, 1, _GREEDY))[0] for one in prompts]
+    shown = [(_RED, _BLUE), (_BLUE, _RED), (_RED, _RED), (_RED,)]
+    greedy = [await first_of(seeing, *images) for images in shown]
     assert len({*greedy}) == 4
-    assert (await drawn(seeing.generator, PROMPT, 1, _GREEDY))[0] == greedy[0]
+    assert await first_of(seeing, *shown[0]) == greedy[0]
 
 
 async def test_the_prompt_is_computed_once_for_all_candidates(seeing: Seeing) -> None:
@@ -151,7 +147,7 @@ async def test_the_prompt_is_computed_once_for_all_candidates(seeing: Seeing) ->
         "vllm:mm_cache_queries",
     )
     before = {name: await seeing.counter(f"{name}_total") for name in names}
-    await drawn(seeing.generator, prompt_of(green, _RED), 8, _SAMPLING)
+    await drawn(seeing.generator, c.SessionSpec(prompt_of(green, _RED), 8, _SAMPLING, 8))
     tokens, reused, hits, queries = [
         await seeing.counter(f"{name}_total") - before[name] for name in names
     ]
@@ -160,13 +156,7 @@ async def test_the_prompt_is_computed_once_for_all_candidates(seeing: Seeing) ->
     assert queries - hits == 1  # of the image that no request had before
 
 
-async def test_refuses_too_many_images_and_damaged_ones(seeing: Seeing) -> None:
-    with pytest.raises(InvalidRequest, match="at most 16 images"):
-        parts = tuple([_RED] * 17)
-        await seeing.generator.check(
-            c.SessionSpec(c.Prompt((c.Message("user", parts=parts),)), 1, _GREEDY, 8)
-        )
-    damaged = c.Image(picture()[:-30])
+async def test_refuses_damaged_images(seeing: Seeing) -> None:
     with pytest.raises(InvalidRequest):
-        await drawn(seeing.generator, prompt_of(_RED, damaged), 1, _GREEDY)
-    assert await drawn(seeing.generator, PROMPT, 1, _GREEDY)
+        await first_of(seeing, _RED, c.Image(picture()[:-30]))
+    assert await first_of(seeing, _RED, _BLUE)

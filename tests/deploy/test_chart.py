@@ -39,7 +39,7 @@ from tests.deploy.busy import METRICS
 from tests.deploy.expressions import of_dashboards, selected
 from tests.deploy.policies import Peer, edges
 from tests.endpoints import prometheus_name
-from tests.programs import outcome_of
+from tests.programs import outcome_of, run
 from tests.serving import need, until
 
 HEALTH_NAMES = {
@@ -57,6 +57,12 @@ CRDS = m.ROOT / ".tools" / "schemas"  # make crd-schemas
 COMPILER = ("--strict", "--skipLibCheck", "--module", "nodenext", "--target", "es2022")
 
 
+@pytest.fixture(params=[*m.PRESETS, *m.VARIANTS])
+def manifests(request: pytest.FixtureRequest) -> m.Manifests:
+    """The presets and variants, each rendered once."""
+    return m.rendered(request.param)
+
+
 # The chart's values
 
 
@@ -70,13 +76,11 @@ def test_versions_are_those_of_the_project() -> None:
     assert metadata["version"] == metadata["appVersion"] == version()
 
 
-def test_helm_finds_no_fault() -> None:
+async def test_helm_finds_no_fault() -> None:
     """What every preset must also pass, its schema and its templates, is rendered below."""
     helm = need(m.HELM, "Helm: make helm fetches it")
     values = CHART / "values-production.yaml"
-    command = [str(helm), "lint", "--strict", str(CHART), "-f", str(values)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout
+    await run(helm, "lint", "--strict", CHART, "-f", values)
 
 
 @pytest.mark.parametrize(

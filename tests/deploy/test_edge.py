@@ -10,8 +10,8 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from tests.gateway.gateways import (
     request,
     response_to,
 )
+from tests.reward_service.endpoint import Reply, served
 from tests.serving import listening, need, until
 from tests.specrej.conftest import orchestrator
 from tests.specrej.fakes import GENERATION, FakeOrchestrator
@@ -117,25 +118,6 @@ def _with_tls(text: str, folder: Path) -> str:
 
 def _probe(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
-
-
-@asynccontextmanager
-async def serving(
-    reply: Callable[[bytes], bytes], ended: asyncio.Event | None = None
-) -> AsyncIterator[int]:
-    """The port of an HTTP server in place of the gateway: replies to the head of each request.
-    `ended` is set when a reply was read or its connection is lost."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
-            writer.write(reply(await reader.readuntil(b"\r\n\r\n")))
-            await writer.drain()
-        if ended:
-            ended.set()
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[1]
 
 
 def inner_ports(stack: Stack) -> tuple[int, int]:
@@ -216,18 +198,13 @@ async def test_only_public_methods_have_a_route(stack: Stack) -> None:
 
 async def test_what_a_client_says_of_itself_is_dropped(tmp_path: Path, envoy: Path) -> None:
     """Guards against an address or a certificate that is spoofed, and a token that is lost."""
-    heads: list[bytes] = []
-
-    def reply(head: bytes) -> bytes:
-        heads.append(head.lower())
-        return b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-
     lies = b"x-forwarded-client-cert: a\r\nx-envoy-internal: true\r\nx-envoy-max-retries: 9\r\n"
     lies += b"x-forwarded-for: 10.0.0.1\r\n"
-    async with serving(reply) as port, edge_of(tmp_path, 1, port) as own:
+    async with served(lambda *_: Reply(b"")) as server, edge_of(tmp_path, 1, server.port) as own:
         await response_to(own.http, MODELS + b"authorization: Bearer T\r\n" + lies + b"\r\n")
-    assert b"authorization: bearer t\r\n" in heads[0]
-    assert not re.search(b"client-cert|internal|retries|forwarded-for", heads[0])
+    headers = server.requests[0].headers
+    assert headers["authorization"] == "Bearer T"
+    assert not re.search("client-cert|internal|retries|forwarded-for", " ".join(headers))
 
 
 async def test_tls_to_both_sides(
@@ -356,13 +333,10 @@ async def test_each_peer_has_a_rate(tmp_path: Path, stack: Stack) -> None:
 
 async def test_a_reader_that_does_not_read_is_cut_off(tmp_path: Path, envoy: Path) -> None:
     """Guards against a reply that is held for hours."""
-    ended = asyncio.Event()
-    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 30000000\r\n\r\n" + bytes(30_000_000)
     async with (
-        serving(lambda head: whole, ended) as port,
-        edge_of(tmp_path, 1, port, "&unread 60s -> 1s") as own,
+        served(lambda *_: Reply(bytes(30_000_000))) as server,
+        edge_of(tmp_path, 1, server.port, "&unread 60s -> 1s") as own,
     ):
         with socket.create_connection(("127.0.0.1", own.http)) as peer:
             peer.sendall(MODELS + b"\r\n")
-            async with asyncio.timeout(10):
-                await ended.wait()
+            await until(lambda: server.num_gone == 1, bound_s=10)

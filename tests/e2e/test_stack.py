@@ -5,7 +5,6 @@ Killed processes, in every phase of a request: tests/faults, on toys.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -17,7 +16,7 @@ import pytest
 from deploy.local.stack import Ports, Stack
 from specrej import Client, Schedule
 from specrej.contracts import Algorithm, CacheControl, Options
-from tests.programs import ROOT, outcome_of, run
+from tests.programs import ROOT, outcome_of, run, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -97,24 +96,11 @@ async def test_own_models_in_one_line(tmp_path: Path) -> None:
         "--metrics-port": Ports.free().orchestrator,  # and the three after it
     }
     words = [str(word) for pair in flags.items() for word in pair]
-    process = await asyncio.create_subprocess_exec(
-        BIN / "specrej", "up", *words, stderr=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stderr
-    try:
-        async with asyncio.timeout(120):
-            lines: list[str] = []
-            while "Ctrl-C" not in "".join(lines[-1:]):
-                line = await process.stderr.readline()
-                assert line, lines
-                lines.append(line.decode())
-            async with Client(f"127.0.0.1:{ports.orchestrator}") as client:
-                described = await client.describe()
-            process.send_signal(signal.SIGINT)
-            await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
+    async with started(BIN / "specrej", "up", *words, until="Ctrl-C") as (process, _):
+        async with Client(f"127.0.0.1:{ports.orchestrator}") as client:
+            described = await client.describe()
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
     assert process.returncode == 0
     assert described.generator.model == "tiny-lm"
     assert described.rewards == ("tiny_reward", "likelihood")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,10 +16,6 @@ _kept: list[str] = []
 def _misbehaving(scores: Callable[[Sequence[str]], list[float]]) -> Score:
     """Return a reward with these scores for all texts but those of a worker's warm-up."""
     return lambda _, texts: [0.0] if list(texts) == ["Hello."] else scores(texts)
-
-
-def _raise(error: BaseException) -> list[float]:
-    raise error
 
 
 def _shares(texts: Sequence[str]) -> list[float]:
@@ -39,4 +36,4 @@ def slow(_: Prompt, texts: Sequence[str]) -> list[float]:
 
 
 nan = _misbehaving(lambda texts: [math.nan] * len(texts))
-exiting = _misbehaving(lambda _: _raise(SystemExit("secret: the reward exits")))  # ends a thread
+exiting = _misbehaving(lambda _: sys.exit("secret: the reward exits"))  # ends a thread

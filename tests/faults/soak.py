@@ -39,9 +39,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from specrej.contracts import CacheControl
 from tests.endpoints import scrape
 from tests.faults.processes import open_streams
@@ -98,7 +95,7 @@ class Soak:
 
 
 def main() -> None:
-    """Soak, print a table and a JSON object; exit with 1 if anything grows."""
+    """Soak, print a JSON object; exit with 1 if anything grows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the measurement")
     parser.add_argument(
@@ -110,7 +107,6 @@ def main() -> None:
     soak = asyncio.run(_soak(arguments))
     growing = soak.growing()
     odd = sorted({*soak.codes} - {*_ANSWERS})
-    _print_table(soak)
     report = {
         **vars(arguments),
         "flat": not growing,
@@ -238,14 +234,6 @@ async def _series(running: World) -> dict[str, float]:
         values = (await scrape([url])).values
         counts[f"{name} series"] = float(sum(map(len, values.values())))
     return counts
-
-
-def _print_table(soak: Soak) -> None:
-    table, growing = Table("what", "last", "growth", ""), soak.growing()
-    for name, grown in soak.growth().items():
-        verdict = "[red]grows" if name in growing else "flat"
-        table.add_row(name, f"{soak.values[name][-1]:.1f}", f"{grown:+.2f}", verdict)
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

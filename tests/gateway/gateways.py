@@ -80,14 +80,14 @@ class Connection:
         await connection.writer.drain()
         return connection
 
-    async def read_until(self, text: bytes, bound_s: float = 20) -> bytes:
+    async def read_until(self, text: bytes) -> bytes:
         """Everything up to `text`."""
-        async with asyncio.timeout(bound_s):
+        async with asyncio.timeout(20):
             return await self.reader.readuntil(text)
 
-    async def read_all(self, bound_s: float = 20) -> bytes:
+    async def read_all(self) -> bytes:
         """Everything until the server closes the connection."""
-        async with asyncio.timeout(bound_s):
+        async with asyncio.timeout(20):
             try:
                 return await self.reader.read()
             except ConnectionResetError:

@@ -16,7 +16,7 @@ from specrej import contracts as c
 from specrej.contracts.errors import Overloaded, SpecrejError, Unavailable
 from tests.gateway.gateways import gateway_at, post, tokens_file
 from tests.gateway.scripted import ALL, CALLS, ONLY_CALLS, ONLY_TEXT, SCHEMA, known, script
-from tests.gateway.test_tools import Weather, prompt_of
+from tests.gateway.test_tools import prompt_of
 from tests.serving import listening
 from tests.specrej.fakes import FakeOrchestrator
 
@@ -102,15 +102,6 @@ async def test_a_stop_text_is_named(client: Any, orchestrator: FakeOrchestrator)
         final = await stream.get_final_message()
     for message in (whole, final):
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "###")
-
-
-async def test_an_object_is_parsed(client: Any, orchestrator: FakeOrchestrator) -> None:
-    script(orchestrator, c.AnswerParts('{"city":"Oslo"}'))
-    fields = {name: FIELDS[name] for name in ("model", "max_tokens", "messages")}
-    message = await client.messages.parse(**fields, output_format=Weather)
-    assert message.parsed_output == Weather(city="Oslo")
-    schema = orchestrator.requests[-1].sampling.structured_output.json_schema.schema
-    assert json.loads(schema)["required"] == ["city"]
 
 
 async def test_answers_become_turns(client: Any, orchestrator: FakeOrchestrator) -> None:

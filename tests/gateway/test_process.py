@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from deploy.local.stack import Ports
 from tests.certificates import Authority
 from tests.gateway.gateways import CHAT, STREAM, Connection, gateway_at, get, request
-from tests.programs import ROOT, outcome_of
+from tests.programs import ROOT, outcome_of, started
 from tests.serving import until
 from tests.specrej.fakes import FakeOrchestrator
 
@@ -23,27 +22,16 @@ from tests.specrej.fakes import FakeOrchestrator
 async def process(address: str, **settings: str) -> AsyncIterator[tuple[Process, int]]:
     """A gateway's process that is ready, and its port."""
     names = {f"SPECREJ_GATEWAY_{name.upper()}": value for name, value in settings.items()}
-    environment = {**os.environ, "SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS": address, **names}
-    environment["SPECREJ_GATEWAY_PORT"] = "0"
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gateway"), stderr=PIPE, env=environment
-    )
-    assert started.stderr
-    try:
-        async with asyncio.timeout(60):
-            while b"listening on" not in (line := await started.stderr.readline()):
-                assert line, "it ended"
-        port = int(line.rpartition(b":")[2])
+    names |= {"SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS": address, "SPECREJ_GATEWAY_PORT": "0"}
+    command = (sys.executable, "-m", "gateway")
+    async with started(*command, until=r"listening on .*:(\d+)\n", **names) as (running, match):
+        port = int(match[1])
 
         async def is_ready() -> bool:
             return bool((await get(port, "/readyz"))[0] == 200)
 
         await until(is_ready)
-        yield started, port
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.wait()
+        yield running, port
 
 
 async def test_sigterm_lets_requests_finish(address: str, orchestrator: FakeOrchestrator) -> None:

@@ -80,14 +80,6 @@ async def test_events_have_the_whole_response(
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
-async def test_an_object_is_parsed(client: AsyncOpenAI, orchestrator: FakeOrchestrator) -> None:
-    script(orchestrator, c.AnswerParts('{"city":"Oslo"}'))
-    answer = await client.responses.parse(model="toy", input="x", text_format=Weather)
-    assert answer.output_parsed == Weather(city="Oslo")
-    schema = orchestrator.requests[-1].sampling.structured_output.json_schema.schema
-    assert json.loads(schema)["required"] == ["city"]
-
-
 async def test_answers_become_turns(client: AsyncOpenAI, orchestrator: FakeOrchestrator) -> None:
     """A tool of pydantic, and its answer with all items as the next request's input."""
     script(orchestrator, ALL)

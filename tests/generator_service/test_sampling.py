@@ -31,10 +31,6 @@ def drawn(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return tokens
 
 
-def frequencies(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    return torch.bincount(tokens, minlength=vocabulary) / len(tokens)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_most_probable_tokens_are_those_of_the_model(temperature: float) -> None:
     """Guards against those of the tempered, cut or adjusted distribution, and infinite ones."""
@@ -232,7 +228,8 @@ def test_frequencies_are_those_of_the_likeliest_tokens(
     Guards against a min_p of the probability itself, before the temperature or after top_p.
     """
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])) + 3
-    measured = frequencies(drawn(logits, Sampling(**changes)), 5)  # type: ignore[arg-type]
+    tokens = drawn(logits, Sampling(**changes))  # type: ignore[arg-type]
+    measured = torch.bincount(tokens, minlength=5) / len(tokens)
     weights = torch.tensor(expected)
     torch.testing.assert_close(measured, weights / weights.sum(), atol=0.02, rtol=0)
     assert torch.equal(measured > 0, weights > 0)

@@ -71,10 +71,7 @@ async def test_foreign_forms_are_refused_and_rewards_are_shown(toys: Stack, url:
         (shown,) = (await send(f"{url}/stats/requests"))["extendedStats"]
         return list(shown["data"])
 
-    async def has_rewards() -> bool:
-        return bool(await rewards())
-
-    await until(has_rewards, every_s=0.2)
+    await until(rewards, every_s=0.2)
     await send(f"{url}/stop", now=1)
     (row,) = await rewards()
     assert (row["algorithm"], row["n"]) == ("speculative-rejection", 4)

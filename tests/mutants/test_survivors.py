@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from gateway.answers import CompletionAnswer
 from orchestrator.cache import RedisClient
 from orchestrator.loop.deadline import DeadlineController
-from orchestrator.loop.scoring import RequestScorer
 from specrej import contracts as c
-from specrej.contracts import Candidate, FinishReason, Prompt, Sampling, Scores
+from specrej.contracts import FinishReason, Sampling
 from specrej.contracts.validation import check_sampling
-
-
-async def test_tokens_of_two_rewards_are_added() -> None:
-    @asynccontextmanager
-    async def scorer(number: int) -> Any:
-        async def score(candidates: Sequence[Candidate]) -> Scores:
-            return Scores((0.5,) * len(candidates), number, f"reward {number}")
-
-        yield SimpleNamespace(score=score)
-
-    scorers: list[Any] = [lambda _: scorer(3), lambda _: scorer(5)]
-    async with RequestScorer(scorers, Prompt.from_user("Why?")) as both:
-        scored = await both.score([Candidate(0, "a", 1, -1.0, FinishReason.STOP)])
-    assert scored.computed_tokens == 3 + 5
 
 
 def test_the_time_of_a_batch_is_divided_among_its_candidates() -> None:

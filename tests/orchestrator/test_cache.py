@@ -463,28 +463,23 @@ async def test_logs_hold_no_keys_and_no_answers(caplog: pytest.LogCaptureFixture
 KEY = f"{PREFIX}{1:064x}"
 
 
-async def use_everything(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send every command that the cache uses."""
-    monkeypatch.setattr(single_flight, "LOCK_S", 0.9)
-    key = new_key()
-    assert await cache.redis.available()
-    assert await cache.get(key) is None
-    assert await cache.put(key, generation())
-    async with locked(cache.redis, key, new_flight()) as has_waited:
-        assert not has_waited
-        await asyncio.sleep(0.5)  # a renewal
-
-
 async def test_the_documented_rights_are_just_enough(
     own_valkey: ValkeyServer, cache_events: CacheEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against missing and unused rights, rights to foreign keys, and an old document."""
+    monkeypatch.setattr(single_flight, "LOCK_S", 0.9)
     set_user(own_valkey, "specrej-cache", "secret")
     url = f"redis://specrej-cache:secret@127.0.0.1:{own_valkey.port}"
     with redis.Redis.from_url(own_valkey.connection_url) as client:
         client.config_resetstat()
         async with open_cache(url) as cache:
-            await use_everything(cache, monkeypatch)
+            # Every command that the cache uses.
+            assert await cache.redis.available()
+            assert await cache.get(KEY) is None
+            assert await cache.put(KEY, generation())
+            async with locked(cache.redis, KEY, new_flight()) as has_waited:
+                assert not has_waited
+                await asyncio.sleep(0.5)  # a renewal
             assert cache_events.failures.total() == 0
             assert not await cache.put("foreign:key", generation())
             assert await cache.get("foreign:key") is None

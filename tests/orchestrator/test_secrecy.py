@@ -8,7 +8,6 @@ import json
 import logging
 import sys
 import zlib
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from specrej.contracts.errors import InvalidRequest, SpecrejError, Violation
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.gateway.gateways import BODY, CHAT, get, post, whole_reply
+from tests.programs import outcome_of
 from tests.serving import failure_of, until
 from tests.world import ENDS, HeldGenerator, small_request, world
 
@@ -153,13 +153,6 @@ async def tried(call: Awaitable[Any]) -> Any:
         return error, vars(error)
 
 
-async def printed(*arguments: str) -> Any:
-    """What the command line prints."""
-    program = (sys.executable, "-m", "specrej.client.cli", *arguments)
-    process = await asyncio.create_subprocess_exec(*program, stdout=PIPE, stderr=PIPE)
-    return await asyncio.wait_for(process.communicate(), 60)
-
-
 @pytest.mark.parametrize("broken", [{}, {"open_with": refusing}, {"score": quoting}])
 async def test_data_of_rewards_is_nowhere(
     traces: Callable[[], str],
@@ -205,7 +198,8 @@ async def test_data_of_rewards_is_nowhere(
             )
             flags = ("--max-tokens", "16", "--reward", "toy", "--reward-data", str(file))
             if not broken and data == [MARK]:
-                seen.append(await printed("generate", "why?", "--address", service.address, *flags))
+                program = (sys.executable, "-m", "specrej.client.cli", "generate", "why?")
+                seen.append(await outcome_of(*program, "--address", service.address, *flags))
         seen.append(await get(port, "/v1/specrej/describe"))
     assert MARK not in "\n".join(map(repr, [*seen, traces()]))
     for key in admin.scan_iter():

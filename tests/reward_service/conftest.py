@@ -1,4 +1,4 @@
-"""A reward service over real gRPC on a free port, and the embedded MiniLM on disk."""
+"""A reward service over real gRPC on a free port, and a classifier on disk."""
 
 from __future__ import annotations
 
@@ -47,9 +47,3 @@ async def serve() -> AsyncIterator[Serve]:
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny Llama and a head of one label."""
     return save(tmp_path_factory.mktemp("classifier"))
-
-
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """A directory with all-MiniLM-L6-v2."""
-    return Path(".models/relevance")

@@ -51,7 +51,7 @@ Make = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """The reward of that kind."""
 
     @cache
@@ -61,7 +61,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Make:
         if save_model:
             spec["directory"] = save_model(tmp_path_factory.mktemp(name))
         elif "directory" in spec:
-            spec["directory"] = minilm
+            spec["directory"] = tiny.MINILM
         return load(**spec)
 
     return make

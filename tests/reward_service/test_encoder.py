@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 from reward_service.kinds.encoder import plan
 from reward_service.reward import score
 from specrej.contracts import Message, Prompt
-from tests.reward_service.tiny import load
+from tests.reward_service.tiny import MINILM, load
 
 QUESTION = "How do I bake bread at home?"
 PROMPT = Prompt.from_user(QUESTION)
@@ -50,15 +49,15 @@ def test_micro_batches_hold_every_sequence_once_within_budget(
 
 
 @pytest.fixture(scope="module")
-def relevance(minilm: Path) -> Any:
-    return load("relevance", minilm, token_budget=300)
+def relevance() -> Any:
+    return load("relevance", MINILM, token_budget=300)
 
 
-def test_relevance_is_plain_transformers_cosine(minilm: Path, relevance: Any) -> None:
+def test_relevance_is_plain_transformers_cosine(relevance: Any) -> None:
     """Guards pooling and truncation; padding tokens in the mean would shift every score. Control
     tokens in texts are characters, as in transformers' plain reading."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(minilm)
-    model: Any = AutoModel.from_pretrained(minilm).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(MINILM)
+    model: Any = AutoModel.from_pretrained(MINILM).eval()
 
     def embed(text: str) -> torch.Tensor:
         options = {"truncation": True, "max_length": 256, "split_special_tokens": True}

@@ -161,14 +161,6 @@ async def test_bad_answer_is_the_error_that_it_stands_for(
     assert "127.0.0.1" not in str(failure.value)
 
 
-async def test_a_late_answer_is_unavailable() -> None:
-    """Guards against a call without an end."""
-    async with served() as endpoint:
-        with pytest.raises(Unavailable, match="did not answer within 1 s"):
-            await score_at(endpoint, "slow", timeout_s=1.0)
-        await until(lambda: endpoint.num_gone == 1)
-
-
 async def test_a_server_that_is_away_at_the_start_is_used_later() -> None:
     """Guards the other rewards of a service against one server."""
     async with served() as endpoint:

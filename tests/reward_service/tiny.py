@@ -24,6 +24,7 @@ from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 
 FAMILIES = ("gemma", "llama", "qwen2")
+MINILM = Path(".models/relevance")  # all-MiniLM-L6-v2
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -151,13 +152,10 @@ def computed(
     directory: Path,
     text: str,
     auto_class: Any = AutoModelForSequenceClassification,
-    *,
-    closed: bool = True,
 ) -> tuple[list[int], Any]:
     """A conversation's token ids, and transformers' output for it alone, nothing padded."""
     tokenizer, model = plain(directory, auto_class)
     written = conversation(directory, text, auto_class)
-    written = written if closed else written.removesuffix(EOS)
     ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
     with torch.inference_mode():
         return ids, model(input_ids=torch.tensor([ids]))

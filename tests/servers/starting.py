@@ -43,13 +43,13 @@ def vllm_server(
 
 
 def llama_server(
-    gguf: Path | None = None, *, slots: int = 16, tokens: int = 8192, name: str = ""
+    *, slots: int = 16, tokens: int = 8192, name: str = ""
 ) -> AbstractAsyncContextManager[str]:
     """The base URL, without /v1, of llama.cpp's server, with `slots` that share `tokens` of KV;
     `name`: of the model, which is its path otherwise."""
     python = _found(".llama/bin/python", "make conformance-servers")
     program = str(Path(__file__).with_name("llama_server.py"))
-    path = str(gguf or packaged(MODEL.name))
+    path = str(packaged(MODEL.name))
     return _running([python, program, path, _PORT, str(slots), str(tokens), name], "/health")
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Generator, Prompt, Sampling, SessionSpec
+from tests.endpoints import scrape
 from tests.servers.starting import MODEL, router, vllm_server
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -50,9 +49,7 @@ async def _generator(url: str, header: str) -> AsyncIterator[Generator]:
 
 async def _counts(servers: Sequence[str], name: str) -> list[float]:
     """A series of each server, summed over its labels."""
-    async with httpx2.AsyncClient(trust_env=False) as client:
-        pages = [(await client.get(f"{server}/metrics")).text for server in servers]
-    return [sum(map(float, re.findall(rf"^{name}{{.*}} (.+)$", page, re.M))) for page in pages]
+    return [(await scrape([f"{server}/metrics"])).sum(name) for server in servers]
 
 
 async def _session(generator: Generator, name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
@@ -17,6 +15,7 @@ from specrej_models.attention import DecodeSegment, PrefillSegment, Segment, att
 from specrej_models.cpu.attention import CPUAttention
 from specrej_models.cpu.tiles import PANEL
 from specrej_models.kv import KVShape, PromptKV, SuffixKV
+from tests.programs import run
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -220,13 +219,8 @@ def test_a_segment_sees_what_another_one_of_the_pass_stores() -> None:
 
 
 @pytest.mark.long
-def test_scratch_memory_is_not_freed_while_it_is_used() -> None:
+async def test_scratch_memory_is_not_freed_while_it_is_used() -> None:
     """Guards against wrong tokens and a corrupted heap: numba frees an array after its last use,
     although its address is still in use."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.specrej_models.shared_arena"],
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
+    command = (sys.executable, "-m", "tests.specrej_models.shared_arena")
+    assert await run(*command, MALLOC_ARENA_MAX="1") == "0\n"

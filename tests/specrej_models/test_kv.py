@@ -137,9 +137,9 @@ def grown(shape: KVShape, rows: int, tokens: int, live: int | None = None) -> Su
     return suffix
 
 
-def layer_bytes(shape: KVShape, slots: int) -> int:
-    """One layer's keys, or values, of some slots."""
-    return slots * shape.slot_bytes // shape.layers // 2
+def views(suffix: SuffixKV) -> list[Tensor]:
+    """Keys and values of all layers."""
+    return [view for n in range(8) for view in (suffix.keys(n), suffix.values(n))]
 
 
 SLACK = 4096  # indices of rows and the like
@@ -163,7 +163,8 @@ def test_a_move_takes_one_layer_more_than_what_stays(
     shape = shape_of()
     memory = allocated(move, lambda: grown(shape, 64, 100, live=live))
     assert memory.stays == more_slots * shape.slot_bytes
-    assert memory.peak <= max(0, memory.stays) + layer_bytes(shape, layer_slots) + SLACK
+    layer_bytes = layer_slots * shape.slot_bytes // shape.layers // 2  # of keys, or of values
+    assert memory.peak <= max(0, memory.stays) + layer_bytes + SLACK
 
 
 @pytest.mark.parametrize(
@@ -174,15 +175,11 @@ def test_a_repeated_row_is_copied(rows: list[int]) -> None:
     shape = shape_of()
     suffix = grown(shape, 4, 10)
     suffix.length = 6
-
-    def views() -> list[Tensor]:
-        return [view for n in range(shape.layers) for view in (suffix.keys(n), suffix.values(n))]
-
-    stored = [view[:4, :, :6].normal_().clone() for view in views()]
+    stored = [view[:4, :, :6].normal_().clone() for view in views(suffix)]
     suffix.keep(rows, 1000)
     suffix.reserve(11)
     assert (suffix.live, suffix.length) == (len(rows), 6)
-    for view, before in zip(views(), stored, strict=True):
+    for view, before in zip(views(suffix), stored, strict=True):
         assert torch.equal(view[: len(rows), :, :6], before[rows])
 
 
@@ -209,11 +206,8 @@ def test_rows_without_tokens_are_forked() -> None:
 def test_the_last_row_takes_the_place_of_a_dropped_one(row: int, left: list[int]) -> None:
     suffix = grown(shape_of(), 4, 10)
     suffix.length = 6
-    stored = [
-        view.normal_().clone() for n in range(8) for view in (suffix.keys(n), suffix.values(n))
-    ]
+    stored = [view.normal_().clone() for view in views(suffix)]
     suffix.drop(row)
-    views = [view for n in range(8) for view in (suffix.keys(n), suffix.values(n))]
     assert suffix.live == 3
-    for view, before in zip(views, stored, strict=True):
+    for view, before in zip(views(suffix), stored, strict=True):
         assert torch.equal(view[:3, :, :6], before[left, :, :6])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,26 +19,29 @@ from specrej.telemetry import names, traces
 from tests.collector import CLIENT, SERVER, Collector, Seen
 from tests.faults.world import SERVICES, Call
 from tests.serving import until
-from tests.telemetry.observed import GENERATE, GENERATE_STREAM, SCORE_SESSION, SESSION, Observed
+from tests.telemetry.observed import (
+    GENERATE,
+    GENERATE_STREAM,
+    SCORE_SESSION,
+    SESSION,
+    Observed,
+    observed,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = "An unmistakable prompt"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", autouse=True)
-async def _no_earlier_spans(service: Observed) -> None:
-    """Discard the spans of other modules' tests, which have the same methods and codes."""
-    service.collector.spans.clear()
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def service() -> AsyncIterator[Observed]:
+    async with observed() as running:
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def trace(service: Observed) -> list[Seen]:
     """The trace of one request through the client, whose answer is generated and stored."""
-    return await traced(service)
-
-
-async def traced(service: Observed, seed: int = 0) -> list[Seen]:
     with client_spans(service.collector):
         async with Client(service.stack.orchestrator_address) as client:
             await client.describe()  # connects: the root's time is that of the request alone
@@ -46,7 +49,7 @@ async def traced(service: Observed, seed: int = 0) -> list[Seen]:
                 PROMPT,
                 n=8,
                 max_tokens=192,
-                seed=seed,
+                seed=0,
                 ignore_eos=True,
                 schedule=Schedule("tokens", tokens=(16, 64)),
             )
