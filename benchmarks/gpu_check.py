@@ -11,7 +11,7 @@ tests the checks themselves. It writes gpu-check.json:
   whole and with cuts to a half at a quarter and at a half of the tokens, with the processor time of
   this process and vLLM's together, per step;
 * load: answers per second of sessions at the same time, with these cuts and without;
-* memory: the rounds of a session whose N the slots decide.
+* by_memory: the rounds of a session whose N the slots decide.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ async def _measure(arguments: argparse.Namespace, result: dict[str, Any]) -> Non
             result["speed"].append(await _speed(generator, n, arguments))
         for sessions in arguments.sessions:
             result["load"].append(await _load(generator, sessions, arguments))
-        result["memory"] = await _memory(generator, arguments)
+        result["by_memory"] = await _memory(generator, arguments)
     finally:
         await generator.close()
 
