@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,42 +64,36 @@ def _estimate(value: float, low: float, high: float) -> str:
     return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _answers(name: str) -> Callable[[], str]:
-    def table() -> str:
-        result = measured(name)
-        rows = [
-            (
-                *(p["system"], p["n"], f"{p['seconds']:.2f}", f"{p['tokens']:.0f}"),
-                _estimate(p["reward"], p["reward_low"], p["reward_high"]),
-                *(f"{p['second_judge']:.3f}", f"{p['words']:.0f}"),
-            )
-            for p in result["points"]
-            if p["prompts"] == result["prompts"]
-        ]
-        quality = ("reward (95 %)", "second judge", "words")
-        return markdown(("system", "N", "seconds", "tokens", *quality), rows)
-
-    return table
+def _answers(name: str) -> str:
+    result = measured(name)
+    rows = [
+        (
+            *(p["system"], p["n"], f"{p['seconds']:.2f}", f"{p['tokens']:.0f}"),
+            _estimate(p["reward"], p["reward_low"], p["reward_high"]),
+            *(f"{p['second_judge']:.3f}", f"{p['words']:.0f}"),
+        )
+        for p in result["points"]
+        if p["prompts"] == result["prompts"]
+    ]
+    quality = ("reward (95 %)", "second judge", "words")
+    return markdown(("system", "N", "seconds", "tokens", *quality), rows)
 
 
-def _paired(name: str) -> Callable[[], str]:
-    def table() -> str:
-        rows = [
-            (
-                *(d["system"], d["n"]),
-                *(
-                    _estimate(d[judge], d[f"{judge}_low"], d[f"{judge}_high"])
-                    for judge in ("reward", "second_judge")
-                ),
-                *(f"{d[f'{cost}_ratio']:.2f}" for cost in ("seconds", "tokens")),
-            )
-            for d in differences(pd.DataFrame(measured(name)["answers"])).to_dict("records")
-            if not math.isnan(d["reward_low"])
-        ]
-        judged = ("reward (95 %)", "second judge (95 %)")
-        return markdown(("system", "N", *judged, "of the seconds", "of the tokens"), rows)
-
-    return table
+def _paired(name: str) -> str:
+    rows = [
+        (
+            *(d["system"], d["n"]),
+            *(
+                _estimate(d[judge], d[f"{judge}_low"], d[f"{judge}_high"])
+                for judge in ("reward", "second_judge")
+            ),
+            *(f"{d[f'{cost}_ratio']:.2f}" for cost in ("seconds", "tokens")),
+        )
+        for d in differences(pd.DataFrame(measured(name)["answers"])).to_dict("records")
+        if not math.isnan(d["reward_low"])
+    ]
+    judged = ("reward (95 %)", "second judge (95 %)")
+    return markdown(("system", "N", *judged, "of the seconds", "of the tokens"), rows)
 
 
 def _callers() -> str:
@@ -142,34 +137,31 @@ def _studies() -> dict[str, dict[str, list[tuple[str, float, Estimate]]]]:
     return studies
 
 
-def _right(name: str) -> Callable[[], str]:
-    def table() -> str:
-        rows = [
-            (
-                one["policy"],
-                *(_estimate(*one[key]) for key in ("right", "less the base's")),
-                f"{one['tokens']:.0f}",
-                _estimate(*one["of the base's tokens"]),
-            )
-            for one in measured(name)["policies"]
-        ]
-        base = measured(name)["policies"][0]["policy"]
-        return markdown(("policy", "right", f"less {base}", "tokens", f"of {base}'s"), rows)
-
-    return table
+def _right(name: str) -> str:
+    rows = [
+        (
+            one["policy"],
+            *(_estimate(*one[key]) for key in ("right", "less the base's")),
+            f"{one['tokens']:.0f}",
+            _estimate(*one["of the base's tokens"]),
+        )
+        for one in measured(name)["policies"]
+    ]
+    base = measured(name)["policies"][0]["policy"]
+    return markdown(("policy", "right", f"less {base}", "tokens", f"of {base}'s"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "answers-100": _answers("answer_100"),
-    "paired-100": _paired("answer_100"),
-    "answers-512": _answers("answer_512"),
-    "answers-endpoint": _answers("answer_endpoint"),
-    "paired-endpoint": _paired("answer_endpoint"),
+    "answers-100": partial(_answers, "answer_100"),
+    "paired-100": partial(_paired, "answer_100"),
+    "answers-512": partial(_answers, "answer_512"),
+    "answers-endpoint": partial(_answers, "answer_endpoint"),
+    "paired-endpoint": partial(_paired, "answer_endpoint"),
     "callers": _callers,
-    "right-checks": _right("right_checks"),
-    "right-reasoning": _right("right_reasoning"),
-    "right-humaneval": _right("right_humaneval"),
-    "right-calls": _right("right_calls"),
+    "right-checks": partial(_right, "right_checks"),
+    "right-reasoning": partial(_right, "right_reasoning"),
+    "right-humaneval": partial(_right, "right_humaneval"),
+    "right-calls": partial(_right, "right_calls"),
     "gpu": _gpu,
 }
 

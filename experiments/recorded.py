@@ -48,7 +48,9 @@ class Answer:
             "finish": self.finish.value,
         }
 
-    def at(self, number: int, position: int, known: int, *, with_top: bool) -> c.Candidate:
+    def at(
+        self, number: int, position: int, known: int = 0, *, with_top: bool = False
+    ) -> c.Candidate:
         """The candidate `number` at its first `position` tokens; `known` of them are not new."""
         end = min(position, len(self.tokens))
         is_over = end == len(self.tokens)

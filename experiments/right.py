@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from benchmarks.harness import provenance, report
 from experiments import candidates, right_tasks
@@ -33,7 +32,6 @@ from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
 from reward_service.reward import Reward, score_batch
-from reward_service.specs import Resources, RewardSpec
 from specrej import contracts as c
 
 _BEST_OF_N = c.Algorithm.BEST_OF_N
@@ -224,7 +222,7 @@ async def live(
     policy = study.policies[study.live]
     recorded = {line["task"]: line["answers"] for line in candidates.lines(path)}
     spec = {"name": "verifier", **study.verifier}
-    verifier = _load(study)
+    verifier = right_tasks.verifier_of(study.verifier)
     right, equal, tokens, replayed = 0, 0, 0, 0
     async with candidates.serving(study.n, study.max_tokens, model, spec) as client:
         for task in tasks:
@@ -251,21 +249,10 @@ async def live(
     }
 
 
-def _load(study: Study) -> Any:
-    """The study's verifier, if it has one."""
-    if not study.verifier:
-        return None
-    spec: Any = TypeAdapter(RewardSpec)
-    return spec.validate_python({"name": "verifier", **study.verifier}).load(Resources())
-
-
 async def judged(task: Task, answers: Sequence[Answer], verifier: Any) -> IsRight:
     """Which answers the verifier passes."""
     async with scorer_of(verifier, task.data)(task.prompt) as session:
-        whole = [
-            answer.at(number, len(answer.tokens), 0, with_top=False)
-            for number, answer in enumerate(answers)
-        ]
+        whole = [one.at(number, len(one.tokens)) for number, one in enumerate(answers)]
         values = (await session.score(whole)).values
     right = {one.text for one, value in zip(answers, values, strict=True) if value >= 1}
     return lambda text, _: text in right
@@ -277,8 +264,8 @@ async def count_wrong_vetoes(task: Task, answers: Sequence[Answer], verifier: An
     async with scorer_of(verifier, task.data)(task.prompt) as session:
         for number, answer in enumerate(answers):
             ends = range(_CHECKED, len(answer.tokens), _CHECKED)
-            prefixes = [answer.at(number, end, 0, with_top=False) for end in ends]
-            final = answer.at(number, len(answer.tokens), 0, with_top=False)
+            prefixes = [answer.at(number, end) for end in ends]
+            final = answer.at(number, len(answer.tokens))
             values = (await session.score([*prefixes, final])).values
             wrong += values[-1] >= 1 and min(values) < 1
     return wrong
@@ -289,7 +276,7 @@ async def evaluate(study: Study, tasks: Sequence[Task], path: Path) -> dict[str,
     recorded = {line["task"]: line for line in candidates.lines(path)}
     known = (task for task in tasks if task.id in recorded)
     tasks = [replace(one, tool_format=recorded[one.id].get("tool_format", "")) for one in known]
-    verifier = _load(study)
+    verifier = right_tasks.verifier_of(study.verifier)
     right: dict[str, list[float]] = {name: [] for name in study.policies}
     tokens: dict[str, list[float]] = {name: [] for name in study.policies}
     wrong_vetoes, invalid_calls, passing = 0, 0, []

@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,20 @@ _INSTRUCTIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
+def verifier_of(options: Mapping[str, Any]) -> Any:
+    """The verifier with these options, if there are any."""
+    if not options:
+        return None
+    spec: Any = TypeAdapter(RewardSpec)
+    return spec.validate_python({"name": "verifier", **options}).load(Resources())
+
+
 def checks(count: int) -> list[Task]:
     """Instructions about topics with one or two checks each, in own words; then IFBench's prompts
     whose checks the verifier has, at most a quarter of all."""
-    verifier: Any = TypeAdapter(RewardSpec).validate_python({"name": "v", "kind": "checks"})
-    reward = verifier.load(Resources())
+    reward = verifier_of({"kind": "checks"})
     drawn, tasks = random.Random(0), []
-    pairs = list(itertools.combinations(_INSTRUCTIONS, 1)) + list(
-        itertools.combinations(_INSTRUCTIONS, 2)
-    )
+    pairs = [(one,) for one in _INSTRUCTIONS] + [*itertools.combinations(_INSTRUCTIONS, 2)]
     published = list(itertools.islice(_ifbench(reward), count // 4))
     for number in range(count - len(published)):
         chosen = pairs[number % len(pairs)]

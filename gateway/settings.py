@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -121,9 +122,7 @@ class GatewaySettings(ProcessSettings):
             given = {key: value for key, value in preset if value is not None}
             rewards = given.get("rewards", ())
             if isinstance(rewards, dict):
-                rewards = tuple(
-                    WeightedReward(reward, weight) for reward, weight in rewards.items()
-                )
+                rewards = tuple(starmap(WeightedReward, rewards.items()))
             selection = Selection(**{**given, "rewards": rewards})
             if problems := [*check_selection(selection, MAX_INT32, name)]:
                 raise ValueError("; ".join(f"{v.field} {v.description}" for v in problems))

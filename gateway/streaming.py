@@ -24,7 +24,7 @@ from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDel
 Parts = AsyncGenerator[bytes, None]
 
 _COMMENT = b": keep-alive\n\n"
-_MANY = 200  # candidates of a round
+_MANY = 200  # candidates of a round, each of which takes 20 us
 # Of a packed body: bytes that are sent at once, and how slowly a client may take it.
 _SENT_BYTES = 65_536
 _UNREAD_S = 30.0
@@ -181,19 +181,15 @@ def raw_stream(events: Events, call: Call) -> EventStream:
 
     async def parts() -> Parts:
         async for event in events.all():
+            is_large = isinstance(event, RoundCompleted) and len(event.trace.candidates) > _MANY
             if event is None:
                 yield _COMMENT
-            elif isinstance(event, Finished) or _has_many(event):
+            elif is_large or isinstance(event, Finished):
                 yield await in_thread(partial(_named_part, event), is_large=call.wants_logprobs)
             else:
                 yield _named_part(event)
 
     return EventStream(events, parts(), call, lambda _, failed: _part(failed, "error"))
-
-
-def _has_many(event: Event) -> bool:
-    """Whether it is a round of many candidates, each of which takes 20 us."""
-    return isinstance(event, RoundCompleted) and len(event.trace.candidates) > _MANY
 
 
 def _named_part(event: Event) -> bytes:

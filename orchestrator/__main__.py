@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -15,7 +16,7 @@ from orchestrator.backends.fleet import Fleet, FleetSettings, Peer
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
-from orchestrator.cache import Cache, RedisClient
+from orchestrator.cache import Cache, RedisClient, Secret
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.extractors import functions_of
 from orchestrator.edge.planning import Defaults
@@ -63,7 +64,22 @@ async def _serve(settings: OrchestratorSettings) -> None:
         _fleet(settings, "generator", at_generators, RemoteGenerator, version_of) as generators,
         _fleet(settings, "reward service", at_rewards, RemoteRewards, _versions_of) as rewards,
     ):
-        orchestrator = _orchestrator(settings, redis, generators, rewards)
+        secret = Secret(Path(settings.cache_secret_file) if settings.cache_secret_file else None)
+        admission = Admission(settings.max_running, settings.max_queued)
+        instruments.observe_admission(admission)
+        orchestrator = Orchestrator(
+            FleetGenerator(generators),
+            FleetRewards(rewards),
+            Cache(redis, ttl_s=settings.cache_ttl_s, secret=secret),
+            admission,
+            defaults=Defaults(
+                settings.default_schedule,
+                settings.default_n,
+                settings.default_max_tokens,
+                settings.default_rewards,
+            ),
+            extractors=functions_of(settings.vote_extractors),
+        )
         instruments.observe_backends({"generator": generators.counts, "reward": rewards.counts})
         servicer = OrchestratorServicer(orchestrator, least_bytes_s=settings.least_bytes_s)
         server = Server(
@@ -77,29 +93,6 @@ async def _serve(settings: OrchestratorSettings) -> None:
             await server.run(partial(_backends_ready, orchestrator, generators, rewards))
         finally:
             await redis.close()
-
-
-def _orchestrator(
-    settings: OrchestratorSettings,
-    redis: RedisClient,
-    generators: Fleet[RemoteGenerator],
-    rewards: Fleet[RemoteRewards],
-) -> Orchestrator:
-    admission = Admission(settings.max_running, settings.max_queued)
-    instruments.observe_admission(admission)
-    return Orchestrator(
-        FleetGenerator(generators),
-        FleetRewards(rewards),
-        Cache(redis, ttl_s=settings.cache_ttl_s, secret=settings.cache_secret),
-        admission,
-        defaults=Defaults(
-            settings.default_schedule,
-            settings.default_n,
-            settings.default_max_tokens,
-            settings.default_rewards,
-        ),
-        extractors=functions_of(settings.vote_extractors),
-    )
 
 
 def _fleet(

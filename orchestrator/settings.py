@@ -156,11 +156,6 @@ class OrchestratorSettings(ServiceSettings):
         return Path(self.redis_password_file) if self.redis_password_file else None
 
     @property
-    def cache_secret(self) -> Secret:
-        """The secret of the cache's keys and values."""
-        return Secret(Path(self.cache_secret_file) if self.cache_secret_file else None)
-
-    @property
     def exposes_cache(self) -> bool:
         """Whether Redis is on another machine and the cache has no secret."""
         host = urlsplit(self.redis_url).hostname

@@ -95,7 +95,8 @@ def rewards() -> str:
 
     def kinds() -> Iterator[str]:
         for kind in get_args(get_args(RewardSpec)[0]):
-            about = (inspect.getdoc(owner) or "" for owner in kind.__mro__ if _is_own(owner))
+            own = (one for one in kind.__mro__ if issubclass(one, Spec) and one is not Spec)
+            about = (inspect.getdoc(owner) or "" for owner in own)
             options = _properties(kind)
             name, *_ = (options.pop(option).get("default") for option in ("kind", "name", "images"))
             rows = ((f"`{option}`", _default(value)) for option, value in options.items())
@@ -104,9 +105,6 @@ def rewards() -> str:
             text = re.sub(rf"\b(({named})(, ({named}))*):", r"**\1**:", "\n\n".join(about))
             table = _table(("option", "default"), rows) if options else ""
             yield f"## {name}\n\n{_text(text)}\n\n{table}"
-
-    def _is_own(owner: type) -> bool:
-        return issubclass(owner, Spec) and owner is not Spec
 
     return "\n\n".join(kinds())
 

@@ -131,7 +131,8 @@ class EngineThread:
         try:
             if not self.engine.has_work:
                 with self._clock.working():
-                    self._check_integrity()
+                    checked = self.engine.ledger if self.engine.sessions else self.engine
+                    checked.check_integrity()
                 self._execute(self._commands.get())
             self._execute_commands()
             with self._clock.working():
@@ -141,12 +142,6 @@ class EngineThread:
             log.exception("the engine starts over, without its sessions")
             with self._clock.working():
                 self.engine.start_over(InternalError("the generator had to start over"))
-
-    def _check_integrity(self) -> None:
-        if self.engine.sessions:
-            self.engine.ledger.check_integrity()
-        else:
-            self.engine.check_integrity()
 
 
 def _gone() -> Unavailable:

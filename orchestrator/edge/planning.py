@@ -214,6 +214,8 @@ class Planner:
                 raise _unknown(reward.name, (*served, LIKELIHOOD), _REWARDS_PATH)
         ordered = sorted(rewards, key=attrgetter("name"))
         planned = _as_run(replace(request, model=adapter), generator, ordered)
+        prints = (served[one.name].fingerprint if one.name in served else "" for one in rewards)
+        is_long = _characters(request) > _SURE_CHARACTERS * generator.context_tokens
         return Plan(
             planned,
             reward_order=tuple(ordered.index(reward) for reward in rewards),
@@ -224,10 +226,11 @@ class Planner:
             weight=weight,
             key_of=partial(answer_key, planned, tenant=tenant, secret=self._secret),
             generator_fingerprint=generator.fingerprint,
-            reward_fingerprint="" if away else _fingerprint_of(rewards, served),
+            reward_fingerprint="" if away else fingerprint_of(tuple(rewards), tuple(prints)),
             arrived=arrived,
             time_left_s=time_left_s,
-            must_check=_must_check(request, generator),
+            # What the generator must look at before it holds a permit.
+            must_check=is_long or bool(request.sampling.structured_output or request.prompt.tools),
             has_no_rewards=away is not None,
             cheap=frozenset(reward.name for reward in served.values() if reward.is_cheap),
             extract=extractor(vote, self._extractors) if vote else lambda _: None,
@@ -413,13 +416,6 @@ def _check_parts(
             yield Violation(f"prompt.messages[{number}].parts", text)
 
 
-def _fingerprint_of(
-    rewards: Sequence[c.WeightedReward], served: Mapping[str, c.RewardDescription]
-) -> str:
-    own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
-    return fingerprint_of(tuple(rewards), tuple(own))
-
-
 def _as_run(
     request: c.GenerationRequest,
     generator: c.GeneratorDescription,
@@ -432,12 +428,6 @@ def _as_run(
     is_drawn_anew = generator.ignores_seeds and request.sampling.temperature > 0
     cache = c.CacheControl.BYPASS if is_drawn_anew else request.cache
     return replace(request, selection=selection, cache=cache)
-
-
-def _must_check(request: c.GenerationRequest, generator: c.GeneratorDescription) -> bool:
-    """Whether the generator must look at the request before it holds a permit."""
-    is_long = _characters(request) > _SURE_CHARACTERS * generator.context_tokens
-    return is_long or bool(request.sampling.structured_output or request.prompt.tools)
 
 
 def _adapter(request: c.GenerationRequest, generator: c.GeneratorDescription) -> str:

@@ -95,7 +95,14 @@ class Orchestrator:
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, weight, violations, time_left_s)
         if within:
-            within = replace(within, emit=partial(_emit_named, within.emit, request_id))
+            emit_within = within.emit
+
+            def deliver_within(event: c.Progress | c.TextDelta) -> None:
+                if isinstance(event, c.TextDelta):
+                    event = replace(event, parts=_named(event.parts, request_id))
+                emit_within(event)
+
+            within = replace(within, emit=deliver_within)
         with observing(plan.request, plan.model, plan.arrived, time_left_s) as observed:
 
             def deliver(event: c.Event) -> None:
@@ -249,16 +256,6 @@ def _named(parts: P | None, request_id: str) -> P | None:
     prefix = f"call_{request_id[:12]}_"
     calls = [replace(call, id=call.id.replace("call_", prefix, 1)) for call in parts.tool_calls]
     return replace(parts, tool_calls=tuple(calls))
-
-
-def _emit_named(
-    emit: Callable[[c.Progress | c.TextDelta], None],
-    request_id: str,
-    event: c.Progress | c.TextDelta,
-) -> None:
-    if isinstance(event, c.TextDelta):
-        event = replace(event, parts=_named(event.parts, request_id))
-    emit(event)
 
 
 def _in_order(ranked: c.RankedCandidate, reward_order: Sequence[int]) -> c.RankedCandidate:

@@ -106,7 +106,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> pb.GenerateResponse:
         last: deque[c.Event] = deque(maxlen=1)
         await self._run(request, last.append)
-        return await converted(_answer_reply, last[0])
+        assert isinstance(last[0], c.Finished), "the last event of every run"
+        return await converted(wire.generation_to_message, last[0].generation)
 
     # A coroutine, although the stubs declare an async generator; serving.py has the reason.
     async def GenerateStream(  # type: ignore[override] # noqa: N802
@@ -179,8 +180,3 @@ def _of_call() -> dict[str, Any]:
     caller, left_s = current_caller(), time_left_s()
     left_s = math.inf if left_s is None else left_s
     return {"tenant": caller.tenant, "weight": caller.weight, "time_left_s": left_s}
-
-
-def _answer_reply(event: c.Event) -> pb.GenerateResponse:
-    assert isinstance(event, c.Finished), "the last event of every run"
-    return wire.generation_to_message(event.generation)

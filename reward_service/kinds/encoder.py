@@ -60,7 +60,9 @@ class RelevanceReward(Reward):
     def begin(self, session: str, candidates: Sequence[Candidate]) -> Task:
         """A task of the question and the batch's different texts."""
         texts = [session, *(candidate.text for candidate in candidates)]
-        return text_task(*self._tokenize(texts), _cosines)
+        # Cosines of the first with each of the others.
+        tokenized = self._tokenize(texts)
+        return text_task(*tokenized, lambda found: (torch.stack(found[1:]) @ found[0]).tolist())
 
     @torch.inference_mode()
     def compute(self, pieces: Sequence[Text]) -> None:
@@ -92,12 +94,6 @@ class RelevanceReward(Reward):
         hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1)  # [rows, width, 1]
         return F.normalize((hidden * weights).sum(dim=1) / weights.sum(dim=1), dim=-1)
-
-
-def _cosines(embeddings: list[Tensor]) -> list[float]:
-    """Cosines of the first with each of the others."""
-    values: list[float] = (torch.stack(embeddings[1:]) @ embeddings[0]).tolist()
-    return values
 
 
 def plan(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -49,9 +49,7 @@ class SchemaReward(Verifier):
     def prepare(self, data: SchemaData) -> Judge:
         validates = self._schemas.checker(json.dumps(data.json_schema))
         if not validates(""):
-            text = (
-                "must be a JSON Schema without references to others, look-around, back references"
-            )
+            text = "must be a JSON Schema without outer references, look-around, back references"
             raise invalid("data.schema", text)
 
         def judge(text: str, is_final: bool) -> float:

@@ -25,7 +25,8 @@ class ToyReward(Reward):
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """The prompt does not matter."""
         unique, where = distinct([candidate.text for candidate in candidates])
-        shares = [_share_of_vowels(text) for text in unique]
+        lower = [text.lower() for text in unique]
+        shares = [sum(map(text.count, "aeiou")) / max(1, len(text)) for text in lower]
         words = sum(len(text.split()) for text in unique)
         return Scores(tuple(shares[index] for index in where), words)
 
@@ -33,7 +34,3 @@ class ToyReward(Reward):
 def load_toy(spec: ToySpec, resources: Resources) -> ToyReward:
     """The toy under the spec's name."""
     return ToyReward(spec.name)
-
-
-def _share_of_vowels(text: str) -> float:
-    return sum(text.lower().count(vowel) for vowel in "aeiou") / max(1, len(text.lower()))
