@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import grpc.aio
 import pytest
@@ -22,6 +22,8 @@ from specrej.security import Credentials
 from specrej.server.serving import Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+
+T = TypeVar("T")
 
 _POLL_S = 2.0  # timeout of a health check
 _DESCRIBE_S = 10.0  # of a description, whose failure raises
@@ -130,6 +132,17 @@ async def until(condition: Callable[[], object], bound_s: float = 60, every_s: f
             if await holds if isinstance(holds, Awaitable) else holds:
                 return
             await asyncio.sleep(every_s or (0 if turn < 100 else 0.002))
+
+
+async def until_read(
+    read: Callable[[], Awaitable[T]], holds: Callable[[T], object], **bounds: float
+) -> None:
+    """`until`, of what is read."""
+
+    async def does_hold() -> object:
+        return holds(await read())
+
+    await until(does_hold, **bounds)
 
 
 async def until_slots_are_free(generator_address: str, bound_s: float = 60) -> None:

@@ -23,7 +23,7 @@ from tests.conformance.subjects import (
     remote,
     save_model,
 )
-from tests.serving import until
+from tests.serving import until_read
 
 _BOUND_S = 60.0
 _SERVER_S = 2.0  # until a server has ended requests that were left
@@ -94,22 +94,19 @@ async def until_idle(subject: Subject) -> None:
     A generator behind a port handles the end of a stream a moment later.
     """
 
-    async def idle() -> bool:
-        now = await subject.generator.describe()
-        return not (now.slots.owned or now.sessions or now.waiting)
-
-    await until(idle, bound_s=_BOUND_S)
+    await until_read(
+        subject.generator.describe,
+        lambda now: not (now.slots.owned or now.sessions or now.waiting),
+        bound_s=_BOUND_S,
+    )
     await runs_at_most(subject, 0)
 
 
 async def runs_at_most(subject: Subject, requests: int) -> None:
     """Return once the server behind the subject, if there is one, runs at most so many."""
     if running := subject.running:
-
-        async def holds() -> bool:
-            return await running() <= requests
-
-        await until(holds, bound_s=_SERVER_S, every_s=0.02)
+        bounds = {"bound_s": _SERVER_S, "every_s": 0.02}
+        await until_read(running, lambda number: number <= requests, **bounds)
 
 
 class Started:

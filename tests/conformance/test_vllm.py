@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +111,9 @@ async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path
             async with asyncio.timeout(_BOUND_S):
                 with pytest.raises((Unavailable, InternalError)):
                     await extending
-        await until(partial(_has_ended, generator), bound_s=_BOUND_S)
+        await until(lambda: generator.heartbeat_s() == math.inf, bound_s=_BOUND_S)
         with pytest.raises(Unavailable):
             await drawn(generator, _GREEDY)
-
-
-def _has_ended(generator: StockGenerator) -> bool:
-    return generator.heartbeat_s() == math.inf
 
 
 def _kill(processes: Iterable[Any]) -> None:

@@ -124,15 +124,12 @@ async def _under_way(client: Client, urls: Sequence[str], collector: Collector) 
     exported = {metric.name for metric in METRICS}
     await until(lambda: {name for _, name in collector.metrics} >= exported)
     name = prometheus_name(names.TENANT_TOKENS)
-    await until(partial(_is_shown, urls, name))
+    shown = partial(serving.until_read, bound_s=_BOUND_S, every_s=0.02)
+    await shown(lambda: scrape(urls), lambda found: name in found.values)
     busy = await scrape(urls)
     assert name in busy.values
     under_way.cancel()
     return busy
-
-
-async def _is_shown(urls: Sequence[str], name: str) -> bool:
-    return name in (await scrape(urls)).values
 
 
 async def _usual(client: Client) -> None:

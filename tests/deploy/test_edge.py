@@ -43,7 +43,7 @@ from tests.gateway.gateways import (
     response_to,
 )
 from tests.reward_service.endpoint import Reply, served
-from tests.serving import listening, need, until
+from tests.serving import listening, need, until, until_read
 from tests.specrej.conftest import orchestrator
 from tests.specrej.fakes import GENERATION, FakeOrchestrator
 from tests.toys import TOYS
@@ -237,10 +237,8 @@ async def test_tls_to_both_sides(
                 return int(answer[0])
 
             async def until_status(expected: int, authority: Authority) -> None:
-                async def is_expected() -> bool:
-                    return await status(authority) == expected
-
-                await until(is_expected, bound_s=10, every_s=0.05)
+                bounds = {"bound_s": 10, "every_s": 0.05}
+                await until_read(lambda: status(authority), lambda now: now == expected, **bounds)
 
             await until_status(503, first)  # services' certificates are of an unknown authority
             place(tmp_path / "ca.crt", first.path.read_bytes())

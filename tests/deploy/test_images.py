@@ -21,6 +21,7 @@ from deploy.images import build
 from deploy.local.stack import Ports
 from specrej import SyncClient
 from tests.deploy.manifests import DEPLOY, MARGIN_S, SERVICES, accepted
+from tests.programs import run
 
 COMPOSE = DEPLOY / "compose.yaml"
 COMPOSED = yaml.safe_load(COMPOSE.read_text())
@@ -29,11 +30,10 @@ RESTRICTED = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges
 _READY_S = 600.0  # kernels are compiled at the first start
 
 
-def test_hadolint_reports_no_problem() -> None:
+async def test_hadolint_reports_no_problem() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     dockerfile = DEPLOY / "images" / "Dockerfile"
-    result = subprocess.run([hadolint, dockerfile], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (0, "")
+    assert await run(hadolint, dockerfile) == ""
 
 
 @pytest.mark.parametrize("name", SERVICES)

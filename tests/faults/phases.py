@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from specrej.contracts import Schedule
-from tests.faults.world import PROMPT, Call, World
+from tests.faults.world import PROMPT, Call, World, until_read
 
 _ARRIVES_S = 60.0  # hangs, if it takes longer: a slow machine needs 10 s
 
@@ -58,20 +58,17 @@ async def _pruning(world: World) -> None:
     await generator.replies.held.wait()
 
 
-async def _first_round(world: World) -> None:
-    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 4, _ARRIVES_S)
-
-
-async def _second_round(world: World) -> None:
-    # After the first cut half of them live: they own this many slots only well after it.
-    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 20, _ARRIVES_S)
+async def _grown(num_tokens: int, world: World) -> None:
+    least = _PROMPT_SLOTS + _N * num_tokens
+    await until_read(world.generator, lambda now: now.slots.owned > least, bound_s=_ARRIVES_S)
 
 
 # The toy's texts contain this word.
 _hold_scoring = partial(_hold, "reward", b"birch")
 
 OPENING = Phase(partial(_held, "generator"), partial(_hold, "generator", PROMPT.encode()))
-FIRST_ROUND = Phase(_first_round, options=_ONE_ROUND)
-SECOND_ROUND = Phase(_second_round)
+FIRST_ROUND = Phase(partial(_grown, 4), options=_ONE_ROUND)
+# After the first cut half of them live: they own this many slots only well after it.
+SECOND_ROUND = Phase(partial(_grown, 20))
 SCORING = Phase(partial(_held, "reward"), _hold_scoring)
 PRUNING = Phase(_pruning, _hold_scoring)

@@ -11,7 +11,7 @@ from typing import Any
 from tests.faults import phases
 from tests.faults.case import Case, Play
 from tests.faults.phases import Phase, held_at
-from tests.faults.world import LEASE_S, SERVICES, Outcome, World
+from tests.faults.world import LEASE_S, SERVICES, Outcome, World, until_read
 
 _DEADLINE_S = 5.0  # longer than a phase takes to be reached
 _CALL_S = 60.0  # a slow machine needs 20 s
@@ -53,7 +53,7 @@ async def stop_orchestrator(world: World) -> list[str]:
     starts again."""
     async with held_at(phases.SCORING, world, timeout_s=_CALL_S) as call:
         world.signal("orchestrator", signal.SIGSTOP)
-        await world.until_free()
+        await until_read(world.generator, lambda g: not (g.sessions or g.slots.owned))
         await world.heal()  # resumes it
         return [(await call.outcome()).label]
 
@@ -98,7 +98,8 @@ async def stopped_client(world: World) -> list[str]:
     process = await open_streams(world, 1, "--long")
     process.send_signal(signal.SIGSTOP)
     try:
-        await world.until_service(
+        await until_read(
+            world.service,
             lambda service: not (service.running or service.queued or service.generator.sessions),
             bound_s=8,
         )

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from specrej.contracts import CacheControl
 from tests.faults.case import Case
-from tests.faults.world import Outcome, World, until
+from tests.faults.world import Outcome, World, until_read
 
 _NUM_KILLED = 24
 _MOST_S = 6.0  # of a request without Redis
@@ -49,10 +49,7 @@ async def hanging(world: World) -> list[str]:
 
 
 async def _until_used(world: World, seed: int) -> None:
-    async def is_used() -> bool:
-        return _is_cached((await _cached_answers(world, seed))[1])
-
-    await until(is_used)
+    await until_read(lambda: _cached_answers(world, seed), lambda found: _is_cached(found[1]))
 
 
 async def killed(world: World) -> list[str]:
@@ -61,7 +58,7 @@ async def killed(world: World) -> list[str]:
         world.call(seed=200 + number, cache=CacheControl.USE, max_tokens=16)
         for number in range(_NUM_KILLED)
     ]
-    await world.until_service(lambda service: service.running > 0)
+    await until_read(world.service, lambda service: service.running > 0)
     world.kill("redis")
     outcomes = [await call.outcome() for call in calls]
     await world.stack.restart("redis")

@@ -12,14 +12,14 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
 import psutil  # type: ignore[import-untyped]
@@ -42,9 +42,9 @@ from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy
 from tests.serving import describe_generator, describe_service, health_of
 
-T = TypeVar("T")
 RECOVERY_S = 10.0  # bound of the invariant
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
+until_read = partial(serving.until_read, bound_s=RECOVERY_S, every_s=0.01)
 _CALL_S = 20.0  # a call that takes longer hangs
 CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
 LEASE_S = 3.0
@@ -194,22 +194,6 @@ class World:
         """Return the orchestrator's description of all services."""
         return await describe_service(self.stack.orchestrator_address)
 
-    async def until_generator(
-        self, holds: Callable[[GeneratorDescription], bool], bound_s: float = RECOVERY_S
-    ) -> None:
-        """Wait for a condition of the generator's description."""
-        await _until_described(self.generator, holds, bound_s)
-
-    async def until_service(
-        self, holds: Callable[[ServiceDescription], bool], bound_s: float = RECOVERY_S
-    ) -> None:
-        """Wait for a condition of the orchestrator's description."""
-        await _until_described(self.service, holds, bound_s)
-
-    async def until_free(self) -> None:
-        """Wait until the generator holds nothing for any request."""
-        await self.until_generator(lambda g: not (g.sessions or g.slots.owned))
-
     def process(self, name: str) -> psutil.Process:
         """Return one process of the stack."""
         return psutil.Process(self.stack.processes[name])
@@ -304,15 +288,6 @@ async def world(environment: Mapping[str, str] | None = None) -> AsyncIterator[W
         running = World(stack, proxies, other_children)
         await running.settle()  # the first answer is the reference
         yield running
-
-
-async def _until_described(
-    read: Callable[[], Awaitable[T]], holds: Callable[[T], bool], bound_s: float
-) -> None:
-    async def does_hold() -> bool:
-        return holds(await read())
-
-    await until(does_hold, bound_s=bound_s)
 
 
 def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRequest:

@@ -12,7 +12,7 @@ import pytest
 from deploy.local.stack import Stack
 from tests.endpoints import scrape
 from tests.gateway.gateways import BODY, CHAT, Connection, post, request
-from tests.serving import describe_generator, describe_service, until
+from tests.serving import describe_generator, describe_service, until, until_read
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,10 +46,6 @@ async def num_calls(stack: Stack) -> float:
     return values.sum("specrej_rpc_server_started_total", rpc_method=method)
 
 
-async def has_slots(stack: Stack) -> bool:
-    return (await owned(stack))[0] > 0
-
-
 @pytest.mark.parametrize(
     ("path", "body", "after", "leave"),
     [
@@ -67,7 +63,7 @@ async def test_slots_are_free_after_a_client_left(
     connection = await Connection.open(stack.ports.gateway, request(path, body))
     if after:
         await connection.read_until(after)
-    await until(lambda: has_slots(stack))
+    await until_read(lambda: owned(stack), lambda found: found[0] > 0)
     leave(connection)
     await until(lambda: all_free(stack))
     assert await num_answers(stack) == before  # it did not run to its end
@@ -82,11 +78,7 @@ async def test_a_body_that_ends_early_begins_nothing(stack: Stack) -> None:
     calls, before = await num_calls(stack), await num_left()
     connection = await Connection.open(stack.ports.gateway, request(CHAT, WHOLE)[:-5])
     connection.leave()
-
-    async def is_seen() -> bool:
-        return await num_left() == before + 1
-
-    await until(is_seen)
+    await until_read(num_left, lambda number: number == before + 1)
     assert await num_calls(stack) == calls
 
 
@@ -101,9 +93,6 @@ async def test_a_killed_orchestrator_is_an_error_event(stack: Stack) -> None:
     assert b'"message":"the orchestrator cannot be reached"' in text and b"[DONE]" not in text
     await stack.restart("orchestrator")
 
-    async def serves() -> bool:
-        status, _, _ = await post(stack.ports.gateway, CHAT, {**BODY, "max_tokens": 1})
-        return bool(status == 200)
-
-    await until(serves)
+    short = {**BODY, "max_tokens": 1}
+    await until_read(lambda: post(stack.ports.gateway, CHAT, short), lambda found: found[0] == 200)
     assert await all_free(stack)

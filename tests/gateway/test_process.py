@@ -14,7 +14,7 @@ from deploy.local.stack import Ports
 from tests.certificates import Authority
 from tests.gateway.gateways import CHAT, STREAM, Connection, gateway_at, get, request
 from tests.programs import ROOT, outcome_of, started
-from tests.serving import until
+from tests.serving import until, until_read
 from tests.specrej.fakes import FakeOrchestrator
 
 
@@ -26,11 +26,7 @@ async def process(address: str, **settings: str) -> AsyncIterator[tuple[Process,
     command = (sys.executable, "-m", "gateway")
     async with started(*command, until=r"listening on .*:(\d+)\n", **names) as (running, match):
         port = int(match[1])
-
-        async def is_ready() -> bool:
-            return bool((await get(port, "/readyz"))[0] == 200)
-
-        await until(is_ready)
+        await until_read(lambda: get(port, "/readyz"), lambda found: found[0] == 200)
         yield running, port
 
 

@@ -353,9 +353,7 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         reply(b"$100\r\nhalf a rep", reset=True),
         reply(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n$0\r\n\r\n$0\r\n\r\n"),
         reply(b"-NOAUTH Authentication required.\r\n" * 3),
-        reply(b"-ERR max number of clients reached\r\n"),
         reply(b"-\r\n"),
-        reply(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
         reply(b"\x00\xff\xfe\r\n"),
         reply(b"$99999999999\r\n"),
         # Another type than bytes, OK or PONG.

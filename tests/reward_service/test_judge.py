@@ -158,7 +158,6 @@ async def test_a_server_without_structured_output_answers_in_prose(
         (Reply(b"[" * 100_000), RewardInvalid, "something else"),
         (Reply(b"s3cret"), RewardInvalid, "something else"),
         (Reply({}, 400), RewardInvalid, "status 400"),
-        (Reply({}, 401), RewardInvalid, "status 401"),
         (Reply({}, 503), Unavailable, "status 503"),
     ],
 )

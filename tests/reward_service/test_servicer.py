@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -10,14 +12,18 @@ import pytest
 
 from reward_service.kinds.toy import ToyReward
 from reward_service.reward import Reward
+from reward_service.servicer import RewardServicer
+from reward_service.worker import Worker
 from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.v1 import common_pb2
-from tests.reward_service.conftest import Serve
-from tests.serving import failure_of, reason_of, retry_info_s, violations_of
+from tests.serving import failure_of, reason_of, retry_info_s, serving, violations_of
 
 PROMPT = common_pb2.Prompt(text="Write it.")
 Code = grpc.StatusCode
+# Starts a service with rewards (none: still loading) and options; returns a stub of it.
+Serve = Callable[..., Awaitable[Any]]
 
 
 class FinishedReward(Reward):
@@ -27,6 +33,22 @@ class FinishedReward(Reward):
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         return Scores(tuple(float(c.finish is FinishReason.STOP) for c in candidates))
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    async with AsyncExitStack() as stack:
+
+        async def serve(*rewards: Reward, lease_s: float = 30) -> Any:
+            workers = [await Worker.start(partial(lambda one: one, reward)) for reward in rewards]
+            for worker in workers:
+                stack.callback(worker.close)
+            servicer = RewardServicer(8, lease_s)
+            servicer.serve(workers)
+            channel = await stack.enter_async_context(serving(servicer.service()))
+            return RewardServiceStub(channel)
+
+        yield serve
 
 
 def score_request(*responses: str, reward: str = "") -> pb.ScoreRequest:

@@ -1,12 +1,14 @@
-"""Compiled exponentials and softmax columns against numpy in double precision."""
+"""Compiled exponentials and softmax columns against numpy in double precision; kept code."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 
+from specrej_models.cpu.jobs import cache_folder
 from specrej_models.cpu.tiles import LANES, exp, softmax_columns
 
 
@@ -45,3 +47,13 @@ def test_columns_have_their_own_maximum() -> None:
     np.testing.assert_allclose(totals[:LANES], expected.sum(axis=0), rtol=1e-6)
     np.testing.assert_array_equal(scores[:, LANES:], before[:, LANES:])
     assert totals[LANES] == 7
+
+
+def test_code_is_kept_apart_for_each_text_that_goes_into_it(tmp_path: Path) -> None:
+    """Guards against a kernel that goes on with an older form of what it calls."""
+    called = tmp_path / "called.py"
+    called.write_text("1")
+    before = cache_folder(tmp_path, tmp_path)
+    assert cache_folder(tmp_path, tmp_path) == before
+    called.write_text("2")
+    assert cache_folder(tmp_path, tmp_path) != before

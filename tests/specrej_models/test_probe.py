@@ -154,7 +154,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "quantized by modelopt, which is not supported",
     ),
     "bitsandbytes": (quantized("bitsandbytes"), "quantized by bitsandbytes"),
-    "GPTQ": (quantized("gptq"), "quantized by gptq"),
     "AWQ": (quantized("awq"), "quantized by awq"),
     "compressed-tensors": (quantized("compressed-tensors"), "quantized by compressed-tensors"),
     "a weight is NaN": (tensor(GATE, not_a_number), "not finite"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,15 +74,6 @@ async def whole_trace(service: Observed, method: str, request_id: str) -> list[S
     return spans
 
 
-def root_of(trace: Sequence[Seen]) -> Seen:
-    """The only span without a parent; the parents of all others have arrived."""
-    ids = {seen.span.span_id for seen in trace}
-    (root,) = (seen for seen in trace if not seen.span.parent_span_id)
-    orphans = [s.name for s in trace if s is not root and s.span.parent_span_id not in ids]
-    assert not orphans, f"the parents of {orphans} are missing"
-    return root
-
-
 def below(trace: Iterable[Seen], parent: Seen) -> list[Seen]:
     """The children of a span, in the order of their starts."""
     children = [seen for seen in trace if seen.span.parent_span_id == parent.span.span_id]
@@ -123,7 +114,10 @@ def server_of(trace: list[Seen], method: str) -> Seen:
 
 async def test_a_request_is_one_trace_through_everything(trace: list[Seen]) -> None:
     """Guards against a hop that drops the context: client, three services, and Redis."""
-    root = root_of(trace)
+    (root,) = (seen for seen in trace if not seen.span.parent_span_id)
+    ids = {seen.span.span_id for seen in trace}
+    orphans = [s.name for s in trace if s is not root and s.span.parent_span_id not in ids]
+    assert not orphans, f"the parents of {orphans} are missing"
     assert (root.service, root.name, root.span.kind) == ("client", GENERATE, CLIENT)
     assert {seen.service for seen in trace} == {"client", *SERVICES}
     on_redis = [seen for seen in trace if seen.attributes.get(names.DB_SYSTEM) == "redis"]

@@ -46,7 +46,7 @@ from tests.orchestrator.backends.fleets import (
     target_of,
 )
 from tests.orchestrator.runs import PROMPT, FaultyGenerator, answer, events_of
-from tests.serving import turns, until
+from tests.serving import turns, until, until_read
 from tests.world import BOUND_S, HeldGenerator, HeldReward, generator_backend
 
 SAMPLING = c.Sampling(max_tokens=32, seed=7)
@@ -666,11 +666,8 @@ async def test_the_smallest_batch_of_all_services_counts() -> None:
         servers: list[Any] = running.servers
         for server, most in zip(servers, (1024, 8), strict=True):
             server._servicer._max_batch = most
-
-        async def is_least() -> bool:
-            return [reward.max_batch for reward in await running.client.describe()] == [8]
-
-        await until(is_least)
+        describe = running.client.describe
+        await until_read(describe, lambda found: [reward.max_batch for reward in found] == [8])
 
 
 async def test_a_reward_that_some_services_have_is_found() -> None:
