@@ -99,6 +99,14 @@ class Text:
         (ids,) = self._control_tokens.encode([text], add_special_tokens=add_special_tokens)
         return ids
 
+    def ending_with(self, token_id: int, written: bytes) -> list[int]:
+        """The token ids of a character that a server wrote, of which it told the last one only: as
+        the tokenizer has them. Only the last one, if that ends otherwise."""
+        if written == self.token(token_id):
+            return [token_id]
+        ids = self._encode(written.decode("utf-8", "replace"), add_special_tokens=False)
+        return ids if ids[-1:] == [token_id] else [token_id]
+
     def _token(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, which may be a part of a character. A control token is its
         name; an id without a token is empty."""

@@ -21,6 +21,8 @@ from specrej_models.tools import JSON_CALLS, as_text, chat_message, function_of,
 # fields beyond OpenAI's.
 KNOWN = ("vllm", "sglang", "llamacpp")
 _CANCEL_ALL = ("vllm", "sglang")  # when the connection closes, streams or not
+# Tokens behind a round's last one with which a character of four bytes may end.
+HIDDEN_TOKENS = 3
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
 _MORE_NAMES = {name: name for name in ("top_k", "min_p", "repetition_penalty")}
 _LLAMA_NAMES = {**_MORE_NAMES, "repetition_penalty": "repeat_penalty"}
@@ -55,6 +57,12 @@ class Abilities:
     tools: bool = False
 
     @property
+    def hides_tokens(self) -> bool:
+        """Whether a stream has a character of several tokens with the last one's id, once it is
+        whole: as llama.cpp's."""
+        return self.kind == "llamacpp" and self.ids
+
+    @property
     def form(self) -> c.CandidateForm:
         if self.ids:
             return c.CandidateForm.ROUNDS
@@ -75,10 +83,27 @@ class Abilities:
         return tuple(name for name, is_there in found.items() if is_there)
 
 
+def with_hidden(message: Any, ids_of: Callable[[int, bytes], list[int]]) -> Any:
+    """The message with all tokens of its characters; their log-probabilities are the last one's.
+
+    Raises:
+        InternalError: as `part_of`.
+    """
+    with reading():
+        for choice in message["choices"]:
+            if content := (choice.get("logprobs") or {}).get("content"):
+                choice["logprobs"]["content"] = [
+                    {**one, "id": token_id}
+                    for one in content
+                    for token_id in ids_of(_count(one["id"]), bytes(one.get("bytes") or ()))
+                ]
+    return message
+
+
 def request_of(ask: Ask, model: str, able: Abilities) -> tuple[str, dict[str, Any]]:
     """Path and body."""
-    sampling = ask.command.sampling
-    body: dict[str, Any] = {"model": model, "max_tokens": ask.count, "seed": ask.seed}
+    sampling, more = ask.command.sampling, HIDDEN_TOKENS if able.hides_tokens else 0
+    body: dict[str, Any] = {"model": model, "max_tokens": ask.count + more, "seed": ask.seed}
     body |= _sampling_fields(sampling, able)
     if ask.min_tokens:
         body["min_tokens"] = min(ask.min_tokens, ask.count)

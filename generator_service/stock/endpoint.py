@@ -26,6 +26,7 @@ from generator_service.stock.api import (
     answer_form,
     part_of,
     request_of,
+    with_hidden,
 )
 from generator_service.stock.examiner import Examiner
 from generator_service.stock.generator import ServedText, StockGenerator
@@ -49,12 +50,18 @@ class EndpointRequests:
     """`Requests` to a server."""
 
     def __init__(
-        self, server: Server, model: str, able: Abilities, end_ids: frozenset[int]
+        self,
+        server: Server,
+        model: str,
+        able: Abilities,
+        end_ids: frozenset[int],
+        text: Text | None = None,
     ) -> None:
         self._server = server
         self._model = model
         self._able = able
         self._end_ids = end_ids
+        self._hides_for = text if able.hides_tokens else None
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """As `Requests.generate`.
@@ -70,8 +77,13 @@ class EndpointRequests:
         sent = path, body, ask.session, ask.command.cache_salt
         async with aclosing(self._server.messages(*sent)) as messages:
             async for message in messages:
+                if self._hides_for:
+                    message = with_hidden(message, self._hides_for.ending_with)
                 ids = self._able.ids
                 part = part_of(message, made, top, has_ids=ids, text_of_choice=as_text)
+                if self._hides_for and made + len(part.token_ids) >= limit:
+                    finish = part.finish and c.FinishReason.LENGTH
+                    part = replace(part.divided(limit - made)[0], finish=finish)
                 made += len(part.token_ids)
                 if made > limit:
                     raise InternalError("the endpoint sends more tokens than requested")
@@ -230,11 +242,12 @@ async def open_endpoint(
         abilities=able.names,
         takes_images=able.images,
     )
+    text = Text.of(examined) if examined else None
     log.info("%s: %s; %s", server.url, able.form.value, ", ".join(able.names) or "nothing else")
     return StockGenerator(
-        EndpointRequests(server, settings.model, able, end_ids),
-        Frontend(Text.of(examined), card, _as_messages, has_grammars=able.grammars)
-        if examined
+        EndpointRequests(server, settings.model, able, end_ids, text),
+        Frontend(text, card, _as_messages, has_grammars=able.grammars)
+        if text
         else TextFrontend(card, able),
         end_ids,
         card,

@@ -17,9 +17,11 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from generator_service.engine.text import Text, TokenDecoder
+from generator_service.stock.api import part_of, with_hidden
 from specrej.contracts import FinishReason, Message, Prompt, Sampling
 from specrej.contracts.errors import InvalidRequest
 from specrej_models.probe import ChatTemplate, examine
+from tests.reward_service.tiny import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -312,3 +314,19 @@ def test_a_conversation_that_no_template_takes(
     turns = [Message("system", system)] if system else []
     with pytest.raises(InvalidRequest, match=reason):
         Text(other, frozenset({END}), written).encode(Prompt((*turns, Message("user", "Hi"))))
+
+
+def test_tokens_that_a_stream_hides_are_found_by_their_character() -> None:
+    """llama.cpp sends an emoji with the last of its tokens. Guards against candidates that go on
+    without the others."""
+    text, emoji = Text(make_tokenizer(None), frozenset()), "\N{GRINNING FACE}"
+    entries = [(written, text.encode(Prompt(text=written))) for written in ("a", emoji, "b")]
+    content = [
+        {"id": ids[-1], "bytes": [*written.encode()], "logprob": -1.0} for written, ids in entries
+    ]
+    message = with_hidden({"choices": [{"logprobs": {"content": content}}]}, text.ending_with)
+    part = part_of(message, 0, 0, has_ids=True)
+    assert part.token_ids == text.encode(Prompt(text=f"a{emoji}b"))[1:]
+    assert len(part.logprobs) == 6
+    other = entries[0][1][0]
+    assert text.ending_with(other, emoji.encode()) == [other]  # of another tokenizer
