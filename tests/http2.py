@@ -33,18 +33,22 @@ def headers(method: str, authority: str, **more: str) -> bytes:
         "content-type": "application/grpc",
         **{name.replace("_", "-"): value for name, value in more.items()},
     }
-    return b"".join(b"\0" + _text(name) + _text(value) for name, value in pairs.items())
+    return b"".join(header(name, value) for name, value in pairs.items())
 
 
-def message(data: bytes) -> bytes:
-    """A message of gRPC, not compressed."""
-    return b"\0" + struct.pack(">I", len(data)) + data
+def header(name: str, value: str) -> bytes:
+    """One header, as a literal without indexing."""
+    return b"\0" + _text(name) + _text(value)
 
 
-def unary(stream: int, method: str, data: bytes = b"", **more: str) -> bytes:
-    """A whole call: headers, one message of at most 16 KiB and the half-close."""
-    head = frame(HEADERS, END_HEADERS, stream, headers(method, "localhost", **more))
-    return head + frame(DATA, END_STREAM, stream, message(data))
+def unary(stream: int, method: str, data: bytes = b"", more: bytes = b"", **pairs: str) -> bytes:
+    """A whole call: headers, one message, which is compressed if there is a grpc-encoding, and the
+    half-close; `more`: encoded headers."""
+    message = struct.pack(">BI", "grpc_encoding" in pairs, len(data)) + data
+    parts = [message[at : at + 2**14] for at in range(0, len(message), 2**14)]
+    head = frame(HEADERS, END_HEADERS, stream, headers(method, "localhost", **pairs) + more)
+    body = [frame(DATA, 0, stream, part) for part in parts[:-1]]
+    return b"".join([head, *body, frame(DATA, END_STREAM, stream, parts[-1])])
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int]:
@@ -55,4 +59,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int]:
 
 
 def _text(value: str) -> bytes:
-    return bytes([len(value)]) + value.encode()
+    """A string of HPACK, of at most 16,510 bytes (RFC 7541, section 5)."""
+    rest = len(value) - 127
+    length = [127, rest % 128 + 128, rest // 128] if rest >= 0 else [len(value)]
+    return bytes(length) + value.encode()

@@ -1,11 +1,13 @@
 """Attacks over the wire, each until a time has passed: plain sockets, no client library.
 
 `python -m tests.attacks.wire NAME GRPC_PORT HTTP_PORT SECONDS` runs one, in a process and from
-an address of its own, so that it delays the callers that are measured by what it sends alone.
+an address of its own, so that it delays the callers that are measured by what it sends alone. It
+prints how many of its requests were answered, where it reads.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
 import socket
 import struct
@@ -15,14 +17,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count as counted
-from typing import Any
+from typing import Any, BinaryIO
 
+from gateway.errors import MESSAGES
 from specrej.client.client import build_request
 from specrej.contracts import CacheControl
 from specrej.v1 import orchestrator_pb2
 from tests import http2 as h2
 from tests.gateway.gateways import BODY, CHAT, MODELS, STREAM, request
+from tests.images import image_part, picture
 
 _PRIORITY, _PING, _WINDOW_UPDATE, _CONTINUATION = 2, 6, 8, 9
 _SERVICE = "/specrej.v1.OrchestratorService"
@@ -31,18 +36,14 @@ _BEGIN = h2.PREFACE + h2.frame(h2.SETTINGS, 0, 0, b"")
 _SHUT = h2.PREFACE + h2.window(0)  # reads no message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Target:
-    """The ports, and when to stop."""
+    """The ports, when to stop, and how many requests were answered with HTTP's 200 or a message."""
 
     grpc: int
     http: int
     end: float
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time has passed."""
-        return time.monotonic() >= self.end
+    answers: int = 0
 
 
 Attack = Callable[[Target], None]
@@ -54,57 +55,60 @@ def _connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), 5, source_address=("127.0.0.3", 0))
 
 
-def _flood(port: int, begin: bytes, more: Callable[[int], bytes], reads: bool = False) -> None:
-    """Send `begin`, then `more` of 0, 1, ... until the peer ends the connection."""
-    with suppress(OSError), _connected(port) as peer:
-        peer.sendall(begin)
-        number = 0
-        while True:
-            peer.sendall(more(number))
-            number += 1
-            if reads:
-                peer.setblocking(False)
-                with suppress(BlockingIOError):
-                    while peer.recv(2**16):
-                        pass
-                peer.settimeout(5)
-
-
-def _grpc(
-    begin: bytes, more: Callable[[int], bytes], reads: bool = False, count: int = 6
+def _flood(
+    port: str,
+    begin: bytes,
+    more: Callable[[int], bytes] | None = None,
+    reads: bool = False,
+    count: int = 6,
 ) -> Attack:
-    return lambda target: _each(count, target, lambda: _flood(target.grpc, begin, more, reads))
+    """So many clients, each of which sends `begin`, and `more` of 0, 1, ..., until the peer ends
+    the connection, and then again."""
+
+    def play(target: Target) -> None:
+        with suppress(OSError), _connected(getattr(target, port)) as peer:
+            peer.sendall(begin)
+            number = 0
+            while more:
+                peer.sendall(more(number))
+                number += 1
+                if reads:
+                    peer.setblocking(False)
+                    with suppress(BlockingIOError):
+                        while data := peer.recv(2**16):
+                            target.answers += data.count(_OK)
+                    peer.settimeout(5)
+            while data := peer.recv(2**16):
+                target.answers += data.count(_OK)
+
+    return lambda target: _each(count, target, play)
 
 
-def _http(
-    begin: bytes, more: Callable[[int], bytes], reads: bool = False, count: int = 6
-) -> Attack:
-    return lambda target: _each(count, target, lambda: _flood(target.http, begin, more, reads))
+_grpc, _http = partial(_flood, "grpc"), partial(_flood, "http")
 
 
-def _each(count: int, target: Target, play: Callable[[], None]) -> None:
+def _each(count: int, target: Target, play: Attack) -> None:
     """Play again and again in so many threads, which end with the process."""
 
     def run() -> None:
-        while not target.is_over:
-            play()
+        while time.monotonic() < target.end:
+            play(target)
 
     for _ in range(count):
         threading.Thread(target=run, daemon=True).start()
     time.sleep(max(0, target.end - time.monotonic()))
 
 
-def _held(is_grpc: bool, count: int, data: bytes, drip: bytes = b"") -> Attack:
+def _held(port: str, count: int, data: bytes, drip: bytes = b"") -> Attack:
     """So many connections with this beginning, then a byte or so of each a second; those that are
     closed are opened again."""
 
     def play(target: Target) -> None:
         peers: list[socket.socket] = []
-        while not target.is_over:
+        while time.monotonic() < target.end:
             with suppress(OSError):
-                while len(peers) < count and not target.is_over:
-                    port = target.grpc if is_grpc else target.http
-                    peers.append(_connected(port))
+                while len(peers) < count and time.monotonic() < target.end:
+                    peers.append(_connected(getattr(target, port)))
                     peers[-1].sendall(data)
             time.sleep(0.5)
             for peer in [*peers]:
@@ -129,46 +133,45 @@ def _hpack_bomb(number: int) -> bytes:
     return h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 2 * number + 1, block)
 
 
-def _opened(number: int) -> bytes:
-    return h2.frame(h2.HEADERS, h2.END_HEADERS, 2 * number + 1, _CALL)
-
-
-def _reset(number: int) -> bytes:
-    stream = 2 * number + 1
-    return h2.unary(stream, f"{_SERVICE}/Describe") + h2.frame(h2.RST_STREAM, 0, stream, bytes(4))
-
-
 def _late(number: int) -> bytes:
     """A call, and more frames of it after its end."""
     stream = 2 * number + 1
-    more = h2.frame(h2.DATA, h2.END_STREAM, stream, b"") + h2.frame(
-        h2.RST_STREAM, 0, stream, bytes(4)
-    )
     again = h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, stream, _CALL)
-    return h2.unary(stream, f"{_SERVICE}/Describe") + more * 2 + again
+    return _describe(number) + (h2.frame(h2.DATA, 1, stream, b"") + _reset(number)) * 2 + again
 
 
-def _calls(count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S) -> Attack:
+def _describe(number: int) -> bytes:
+    return h2.unary(2 * number + 1, f"{_SERVICE}/Describe")
+
+
+def _reset(number: int) -> bytes:
+    return h2.frame(h2.RST_STREAM, 0, 2 * number + 1, struct.pack(">I", 8))
+
+
+def _calls(
+    count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S, port: str = "grpc"
+) -> Attack:
     """So many clients, each of which sends one call after the other: `call` returns the frames of
     one as stream 1, whose number it is given. After `leaves_s` a client resets the stream, and
     begins again on a new connection."""
     numbers = counted(time.time_ns() % 10**9)
 
     def play(target: Target) -> None:
-        with suppress(OSError), _connected(target.grpc) as peer:
+        with suppress(OSError), _connected(getattr(target, port)) as peer:
+            frames = peer.makefile("rb")
             peer.sendall(_BEGIN + h2.window(2**31 - 1))
             peer.sendall(h2.frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30)))
             for stream in range(1, 2**30, 2):
                 peer.sendall(_as_stream(call(next(numbers)), stream))
                 peer.settimeout(leaves_s)
                 try:
-                    while not _is_end(peer, stream):
-                        pass
+                    kinds = _until_end(frames, stream)
                 except TimeoutError:
-                    peer.sendall(h2.frame(h2.RST_STREAM, 0, stream, struct.pack(">I", 8)))
+                    peer.sendall(_reset(stream // 2))
                     return
+                target.answers += h2.DATA in kinds
 
-    return lambda target: _each(count, target, lambda: play(target))
+    return lambda target: _each(count, target, play)
 
 
 def _as_stream(frames: bytes, stream: int) -> bytes:
@@ -180,30 +183,25 @@ def _as_stream(frames: bytes, stream: int) -> bytes:
     return bytes(made)
 
 
-def _is_end(peer: socket.socket, stream: int) -> bool:
-    """Read a frame; whether it is the last one of the stream. Raises ConnectionError."""
-    head = _exactly(peer, 9)
-    _exactly(peer, int.from_bytes(head[:3]))
-    is_last = head[3] == h2.RST_STREAM or bool(
-        head[3] in (h2.DATA, h2.HEADERS) and head[4] & h2.END_STREAM
-    )
-    return is_last and int.from_bytes(head[5:]) == stream
+def _until_end(frames: BinaryIO, stream: int) -> set[int]:
+    """The kinds of the stream's frames. Raises ConnectionError, TimeoutError."""
+    kinds: set[int] = set()
+    while len(head := frames.read(9)) == 9:
+        frames.read(int.from_bytes(head[:3]))
+        if int.from_bytes(head[5:]) == stream:
+            kinds.add(head[3])
+            if head[3] == h2.RST_STREAM or (head[3] < 2 and head[4] & h2.END_STREAM):
+                return kinds
+    raise ConnectionError
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (part := peer.recv(size - len(data))):
-            raise ConnectionError
-        data += part
-    return data
-
-
-def _generate(number: int, sent: dict[str, str] | None = None, **options: Any) -> bytes:
-    """A request, unlike all others."""
+def _generate(number: int, more: bytes = b"", streams: bool = False, **options: Any) -> bytes:
+    """A request, unlike all others; `more`: a header."""
     options = {"seed": number, "ignore_eos": True, "cache": CacheControl.BYPASS, **options}
     message = build_request(options.pop("prompt", "Why?"), **options)
-    return h2.unary(1, f"{_SERVICE}/Generate", message.SerializeToString(), **(sent or {}))
+    whole = orchestrator_pb2.GenerateStreamRequest(request=message) if streams else message
+    method = "GenerateStream" if streams else "Generate"
+    return h2.unary(1, f"{_SERVICE}/{method}", whole.SerializeToString(), more)
 
 
 def _nested(number: int) -> bytes:
@@ -212,14 +210,21 @@ def _nested(number: int) -> bytes:
     return h2.unary(2 * number + 1, f"{_SERVICE}/Generate", data)
 
 
-def _many_turns(number: int) -> bytes:
-    """A conversation of a million empty turns, which are two bytes each."""
-    request = build_request("Why?", seed=number).SerializeToString() + _TURNS
-    head = h2.frame(h2.HEADERS, h2.END_HEADERS, 1, _CALL)
-    body = struct.pack(">BI", 0, len(request)) + request
-    parts = [body[at : at + 2**14] for at in range(0, len(body), 2**14)]
-    flags = [0] * (len(parts) - 1) + [h2.END_STREAM]
-    return head + b"".join(map(h2.frame, [h2.DATA] * len(parts), flags, [1] * len(parts), parts))
+def _padded(part: str, field: str) -> Attack:
+    """Requests with 100,000 empty messages in a repeated field, which are two bytes each."""
+    message = build_request("Why?")
+    items = getattr(getattr(message, part), field)
+    for _ in range(100_000):
+        items.add()
+    data = message.SerializeToString()
+    return _calls(2, lambda n: h2.unary(1, f"{_SERVICE}/Generate", data))
+
+
+def _compressed() -> Attack:
+    """Messages of 8 MB in 8 KB."""
+    data = gzip.compress(build_request("Why?", model="x" * 8_000_000).SerializeToString())
+    call = h2.unary(1, f"{_SERVICE}/Generate", data, grpc_encoding="gzip")
+    return _calls(16, lambda n: call)
 
 
 def _unread(number: int) -> bytes:
@@ -227,104 +232,139 @@ def _unread(number: int) -> bytes:
     if number > 64:
         time.sleep(0.2)
         return b""
-    options = {"n": 64, "max_tokens": 2000, "ignore_eos": True, "seed": number}
-    whole = orchestrator_pb2.GenerateStreamRequest(request=build_request("Why?", **options))
-    return h2.unary(2 * number + 1, f"{_SERVICE}/GenerateStream", whole.SerializeToString())
+    call = _generate(number, streams=True, n=8, max_tokens=2000)
+    return _as_stream(call, 2 * number + 1)
 
 
+def _pictures() -> Attack:
+    """Requests with an image of 10 KB that has 64 million pixels."""
+    turn = {"role": "user", "content": [image_part(picture(mode="L", size=(8_000, 8_000)))]}
+    return _http(request(CHAT, {**BODY, "messages": [turn]}, connection="close"), count=2)
+
+
+_tenant = partial(h2.header, "specrej-tenant")
+_SHORT = {**BODY, "n": 1, "max_tokens": 1}
+_ENDS_LATE = {**STREAM, "max_tokens": 2000, "n": 1, "ignore_eos": True}
+_OK = b"HTTP/1.1 200"
 _CALL = h2.headers(f"{_SERVICE}/Generate", "localhost")
-_TURNS = b"\x12\x80\x89\x7a" + b"\x0a\x00" * 1_000_000
 _BLOCK = b"\0\x01x\x7f\x80\x7d" + b"y" * 16_000
 _OPEN = _BEGIN + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, _CALL)
 _ENDLESS = _BEGIN + h2.frame(h2.HEADERS, 0, 1, _CALL)
 _LONG = request(CHAT, {**BODY, "user": "x" * 9_000})
-_SMUGGLED = request(CHAT, b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n", **{"transfer-encoding": "chunked"})
-_TWICE = b"authorization: Bearer %d\r\nauthorization: Bearer %d\r\n\r\n"
+_SMUGGLED = request(
+    CHAT,
+    b"0\r\n\r\n" + MODELS + b"connection: close\r\n\r\n",
+    **{"transfer-encoding": "chunked"},
+)
+_TWICE = request(MESSAGES, _SHORT, **{"authorization": "Bearer a", "x-api-key": "b"})
+_HEALTHZ = MODELS.replace(b"/v1/models", b"/healthz")  # the cheapest answer
 _BEHIND = b"x-forwarded-for: 10.%d.%d.1\r\n\r\n"
 _CHUNKS = request(CHAT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
-_LARGE = request(CHAT, {**BODY, "user": "x" * (2**23 + 2**17)})
+_LARGE = request(CHAT, {**BODY, "user": "x" * (2**23 + 2**17)}, connection="close")
+_VALUES = request(CHAT, {**BODY, "stop": [0] * 250_000}, connection="close")
 
 ATTACKS: dict[str, Attack] = {
     # Of HTTP/2
     "h2/continuation": _grpc(_ENDLESS, lambda n: h2.frame(_CONTINUATION, 0, 1, _BLOCK)),
     "h2/empty-continuation": _grpc(_ENDLESS, lambda n: h2.frame(_CONTINUATION, 0, 1, b"") * 500),
     "h2/hpack-bomb": _grpc(_BEGIN, _hpack_bomb, True),
-    "h2/rapid-reset": _grpc(_BEGIN, _reset, True),
+    "h2/rapid-reset": _grpc(_BEGIN, lambda n: _describe(n) + _reset(n), True),
     "h2/ping": _grpc(_BEGIN, lambda n: h2.frame(_PING, 0, 0, bytes(8)) * 500),
-    "h2/settings": _grpc(_BEGIN, lambda n: h2.frame(h2.SETTINGS, 0, 0, b"") * 500),
     "h2/priority": _grpc(_BEGIN, lambda n: h2.frame(_PRIORITY, 0, 1, bytes(5)) * 500),
     "h2/window-update": _grpc(_OPEN, lambda n: h2.frame(_WINDOW_UPDATE, 0, 1, b"\0\0\0\x01") * 500),
     "h2/empty-data": _grpc(_OPEN, lambda n: h2.frame(h2.DATA, 0, 1, b"") * 500),
-    "h2/garbage": _grpc(h2.PREFACE, lambda n: os.urandom(4096)),
-    "h2/streams": _grpc(_BEGIN, _opened, True),
+    "h2/streams": _grpc(_BEGIN, lambda n: h2.frame(h2.HEADERS, 4, 2 * n + 1, _CALL), True),
     # Holding
-    "hold/silent-grpc": _held(True, 900, b""),
-    "hold/silent-http": _held(False, 900, b""),
-    "hold/preface": _held(True, 900, _BEGIN),
-    "hold/slow-headers": _held(False, 900, MODELS, b"x: y\r\n"),
-    "hold/slow-body": _held(False, 300, _LONG[:-9_000], b"x"),
-    "hold/no-message": _held(True, 300, _OPEN),
+    "hold/silent-grpc": _held("grpc", 900, b""),
+    "hold/silent-http": _held("http", 900, b""),
+    "hold/preface": _held("grpc", 900, _BEGIN),
+    "hold/no-message": _held("grpc", 600, _OPEN),
+    "hold/watch": _held("grpc", 600, _BEGIN + h2.unary(1, f"{_HEALTH}/Watch")),
+    "hold/request-line": _held("http", 900, MODELS[:10]),
+    "hold/slow-headers": _held("http", 900, MODELS, b"x: y\r\n"),
+    "hold/slow-body": _held("http", 600, _LONG[:-9_000], b"x"),
+    "hold/half-chunk": _held("http", 600, _CHUNKS + b"9\r\n{"),
+    "hold/keep-alive": _held("http", 900, _HEALTHZ + b"\r\n"),
     "hold/unread-stream": _grpc(_SHUT, _unread, count=2),
-    "hold/unread-health": _grpc(_SHUT, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Watch")),
-    "hold/unread-http": _held(False, 200, request(CHAT, {**STREAM, "max_tokens": 2000, "n": 1})),
-    # Work
-    "flood/requests": _http(b"", lambda n: MODELS + b"\r\n", True),
-    "flood/health": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Check"), True),
-    "flood/describe": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_SERVICE}/Describe"), True),
-    "flood/connections": lambda target: _each(6, target, lambda: _once(target.http, b"")),
-    "flood/large-bodies": lambda target: _each(4, target, lambda: _once(target.http, _LARGE)),
-    "flood/headers": lambda target: _each(
-        6, target, lambda: _once(target.http, MODELS + b"x: " + b"y" * 2**20)
+    "hold/unread-health": _grpc(
+        _SHUT, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Watch"), count=2
     ),
+    "hold/unread-http": _held("http", 200, request(CHAT, _ENDS_LATE)),
+    # Work
+    "flood/requests": _http(b"", lambda n: _HEALTHZ + b"\r\n", True),
+    "flood/health": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Check"), True, 2),
+    "flood/describe": _grpc(_BEGIN, _describe, True, 2),
+    "flood/large-bodies": _http(_LARGE, count=8),
+    "flood/many-headers": _http(b"", lambda n: MODELS + b"x: y\r\n" * 9_000 + b"\r\n", True),
     "flood/small-chunks": _http(_CHUNKS, lambda n: b"1\r\n \r\n" * 500),
     "flood/pipelined": _http(b"", lambda n: (MODELS + b"\r\n") * 100),
     # Of the callers' own tenant, or of many
-    "fairness/one-queue": _calls(90, lambda n: _generate(n, n=2, max_tokens=60)),
-    "fairness/new-tenants": _calls(
-        60, lambda n: _generate(n, {"specrej_tenant": f"new-{n}"}, n=2, max_tokens=60)
-    ),
+    "fairness/one-queue": _calls(60, lambda n: _generate(n, n=1, max_tokens=200)),
+    "fairness/new-tenants": _calls(24, lambda n: _generate(n, _tenant(f"{n}"), n=1, max_tokens=8)),
     "fairness/long": _calls(12, lambda n: _generate(n, n=2, max_tokens=1900)),
-    "amplify/many-turns": _calls(4, _many_turns),
+    # Much for few bytes
+    "amplify/many-turns": lambda at: _padded("prompt", "messages")(at),
+    "amplify/many-tools": lambda at: _padded("prompt", "tools")(at),
+    "amplify/many-biases": lambda at: _padded("sampling", "logit_bias")(at),
+    "amplify/many-values": _http(_VALUES, count=1),
+    "amplify/image": lambda at: _pictures()(at),
+    "amplify/compressed": lambda at: _compressed()(at),
+    "amplify/schedule": _calls(
+        2, lambda n: _generate(n, n=1, max_tokens=20, schedule="geometric:1,1.0000001")
+    ),
     # Order and time
     "order/late-frames": _grpc(_BEGIN, _late, True),
-    "order/leaving": _calls(24, lambda n: _generate(n, n=64, max_tokens=400), leaves_s=0.05),
+    "order/leaving": _calls(
+        6, lambda n: _generate(n, _tenant(f"{n}"), True, n=8, max_tokens=400), leaves_s=0.1
+    ),
     "order/deadlines": _calls(
-        24, lambda n: _generate(n, {"grpc_timeout": f"{10 + n % 90}m"}, n=8, max_tokens=400)
+        6,
+        lambda n: _generate(
+            n, _tenant(f"{n}") + h2.header("grpc-timeout", f"{10 + n % 90}m"), n=4, max_tokens=400
+        ),
     ),
     # What several requests share
     "shared/failing-step": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, seed=FAILING)),
     "shared/slow-reward": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, rewards="slow")),
-    "shared/bad-reward": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, rewards="nan")),
+    "shared/exiting-reward": _calls(
+        12, lambda n: _generate(n, n=4, max_tokens=20, rewards="exiting")
+    ),
     # Trust
-    "trust/nested": _grpc(_BEGIN, _nested, True),
-    "trust/two-identities": _http(b"", lambda n: MODELS + _TWICE % (n, n + 1), True),
-    "trust/forwarded-for": _http(b"", lambda n: MODELS + _BEHIND % (n >> 8 & 255, n & 255), True),
+    "trust/nested": _grpc(_BEGIN, _nested, True, 2),
+    "trust/two-tenants": _calls(
+        6, lambda n: _generate(n, _tenant("a") + _tenant("b"), n=1, max_tokens=1)
+    ),
+    "trust/two-identities": _http(b"", lambda n: _TWICE, True),
+    "trust/forwarded-for": _http(b"", lambda n: _HEALTHZ + _BEHIND % (n >> 8 & 255, n & 255), True),
+    "trust/host": _http(b"", lambda n: MODELS.replace(b"localhost", b"a.example") + b"\r\n", True),
+    "trust/other-type": _http(
+        b"", lambda n: request(CHAT, _SHORT, **{"content-type": "text/plain"}), True
+    ),
     # What an operator sees
     "observation/methods": _calls(
-        6, lambda n: h2.unary(1, f"{_SERVICE}/{n}", authorization=f"Bearer {n}")
+        6, lambda n: h2.unary(1, f"{_SERVICE}/{n}", b"", _tenant("a") + _tenant("b"))
     ),
-    "observation/names": _calls(
-        6, lambda n: _generate(n, model=f"{n}\n" * 20, rewards=f"\x1b[2J{n}")
+    "observation/http-methods": _calls(
+        6, lambda n: h2.unary(1, "/v1/models", **{":method": f"M{n}"}), port="http"
     ),
-    "observation/traces": _calls(
-        6, lambda n: _generate(n, {"traceparent": f"00-{n + 1:032x}-{n + 1:016x}-01"}, n=1)
+    "observation/paths": _http(
+        b"", lambda n: MODELS.replace(b"models", b"models/%d" % time.time_ns()) + b"\r\n", True
+    ),
+    "observation/names": _calls(6, lambda n: _generate(n, _tenant("x" * 12_000), n=-1)),
+    "observation/baggage": _calls(
+        6, lambda n: _generate(n, h2.header("baggage", "x" * 40 + ",x" * 170), n=-1)
     ),
     # Framing
-    "framing/cl-te": lambda target: _each(
-        6, target, lambda: _once(target.http, _SMUGGLED)
-    ),
-    "framing/garbage": _http(b"", lambda n: os.urandom(4096)),
+    "framing/cl-te": _http(_SMUGGLED),
+    "framing/underscores": _http(b"", lambda n: MODELS + b"x_y: z\r\n\r\n", True),
+    "framing/old": _http(MODELS.replace(b"1.1", b"1.0") + b"\r\n"),
 }  # fmt: skip
-
-
-def _once(port: int, data: bytes) -> None:
-    with suppress(OSError), _connected(port) as peer:
-        peer.sendall(data)
-        if data:
-            peer.recv(2**16)
 
 
 if __name__ == "__main__":
     name, grpc, http, seconds = sys.argv[1:]
-    ATTACKS[name](Target(int(grpc), int(http), time.monotonic() + float(seconds)))
+    target = Target(int(grpc), int(http), time.monotonic() + float(seconds))
+    print("begins", flush=True)
+    ATTACKS[name](target)
+    print(target.answers, flush=True)
     os._exit(0)  # threads may be inside a call
