@@ -74,6 +74,11 @@ DEFENCES: Mapping[str, tuple[str, str, str]] = {
     "amplify/many-turns": _LENGTHS,
     "amplify/many-tools": _LENGTHS,
     "amplify/many-biases": _LENGTHS,
+    "amplify/slow-parsing": (
+        "specrej/server/messages.py",
+        "if len(data) < _LARGE_BYTES:",
+        "if True:",
+    ),
     "amplify/many-values": ("gateway/bodies.py", "if _has_too_many_values(body):", "if False:"),
     "amplify/image": ("specrej/images.py", "if width * height > most:", "if False:"),
     "amplify/compressed": (

@@ -210,21 +210,19 @@ def _nested(number: int) -> bytes:
     return h2.unary(2 * number + 1, f"{_SERVICE}/Generate", data)
 
 
-def _padded(part: str, field: str) -> Attack:
-    """Requests with 100,000 empty messages in a repeated field, which are two bytes each."""
-    message = build_request("Why?")
-    items = getattr(getattr(message, part), field)
-    for _ in range(100_000):
-        items.add()
-    data = message.SerializeToString()
-    return _calls(2, lambda n: h2.unary(1, f"{_SERVICE}/Generate", data))
+def _padded(part: str, field: str, number: int = 100_000, count: int = 2) -> Attack:
+    """Requests with so many empty messages in a repeated field, which are four bytes each."""
+    item = orchestrator_pb2.GenerateRequest()
+    getattr(getattr(item, part), field).add()
+    data = build_request("Why?").SerializeToString() + item.SerializeToString() * number
+    return _calls(count, lambda n: h2.unary(1, f"{_SERVICE}/Generate", data))
 
 
 def _compressed() -> Attack:
     """Messages of 8 MB in 8 KB."""
     data = gzip.compress(build_request("Why?", model="x" * 8_000_000).SerializeToString())
     call = h2.unary(1, f"{_SERVICE}/Generate", data, grpc_encoding="gzip")
-    return _calls(16, lambda n: call)
+    return _calls(8, lambda n: call)
 
 
 def _unread(number: int) -> bytes:
@@ -303,9 +301,10 @@ ATTACKS: dict[str, Attack] = {
     "fairness/new-tenants": _calls(24, lambda n: _generate(n, _tenant(f"{n}"), n=1, max_tokens=8)),
     "fairness/long": _calls(12, lambda n: _generate(n, n=2, max_tokens=1900)),
     # Much for few bytes
-    "amplify/many-turns": lambda at: _padded("prompt", "messages")(at),
-    "amplify/many-tools": lambda at: _padded("prompt", "tools")(at),
-    "amplify/many-biases": lambda at: _padded("sampling", "logit_bias")(at),
+    "amplify/many-turns": _padded("prompt", "messages"),
+    "amplify/many-tools": _padded("prompt", "tools"),
+    "amplify/many-biases": _padded("sampling", "logit_bias"),
+    "amplify/slow-parsing": _padded("prompt", "messages", 150_000, 12),
     "amplify/many-values": _http(_VALUES, count=1),
     "amplify/image": lambda at: _pictures()(at),
     "amplify/compressed": lambda at: _compressed()(at),
