@@ -210,6 +210,12 @@ def _nested(number: int) -> bytes:
     return h2.unary(2 * number + 1, f"{_SERVICE}/Generate", data)
 
 
+def _many_turns(number: int) -> bytes:
+    """A conversation of a million empty turns, which are two bytes each."""
+    data = build_request("Why?", seed=number).SerializeToString() + _TURNS
+    return h2.unary(1, f"{_SERVICE}/Generate", data)
+
+
 def _padded(part: str, field: str, number: int = 100_000, count: int = 2) -> Attack:
     """Requests with so many empty messages in a repeated field, which are four bytes each."""
     item = orchestrator_pb2.GenerateRequest()
@@ -230,7 +236,7 @@ def _unread(number: int) -> bytes:
     if number > 64:
         time.sleep(0.2)
         return b""
-    call = _generate(number, streams=True, n=8, max_tokens=2000)
+    call = _generate(number, streams=True, n=64, max_tokens=2000)
     return _as_stream(call, 2 * number + 1)
 
 
@@ -245,6 +251,7 @@ _SHORT = {**BODY, "n": 1, "max_tokens": 1}
 _ENDS_LATE = {**STREAM, "max_tokens": 2000, "n": 1, "ignore_eos": True}
 _OK = b"HTTP/1.1 200"
 _CALL = h2.headers(f"{_SERVICE}/Generate", "localhost")
+_TURNS = b"\x12\x80\x89\x7a" + b"\x0a\x00" * 1_000_000
 _BLOCK = b"\0\x01x\x7f\x80\x7d" + b"y" * 16_000
 _OPEN = _BEGIN + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, _CALL)
 _ENDLESS = _BEGIN + h2.frame(h2.HEADERS, 0, 1, _CALL)
@@ -284,24 +291,24 @@ ATTACKS: dict[str, Attack] = {
     "hold/half-chunk": _held("http", 600, _CHUNKS + b"9\r\n{"),
     "hold/keep-alive": _held("http", 900, _HEALTHZ + b"\r\n"),
     "hold/unread-stream": _grpc(_SHUT, _unread, count=2),
-    "hold/unread-health": _grpc(
-        _SHUT, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Watch"), count=2
-    ),
+    "hold/unread-health": _grpc(_SHUT, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Watch")),
     "hold/unread-http": _held("http", 200, request(CHAT, _ENDS_LATE)),
     # Work
-    "flood/requests": _http(b"", lambda n: _HEALTHZ + b"\r\n", True),
-    "flood/health": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Check"), True, 2),
-    "flood/describe": _grpc(_BEGIN, _describe, True, 2),
+    "flood/requests": _http(b"", lambda n: MODELS + b"\r\n", True),
+    "flood/health": _grpc(_BEGIN, lambda n: h2.unary(2 * n + 1, f"{_HEALTH}/Check"), True),
+    "flood/describe": _grpc(_BEGIN, _describe, True),
     "flood/large-bodies": _http(_LARGE, count=8),
     "flood/many-headers": _http(b"", lambda n: MODELS + b"x: y\r\n" * 9_000 + b"\r\n", True),
     "flood/small-chunks": _http(_CHUNKS, lambda n: b"1\r\n \r\n" * 500),
     "flood/pipelined": _http(b"", lambda n: (MODELS + b"\r\n") * 100),
     # Of the callers' own tenant, or of many
-    "fairness/one-queue": _calls(60, lambda n: _generate(n, n=1, max_tokens=200)),
-    "fairness/new-tenants": _calls(24, lambda n: _generate(n, _tenant(f"{n}"), n=1, max_tokens=8)),
+    "fairness/one-queue": _calls(90, lambda n: _generate(n, n=2, max_tokens=60)),
+    "fairness/new-tenants": _calls(
+        60, lambda n: _generate(n, _tenant(f"new-{n}"), n=2, max_tokens=60)
+    ),
     "fairness/long": _calls(12, lambda n: _generate(n, n=2, max_tokens=1900)),
     # Much for few bytes
-    "amplify/many-turns": _padded("prompt", "messages"),
+    "amplify/many-turns": _calls(4, _many_turns),
     "amplify/many-tools": _padded("prompt", "tools"),
     "amplify/many-biases": _padded("sampling", "logit_bias"),
     "amplify/slow-parsing": _padded("prompt", "messages", 150_000, 12),
@@ -313,10 +320,15 @@ ATTACKS: dict[str, Attack] = {
     ),
     # Order and time
     "order/late-frames": _grpc(_BEGIN, _late, True),
-    "order/leaving": _calls(
+    "order/leaving": _calls(24, lambda n: _generate(n, n=64, max_tokens=400), leaves_s=0.05),
+    "order/leaving-streams": _calls(
         6, lambda n: _generate(n, _tenant(f"{n}"), True, n=8, max_tokens=400), leaves_s=0.1
     ),
     "order/deadlines": _calls(
+        24,
+        lambda n: _generate(n, h2.header("grpc-timeout", f"{10 + n % 90}m"), n=8, max_tokens=400),
+    ),
+    "order/deadlines-of-many": _calls(
         6,
         lambda n: _generate(
             n, _tenant(f"{n}") + h2.header("grpc-timeout", f"{10 + n % 90}m"), n=4, max_tokens=400
@@ -329,12 +341,12 @@ ATTACKS: dict[str, Attack] = {
         12, lambda n: _generate(n, n=4, max_tokens=20, rewards="exiting")
     ),
     # Trust
-    "trust/nested": _grpc(_BEGIN, _nested, True, 2),
+    "trust/nested": _grpc(_BEGIN, _nested, True),
     "trust/two-tenants": _calls(
         6, lambda n: _generate(n, _tenant("a") + _tenant("b"), n=1, max_tokens=1)
     ),
     "trust/two-identities": _http(b"", lambda n: _TWICE, True),
-    "trust/forwarded-for": _http(b"", lambda n: _HEALTHZ + _BEHIND % (n >> 8 & 255, n & 255), True),
+    "trust/forwarded-for": _http(b"", lambda n: MODELS + _BEHIND % (n >> 8 & 255, n & 255), True),
     "trust/host": _http(b"", lambda n: MODELS.replace(b"localhost", b"a.example") + b"\r\n", True),
     "trust/other-type": _http(
         b"", lambda n: request(CHAT, _SHORT, **{"content-type": "text/plain"}), True
