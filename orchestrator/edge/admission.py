@@ -5,8 +5,10 @@ the tokens that each may grow to) between tenants. A request's start is the end 
 request before, or the current virtual time if that is later. The request with the least start runs
 next. Virtual time, in candidate-tokens per weight, is the start of the request that ran last.
 
-New tenants start at the current virtual time and could delay a waiting tenant for ever: at most
-`MOST_PASSED` requests of tenants that came later run before it.
+Tenants that have had no permit yet have one tenant's share together: the first request of each
+starts at the end of the one before. So a caller that names a new tenant in each call gains nothing.
+Tenants that come again start at the current virtual time and could delay a waiting tenant for ever:
+at most `MOST_PASSED` requests of tenants that came later run before it.
 
 A tenant that has no running request need not wait for one of another tenant to end: a quarter more
 permits than the limit, rounded down, are for such tenants. Those that wait lose nothing by them: a
@@ -68,7 +70,8 @@ class _Tenant:
 
     `running` of them have permits. `start` is the virtual start of its next request, `came` the
     number of its arrival. `passed` requests of tenants that came later got permits
-    within the limit since its first in line became so at `waits_since`.
+    within the limit since its first in line became so at `waits_since`. `dues`: by how much its first
+    request delays those of other tenants.
     """
 
     name: str
@@ -79,6 +82,7 @@ class _Tenant:
     start: float = 0.0
     waits_since: int = 0
     passed: int = 0
+    dues: float = 0.0
     # The candidate-tokens of each request in line, by the permit that it waits for.
     line: OrderedDict[asyncio.Future[Permit], int] = field(default_factory=OrderedDict)
 
@@ -104,6 +108,7 @@ class Admission:
         self._tenants: dict[str, _Tenant] = {}
         self._arrivals = itertools.count(1)
         self._virtual = 0.0
+        self._newest = 0.0  # the end of the last first request of a tenant
         self._pace = _Pace()  # of all tenants
         self._paces: OrderedDict[str, _Pace] = OrderedDict()  # the latest last
 
@@ -185,7 +190,7 @@ class Admission:
 
     def _fair_wait_s(self, own: _Tenant) -> float:
         """Expected seconds until a running request ends and those ahead of a new one are served."""
-        start = max(own.start, self._virtual) + sum(own.line.values()) / own.weight
+        start = self._start_of(own) + sum(own.line.values()) / own.weight
         seconds = self._service_s(None, self._running_tokens / max(1, self.running))
         for tenant in self._with_lines():
             before = tenant.start
@@ -194,6 +199,15 @@ class Admission:
                     seconds += self._service_s(tenant, waiting)
                 before += waiting / tenant.weight
         return seconds / self._max_running
+
+    def _is_known(self, tenant: _Tenant) -> bool:
+        """Whether a request of the tenant has had a permit."""
+        return tenant.running > 0 or tenant.name in self._paces
+
+    def _start_of(self, tenant: _Tenant) -> float:
+        """Where the line of a tenant begins that has none."""
+        is_first = not (tenant.line or self._is_known(tenant))
+        return max(tenant.start, self._virtual, self._newest if is_first else 0.0)
 
     def _with_lines(self) -> list[_Tenant]:
         return [tenant for tenant in self._tenants.values() if tenant.line]
@@ -214,22 +228,27 @@ class Admission:
 
     async def _acquire(self, own: _Tenant, tokens: int) -> Permit:
         if not own.line:
-            own.start = max(own.start, self._virtual)
+            own.start = self._start_of(own)
             if self._may_run(own):
                 return self._grant(own, tokens, self._with_lines())
             own.waits_since, own.passed = next(self._arrivals), 0
+            if not self._is_known(own):
+                own.dues = tokens / own.weight
+                self._newest = own.start + own.dues
         if self.queued >= self._max_queued:
             self._evict()
         permit: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         own.line[permit] = tokens
         try:
             return await permit
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Overloaded):
+            own.line.pop(permit, None)
             if permit.done() and not (permit.cancelled() or permit.exception()):
                 self._release(own, tokens, permit.result())  # cancelled before it resumed
+            elif own.dues and not own.line:  # it leaves without having had a permit
+                self._newest -= own.dues
+                own.start, own.dues = self._virtual, 0.0
             raise
-        finally:
-            own.line.pop(permit, None)
 
     def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> Permit:
         """Count a permit, and charge it if there are tenants with `lines`."""
@@ -241,7 +260,7 @@ class Admission:
                 self._virtual = max(self._virtual, tenant.start)
         if lines:
             tenant.start += tokens / tenant.weight
-        tenant.waits_since, tenant.passed = next(self._arrivals), 0
+        tenant.waits_since, tenant.passed, tenant.dues = next(self._arrivals), 0, 0.0
         tenant.running += 1
         self.running += 1
         self._beyond += is_beyond

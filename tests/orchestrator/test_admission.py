@@ -72,6 +72,12 @@ class Requests:
                 self.beyond -= permit.is_beyond
                 permit.unused = self.unused[request[0]]
 
+    async def serve(self, *tenants: str) -> None:
+        """One request of each, which need not wait."""
+        for tenant in tenants:
+            async with self.admission.enter(tenant):
+                pass
+
     async def refused(self, **request: Any) -> Overloaded:
         """The error of one more request."""
         with pytest.raises(Overloaded) as raised:
@@ -226,7 +232,7 @@ async def test_the_expected_wait_follows_the_fair_order() -> None:
     """Guards a newcomer against a refusal because of the requests of others behind it, and their
     tenant against a place that it will not get in time."""
     requests = Requests(1, 100)
-    async with requests.admission.enter(tokens=10):
+    async with requests.admission.enter("large", tokens=10):
         requests.clock.now_s += 10.0
     await requests.arrive(6, tenant="many", tokens=10)
     await requests.arrive(tenant="one", tokens=10, time_left_s=25.0)  # behind the first that waits
@@ -354,10 +360,11 @@ async def test_the_state_of_tenants_that_left_is_dropped(way: str) -> None:
     await requests.finish_all()
 
 
-async def test_at_most_twelve_newcomers_pass_a_waiting_tenant() -> None:
-    """Guards a tenant that was served against a new tenant per turn: virtual time stands still
-    while they are served, so the tenant would wait for ever."""
+async def test_at_most_twelve_that_come_later_pass_a_waiting_tenant() -> None:
+    """Guards a tenant against one per turn that comes again: virtual time stands still while they
+    are served, so the tenant would wait for ever."""
     requests = Requests(1, 100)
+    await requests.serve(*(f"new {number}" for number in range(13)))
     await requests.arrive(tenant="first")
     await requests.arrive(2, tenant="old", tokens=10)  # 1, 2
     assert await requests.next() == 1
@@ -366,6 +373,32 @@ async def test_at_most_twelve_newcomers_pass_a_waiting_tenant() -> None:
         await requests.arrive(tenant=f"new {number}", tokens=10)
         turns_taken.append(await requests.next() == 2)
     assert turns_taken == [*[False] * 12, True]
+    await requests.finish_all()
+
+
+@pytest.mark.parametrize("way", ["wait", "leave"])
+async def test_tenants_without_a_permit_so_far_share_as_one(way: str) -> None:
+    """Guards a known tenant against a caller that names a new one in each call, and new tenants
+    against those that leave before they are served."""
+    requests = Requests(1, 100)
+    await requests.serve("known")
+    await requests.arrive(tenant="first", tokens=10)
+    await requests.arrive(tenant="new", tokens=10)  # 1
+    for number in range(40):
+        await requests.arrive(tenant=f"new {number}", tokens=10)
+    if way == "leave":
+        for task in requests.tasks[2:]:
+            task.cancel()
+        await turns()
+        assert len(requests.admission._tenants) == 2
+    await requests.arrive(3, tenant="known", tokens=10)
+    first = len(requests.tasks)
+    await requests.arrive(tenant="last", tokens=10)
+    order = [await requests.next() for _ in range(5)]
+    if way == "wait":
+        assert order == [1, first - 3, 2, first - 2, 3]  # by turns
+    else:  # the last comes behind the only one that waits
+        assert order[:4] == [1, first - 3, first - 2, first]
     await requests.finish_all()
 
 
@@ -395,6 +428,7 @@ async def test_tenants_that_wait_have_their_shares_in_any_window(
         weight = weights[owner] if owner < len(sizes) else 1.0
         await requests.arrive(tenant=str(owner), tokens=tokens, weight=weight)
 
+    await requests.serve(*map(str, range(len(sizes))), *(str(200 + n) for n in range(len(events))))
     for number in range(max_running):
         await arrive(100 + number, 1)
     for number in range(25):
