@@ -70,8 +70,8 @@ class _Tenant:
 
     `running` of them have permits. `start` is the virtual start of its next request, `came` the
     number of its arrival. `passed` requests of tenants that came later got permits
-    within the limit since its first in line became so at `waits_since`. `dues`: by how much its first
-    request delays those of other tenants.
+    within the limit since its first in line became so at `waits_since`. `dues`: by how much the
+    first request of a tenant delays those of others.
     """
 
     name: str

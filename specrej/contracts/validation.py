@@ -1,6 +1,6 @@
 """Checks of requests, made by every port before anything else; all violations at once.
 
-`check_lengths` bounds the repeated fields and texts of a message before it is converted; the other
+`check_counts` and `check_lengths` bound a message before it is parsed and converted; the other
 checks work on contract values. The schema has the ranges as rules for other languages; to evaluate
 those takes too long per request.
 """
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
@@ -73,6 +77,12 @@ MAX_CHARACTERS: Mapping[str, int] = {
     "OrchestratorServiceScoreRequest.data": MAX_DATA_BYTES,
     "ScoreCandidate.text": _TEXT_CHARACTERS,
 }
+# Public messages of so many bytes are looked through before they are parsed, up to so many fields.
+_LARGE_BYTES, _MOST_FIELDS = 1 << 16, 1 << 14
+# Of protobuf's wire format: bytes of the kinds of values that have no length; 2 has one.
+_SIZES, _VARINT, _DELIMITED = (0, 8, 0, 0, 0, 4), 0, 2
+_VARINT_BYTES = 10  # the most
+_TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"
 
@@ -94,20 +104,75 @@ MAX_ALL_LOGPROBS = 2**20  # of all tokens of a request's candidates
 _KINDS_WITH = {"first": ("geometric", "memory"), "factor": ("geometric",), "tokens": ("tokens",)}
 
 
+def check_counts(data: bytes, message: Any) -> None:
+    """Refuse a large message with too many items before it is parsed.
+
+    The parser, in C, needs up to 28 times the bytes of empty messages. `data`: a message in
+    protobuf's wire format, of which only tags and lengths are read; what is not valid is left to
+    the parser. `message`: its descriptor.
+
+    Raises:
+        InvalidRequest: a repeated field is too long, or there are too many fields in all.
+    """
+    if len(data) < _LARGE_BYTES:
+        return
+    counts: Counter[str] = Counter()
+    parts, num_fields = [(0, len(data), message, "")], 0
+    with suppress(IndexError):  # it ends too early
+        while parts:
+            at, end, message, path = parts.pop()
+            while at < end:
+                num_fields += 1
+                if num_fields > _MOST_FIELDS:
+                    raise InvalidRequest([Violation(path or "request", "has too many fields")])
+                tag, at = _varint(data, at)
+                field, kind = message.fields_by_number.get(tag >> 3), tag & 7
+                size, at = _varint(data, at) if kind == _DELIMITED else (_SIZES[kind], at)
+                at += size
+                if kind == _VARINT:
+                    _, at = _varint(data, at)
+                if field is None:
+                    continue
+                name = f"{message.name}.{field.name}"
+                where = path if name == _WITHOUT_PATH else f"{path}.{field.name}".lstrip(".")
+                if field.is_repeated:
+                    is_number = not field.message_type and field.type not in _TEXTS
+                    is_packed = kind == _DELIMITED and is_number
+                    counts[where] += size // _VARINT_BYTES if is_packed else 1
+                    if counts[where] > MAX_ITEMS[name]:
+                        raise InvalidRequest([_too_many(where, name)])
+                    where += f"[{counts[where] - 1}]"
+                if field.message_type and kind == _DELIMITED:
+                    parts.append((at, end, message, path))
+                    at, end, message, path = at - size, at, field.message_type, where
+
+
+def _too_many(path: str, name: str) -> Violation:
+    return Violation(path, f"must have at most {MAX_ITEMS[name]} items")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at a place, and the place behind it. Raises IndexError: it has no end."""
+    number = 0
+    for place in range(_VARINT_BYTES):
+        byte = data[at + place]
+        number |= (byte & 127) << 7 * place
+        if byte < 128:
+            return number, at + place + 1
+    raise IndexError
+
+
 def check_lengths(message: Any, path: str = "") -> Iterator[Violation]:
     """Every repeated field and text of a protobuf message that is too long.
 
-    What a message can cost: gRPC bounds its bytes (MAX_PUBLIC_MESSAGE_BYTES), and the parser, in C,
-    needs up to 28 times as many for empty messages of two bytes. As an object, each of these takes
-    another hundred times; so nothing is converted, and no item of a long list is visited, before
-    this check. It runs in the same step of the event loop as the parser: one such message exists at
-    a time.
+    Nothing is converted, and no item of a long list is visited, before this check: as an object, an
+    empty message takes a hundred times its bytes.
     """
     for field, value in message.ListFields():
         name = f"{message.DESCRIPTOR.name}.{field.name}"
         where = path if name == _WITHOUT_PATH else f"{path}.{field.name}".lstrip(".")
         if field.is_repeated and len(value) > MAX_ITEMS[name]:
-            yield Violation(where, f"must have at most {MAX_ITEMS[name]} items")
+            yield _too_many(where, name)
         elif field.message_type or field.type == field.TYPE_STRING:
             for index, item in enumerate(value if field.is_repeated else (value,)):
                 here = f"{where}[{index}]" if field.is_repeated else where

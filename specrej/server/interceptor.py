@@ -31,15 +31,16 @@ from specrej.contracts.errors import (
     raise_if_any,
 )
 from specrej.contracts.status import to_status
-from specrej.contracts.validation import check_lengths
+from specrej.contracts.validation import check_counts, check_lengths
 from specrej.security import OURS, Access, Caller, set_caller
-from specrej.server.messages import Context, Handler, Reader
+from specrej.server.messages import Context, Handler, reading
 
 log = logging.getLogger(__name__)
 
 # Quoted: the class is generic only for type checkers.
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+_PUBLIC = f"{OURS}v1."
 _RECHECK_S = 2.0  # between two checks of a running call's token
 _STATUS_S = 1.0  # for a status to leave
 
@@ -73,7 +74,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._max_deadline_s = max_deadline_s
         self._access = access
         self._max_calls = max_calls
-        self._reader = Reader()
         self._running: Counter[str] = Counter()  # calls of the services, by tenant
         self.idle = asyncio.Event()  # set while no call of a service runs
         self.idle.set()
@@ -93,10 +93,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if details.method.startswith(OURS):
-            read = self._reader.reading(handler, lambda m: raise_if_any(check_lengths(m)))
+            look = check_counts if details.method.startswith(_PUBLIC) else None
+            read = reading(handler, lambda m: raise_if_any(check_lengths(m)), look)
             wrapped = self._guard(details.method, read, caller, admit)
         else:
-            read = self._reader.reading(handler, lambda _: None)
+            read = reading(handler, lambda _: None)
             wrapped = self._with_status(details.method, read, admit)
         return grpc.stream_stream_rpc_method_handler(wrapped, None, handler.response_serializer)
 

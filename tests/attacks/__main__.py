@@ -55,9 +55,9 @@ _BEYOND = (
     "if True:",
 )
 _LENGTHS = (
-    "specrej/server/interceptor.py",
-    "lambda m: raise_if_any(check_lengths(m))",
-    "lambda m: None",
+    "specrej/contracts/validation.py",
+    "_MOST_FIELDS = 1 << 16, 1 << 14",
+    "_MOST_FIELDS = 1 << 60, 0; MAX_ITEMS = dict.fromkeys(MAX_ITEMS, 1 << 60)",
 )
 # Defences in the services: a file, its text and the text without.
 DEFENCES: Mapping[str, tuple[str, str, str]] = {
@@ -66,18 +66,14 @@ DEFENCES: Mapping[str, tuple[str, str, str]] = {
     "fairness/one-queue": _BEYOND,
     "fairness/new-tenants": (
         "orchestrator/edge/admission.py",
-        "min(ready, key=lambda one: (one.passed < MOST_PASSED, one.start))",
-        "ready[-1]",
+        "self._newest if is_first else 0.0",
+        "0.0",
     ),
     "fairness/long": _BEYOND,
     "amplify/many-turns": _LENGTHS,
     "amplify/many-tools": _LENGTHS,
     "amplify/many-biases": _LENGTHS,
-    "amplify/slow-parsing": (
-        "specrej/server/messages.py",
-        "if len(data) < _LARGE_BYTES:",
-        "if True:",
-    ),
+    "amplify/slow-parsing": _LENGTHS,
     "amplify/many-values": ("gateway/bodies.py", "if _has_too_many_values(body):", "if False:"),
     "amplify/image": ("specrej/images.py", "if width * height > most:", "if False:"),
     "amplify/compressed": (

@@ -9,20 +9,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deploy.stubs import described
 from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.contracts import MAX_INT32, wire
+from specrej.contracts.errors import InvalidRequest
 from specrej.contracts.validation import (
     MAX_CHARACTERS,
     MAX_ITEMS,
     NAME_CHARACTERS,
+    check_counts,
     check_lengths,
     check_request,
 )
@@ -236,6 +242,75 @@ def violated(message: Any) -> list[str]:
         made = wire.request_from_message(parsed, violations)
         violations += check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
     return [violation.field for violation in violations]
+
+
+# A field that no schema has, which makes a message large: its number, its length, its bytes.
+_PADDING = b"\xc2\xa9\x07" + b"\xf0\xa2\x04" + bytes(70_000)
+PUBLIC_LISTS = [
+    fields
+    for message in INPUTS
+    if message.full_name.startswith("specrej.v1.")
+    for fields in fields_of(message)
+    if fields[-1].is_repeated
+]
+
+
+def counted(data: bytes, message: Any) -> list[tuple[str, str]]:
+    """What is found before a message is parsed."""
+    try:
+        check_counts(data, message)
+    except InvalidRequest as error:
+        return [(one.field, one.description) for one in error.violations]
+    return []
+
+
+@pytest.mark.parametrize(
+    "fields", PUBLIC_LISTS, ids=lambda fields: ".".join(f.name for f in fields)
+)
+def test_long_lists_are_found_before_a_large_message_is_parsed(fields: tuple[Any, ...]) -> None:
+    """Guards the memory that a parsed message would have, and messages that are not too long."""
+    *outer, field = fields
+    message = GetMessageClass(fields[0].containing_type)()
+    inner = message
+    for one in outer:
+        inner = getattr(inner, one.name).add() if one.is_repeated else getattr(inner, one.name)
+    is_number = not field.message_type and not is_text(field)
+    items, most = getattr(inner, field.name), MAX_ITEMS[name_of(field)]
+
+    def grow(count: int) -> None:
+        for _ in range(count):
+            items.add() if field.message_type else items.append(1 if is_number else "x")
+
+    grow(most)
+    assert not counted(message.SerializeToString() + _PADDING, message.DESCRIPTOR)
+    grow(9 * most + 10 if is_number else 1)  # a number may have ten bytes, which are not read
+    data = message.SerializeToString()
+    assert counted(data + _PADDING, message.DESCRIPTOR) == violations_of(message)
+    assert not counted(data[: 1 << 16][:-1], message.DESCRIPTOR)  # a small one
+
+
+# A field that the schema does not have, a group's begin and end, a prompt, one with a message.
+_PARTS = [b"\xa0\x06\x01", b"\xa3\x06", b"\xa4\x06", b"\x12\x00", b"\x12\x02\x0a\x00"]
+
+
+@given(parts=st.lists(st.sampled_from(_PARTS) | st.binary(max_size=12)), times=st.integers(1, 300))
+def test_any_large_message_is_counted(parts: list[bytes], times: int) -> None:
+    """Guards a server against bytes that raise another error, or have no end."""
+    data = b"".join(parts) * times + _PADDING
+    message = orchestrator_pb2.GenerateRequest
+    found = counted(data, message.DESCRIPTOR)
+    with suppress(DecodeError):
+        items = [one for one in violations_of(message.FromString(data)) if "items" in one[1]]
+        assert found or not items
+
+
+def test_a_large_message_of_too_many_fields_is_refused() -> None:
+    """Guards the event loop against fields that no schema has."""
+    message = orchestrator_pb2.GenerateRequest.DESCRIPTOR
+    assert counted(b"\xa0\x06\x01" * 16_385 + _PADDING, message) == [
+        ("request", "has too many fields")
+    ]
+    assert not counted(b"\xa0\x06\x01" * 16_383 + _PADDING, message)
 
 
 @pytest.mark.parametrize(("fields", "value", "path", "allowed"), list(cases()))

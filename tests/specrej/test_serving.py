@@ -11,7 +11,6 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,9 +21,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from deploy.local.stack import Ports
 from specrej.client.channel import open_channel
 from specrej.contracts import status, wire
-from specrej.contracts.errors import InternalError, Overloaded, Violation
+from specrej.contracts.errors import InternalError, Violation
 from specrej.contracts.validation import MAX_METADATA_BYTES
-from specrej.server import interceptor, messages
+from specrej.server import interceptor
 from specrej.server.serving import LIVENESS, Context, Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
@@ -129,40 +128,40 @@ async def test_a_refused_message_is_free_before_its_status_leaves(
     def register(server: grpc.aio.Server) -> None:
         handler: Any = handle
         calls = {"Call": grpc.unary_unary_rpc_method_handler(handler, Parsed)}
-        server.add_registered_method_handlers("specrej.v1.Parsing", calls)
+        server.add_registered_method_handlers("specrej.test.Parsing", calls)
 
     monkeypatch.setattr(interceptor, "check_lengths", lambda _: [Violation("field", "is long")])
     monkeypatch.setattr(interceptor, "to_status", to_status)
-    async with serving(Service("specrej.v1.Parsing", register)) as channel:
-        call: Any = channel.unary_unary("/specrej.v1.Parsing/Call")
+    async with serving(Service("specrej.test.Parsing", register)) as channel:
+        call: Any = channel.unary_unary("/specrej.test.Parsing/Call")
         error = await failure_of(call(b"", timeout=BOUND_S))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert alive == [None]
 
 
-async def test_large_messages_that_take_long_are_parsed_by_turns(
+async def test_messages_of_many_items_are_refused_before_they_are_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards other calls against peers whose messages are slow to parse, and the memory."""
-    reader, parsed = messages.Reader(), list[bytes]()
-    large = [bytes([number]) * (1 << 16) for number in range(4)]
-    clock = iter([0.0, 0.001, 0.0, 100.0])
-    monkeypatch.setattr(messages, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(messages, "_MOST_BYTES", len(large[0]))
+    """Guards the memory and the event loop, which a message of a million empty turns would take."""
 
-    async def read(data: bytes) -> None:
-        await asyncio.wait_for(reader.parsed(data, parsed.append, lambda _: None), BOUND_S)
+    async def handle(*_: Any) -> None:
+        pytest.fail("was not refused")
 
-    await read(large[0])
-    await read(large[1])
-    third = asyncio.create_task(read(large[2]))
-    for _ in range(20):  # turns of the loop
-        await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="too many large messages"):
-        await read(large[3])
-    await read(b"small")
-    assert parsed == [*large[:2], b"small"]
-    third.cancel()
+    def register(server: grpc.aio.Server) -> None:
+        handler: Any = handle
+        parse = orchestrator_pb2.GenerateRequest.FromString
+        calls = {"Call": grpc.unary_unary_rpc_method_handler(handler, parse)}
+        server.add_registered_method_handlers("specrej.v1.Parsing", calls)
+
+    monkeypatch.setattr(interceptor, "check_lengths", lambda _: pytest.fail("was parsed"))
+    request = orchestrator_pb2.GenerateRequest(model="x" * (1 << 16))
+    for _ in range(1025):
+        request.prompt.messages.add()
+    async with serving(Service("specrej.v1.Parsing", register)) as channel:
+        call: Any = channel.unary_unary("/specrej.v1.Parsing/Call")
+        error = await failure_of(call(request.SerializeToString(), timeout=BOUND_S))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt.messages" in (error.details() or "")
 
 
 async def test_metadata_above_the_limit_is_refused(
