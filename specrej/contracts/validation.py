@@ -153,6 +153,8 @@ def _too_many(path: str, name: str) -> Violation:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """The number at a place, and the place behind it. Raises IndexError: it has no end."""
+    if (number := data[at]) < 128:
+        return number, at + 1
     number = 0
     for place in range(_VARINT_BYTES):
         byte = data[at + place]
