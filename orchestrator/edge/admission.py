@@ -55,11 +55,13 @@ class Permit:
     """A request that runs.
 
     `unused`: how many of its candidate-tokens it turned out not to need. `is_beyond`: whether it is
-    one of the quarter beyond the limit. `began_s` is a time of the admission's clock.
+    one of the quarter beyond the limit; `is_first`: whether its tenant had none before, and
+    others wait or may soon. `began_s` is a time of the admission's clock.
     """
 
     is_charged: bool
     is_beyond: bool
+    is_first: bool
     began_s: float
     unused: int = 0
 
@@ -100,7 +102,8 @@ class Admission:
         self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`clock` returns seconds."""
-        self.running = self._beyond = 0  # in all, and those beyond the limit
+        # Permits in all, those beyond the limit, and the first ones of tenants.
+        self.running = self._beyond = self._firsts = 0
         self._running_tokens = 0  # their candidate-tokens
         self._begun_s = 0.0  # the sum of their begins
         self._max_running, self._max_queued = max_running, max_queued
@@ -217,7 +220,8 @@ class Admission:
         most = self._max_running
         if self.running - self._beyond < most:
             return True
-        if tenant.running or self._beyond >= most // 4:
+        has_running = tenant.running or (self._firsts and not self._is_known(tenant))
+        if has_running or self._beyond >= most // 4:
             return False
         excess = (tenant.start - self._virtual) * tenant.weight
         held_s = self._clock() - self._begun_s / self.running  # on average
@@ -253,6 +257,7 @@ class Admission:
     def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> Permit:
         """Count a permit, and charge it if there are tenants with `lines`."""
         is_beyond = self.running - self._beyond >= self._max_running
+        is_first = bool(lines or is_beyond) and not self._is_known(tenant)
         if not is_beyond:
             for other in lines:
                 other.passed += other.waits_since < tenant.came
@@ -264,15 +269,17 @@ class Admission:
         tenant.running += 1
         self.running += 1
         self._beyond += is_beyond
+        self._firsts += is_first
         self._running_tokens += tokens
         self._begun_s += (began_s := self._clock())
-        return Permit(bool(lines), is_beyond, began_s)
+        return Permit(bool(lines), is_beyond, is_first, began_s)
 
     def _release(self, own: _Tenant, tokens: int, permit: Permit) -> None:
         """Return a permit, and give those that are free to the next in line."""
         own.running -= 1
         self.running -= 1
         self._beyond -= permit.is_beyond
+        self._firsts -= permit.is_first
         self._running_tokens -= tokens
         self._begun_s = self._begun_s - permit.began_s if self.running else 0.0
         if not self._with_lines():  # all tenants are equal again

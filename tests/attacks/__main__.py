@@ -51,7 +51,7 @@ REFUSED = (
 BURST, PER_S = 256, 100
 _BEYOND = (
     "orchestrator/edge/admission.py",
-    "if tenant.running or self._beyond >= most // 4:",
+    "if has_running or self._beyond >= most // 4:",
     "if True:",
 )
 _LENGTHS = (

@@ -402,6 +402,23 @@ async def test_tenants_without_a_permit_so_far_share_as_one(way: str) -> None:
     await requests.finish_all()
 
 
+async def test_new_tenants_leave_the_permits_beyond_the_limit() -> None:
+    """Guards a known tenant that has nothing running against callers that name new ones."""
+    requests = Requests(8, 100)
+    await requests.serve("known", "other")
+    await requests.arrive(8, tenant="other", tokens=10)
+    for number in range(4):
+        await requests.arrive(tenant=f"new {number}", tokens=10)
+    assert requests.entered == [*range(9)], "one new tenant at a time"
+    await requests.arrive(tenant="known", tokens=10)  # 12
+    assert requests.entered[9:] == [12]
+    await requests.end(8)
+    assert requests.entered[10:] == [9], "the next one may"
+    await requests.end(0)
+    assert requests.entered[11:] == [10], "within the limit, all may"
+    await requests.finish_all()
+
+
 _SIZES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=2, max_size=5)
 _ONE_SIZE = st.builds(lambda count, size: [[size]] * count, st.integers(2, 5), st.integers(1, 20))
 _EVENTS = st.lists(st.sampled_from(["turn", "turn", "guest", "cancel"]), min_size=20, max_size=40)
