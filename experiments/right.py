@@ -54,6 +54,7 @@ class Study:
     verifier: Mapping[str, Any] = field(default_factory=dict)  # spec of the reward `verifier`
     live: str = ""  # the policy of --live
     temperature: float = TEMPERATURE
+    form: c.AnswerForm = c.PLAIN  # what marks the reasoning of answers
 
 
 def _verified(*rewards: c.WeightedReward, waves: int = 0) -> c.Selection:
@@ -66,7 +67,9 @@ _END = c.WeightedReward("verifier", stage="end")
 _VETO = c.WeightedReward("verifier", veto_below=1.0)
 _COMPILES = c.WeightedReward("verifier", veto_below=1.0, data='{"compiles": true}')
 _LIKELY = c.WeightedReward(LIKELIHOOD, stage="cuts")
-_MAJORITY = c.Selection(algorithm=_BEST_OF_N, rewards=(c.WeightedReward(LIKELIHOOD),))
+_LIKELIHOOD = (c.WeightedReward(LIKELIHOOD),)
+_LIKELIEST = c.Selection(rewards=_LIKELIHOOD, schedule=c.Schedule(first=16))
+_MAJORITY = c.Selection(algorithm=_BEST_OF_N, rewards=_LIKELIHOOD)
 
 
 def _voting(extractor: Any = "number", stop: float = 1.0, **more: Any) -> c.Selection:
@@ -74,11 +77,10 @@ def _voting(extractor: Any = "number", stop: float = 1.0, **more: Any) -> c.Sele
     return replace(_MAJORITY, vote=c.Vote(extractor, stop_probability=stop), **more)
 
 
-def _rejecting(first: int) -> c.Selection:
+def _rejecting(first: int, extractor: Any = "tool_call", **more: Any) -> c.Selection:
     """A vote of those that rejection by likelihood keeps."""
-    schedule = c.Schedule(first=first)
-    selection = replace(_MAJORITY, vote=c.Vote("tool_call"), schedule=schedule)
-    return replace(selection, algorithm=c.Algorithm.SPECULATIVE_REJECTION, alpha=0.5)
+    schedule, vote = c.Schedule(first=first), c.Vote(extractor)
+    return c.Selection(alpha=0.5, schedule=schedule, rewards=_LIKELIHOOD, vote=vote, **more)
 
 
 def _confident(keep: float) -> c.Selection:
@@ -116,6 +118,20 @@ STUDIES = {
             **{f"stop at {p}, waves of 4": _voting(stop=p, waves=4) for p in (0.99, 0.95, 0.9)},
             **{f"confidence {keep}, waves of 8": _confident(keep) for keep in (0.9, 0.5)},
         },
+    ),
+    "thinking": Study(
+        right_tasks.thinking,
+        num_tasks=60,
+        n=16,
+        max_tokens=256,
+        policies={
+            "vote of all": _voting(min_answers=16),
+            "reasoning left alone": _rejecting(16, "number"),
+            "reasoning scored": _rejecting(16, "number", score_thinking=True),
+            "left alone, likeliest": _LIKELIEST,
+            "scored, likeliest": replace(_LIKELIEST, score_thinking=True),
+        },
+        form=c.AnswerForm(thinking_begin="<think>", thinking_end="</think>"),
     ),
     "calls": Study(
         right_tasks.calls,
@@ -206,7 +222,7 @@ async def replay(
         for reward in selection.rewards
     ]
     votes = extractor(task.vote, {}) if selection.vote else (lambda _: None)
-    form = c.AnswerForm(task.tool_format)
+    form = replace(study.form, tool_format=task.tool_format)
     generator, cheap = RecordedGenerator(answers, form), {"verifier"}
     running = run(request, generator, scorers, cheap=cheap, extract=votes)
     async with aclosing(running) as events:

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,22 +144,57 @@ _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("count_primes", {"max_n": 30}),
 )
 _SHOWN = 3  # solved problems before each one, so that a small model gives short answers
+_HARDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("lcm", {"min_numbers": 2, "max_numbers": 2, "min_value": 6, "max_value": 40}),
+    ("chain_sum", {"min_terms": 5, "max_terms": 6, "min_digits": 2, "max_digits": 2}),
+)
+# Problems with answers that reason between marks, of other numbers.
+_THOUGHTS = (
+    (
+        "Find the Least Common Multiple (LCM) of these numbers: 12, 18",
+        "12 is 2 * 2 * 3. 18 is 2 * 3 * 3. 2 * 2 * 3 * 3 is",
+        "36",
+    ),
+    (
+        "State the final answer to the following arithmetic problem: 17 + 26 - 9 + 14 =",
+        "17 + 26 is 43. 43 - 9 is 34. 34 + 14 is",
+        "48",
+    ),
+)
 
 
-def reasoning(count: int) -> list[Task]:
-    """Problems of three kinds, as many of each, all different."""
+def thinking(count: int) -> list[Task]:
+    """Harder problems, each after two whose answers reason between marks."""
+    turns = [
+        Message(role, text)
+        for question, thought, answer in _THOUGHTS
+        for role, text in (
+            ("user", question),
+            ("assistant", f"<think>{thought} {answer}.</think>The answer is {answer}."),
+        )
+    ]
+    return [
+        replace(task, prompt=Prompt((*turns, *task.prompt.messages)))
+        for task in reasoning(count, _HARDER, shown=0)
+    ]
+
+
+def reasoning(
+    count: int, kinds: Sequence[tuple[str, dict[str, Any]]] = _KINDS, shown: int = _SHOWN
+) -> list[Task]:
+    """Problems of some kinds, as many of each, all different."""
     sys.path.append(str(PACKAGES))
     import reasoning_gym  # type: ignore[import-not-found, unused-ignore]
 
     votes, tasks = extractor(Vote(), {}), []
-    for kind, (name, config) in enumerate(_KINDS):
-        size = len(range(kind, count, len(_KINDS)))
+    for kind, (name, config) in enumerate(kinds):
+        size = len(range(kind, count, len(kinds)))
         dataset = reasoning_gym.create_dataset(name, size=10 * count, seed=2026, **config)
         different = {entry["question"]: entry for entry in dataset}.values()
-        shown, asked = [*different][:_SHOWN], [*different][_SHOWN : _SHOWN + size]
+        solved, asked = [*different][:shown], [*different][shown : shown + size]
         turns = [
             Message(role, text)
-            for entry in shown
+            for entry in solved
             for role, text in (
                 ("user", entry["question"]),
                 ("assistant", f"The answer is {entry['answer']}."),
