@@ -217,7 +217,9 @@ async def _by_verbs(
 ) -> float:
     """A session that is cut to each part's rows; the seconds of its last prune."""
     sampling = Sampling(sum(count for _, count in plan), seed=1, ignore_eos=True)
-    spec = SessionSpec(Prompt(text=prompt), plan[0][0], sampling, plan[0][1])
+    # As the bare calls, and as the requests whose rewards read texts only.
+    begin = Prompt(text=prompt), plan[0][0], sampling, plan[0][1]
+    spec = SessionSpec(*begin, without_likelihood=True)
     async with generator.open(spec) as session:
         reached, prune_s = 0, 0.0
         for rows, count in plan:

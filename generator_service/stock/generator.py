@@ -251,6 +251,7 @@ class StockSession:
             candidate.token_ids,
             until - len(candidate.token_ids),
             1 if has_stop_texts or is_shown or streams else _INTERVAL,
+            not self._spec.without_likelihood,
         )
 
     def _append(

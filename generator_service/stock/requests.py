@@ -23,7 +23,7 @@ class Ask:
 
     `token_ids`: those that it has; `count`: most new ones. `session`: equal in all requests of a
     session, and in no others. `interval`: the number of new tokens that are sent together; 1: each
-    at once.
+    at once. `with_logprobs`: whether log-probabilities are read.
     """
 
     command: OpenCommand
@@ -33,6 +33,7 @@ class Ask:
     token_ids: Sequence[int]
     count: int
     interval: int
+    with_logprobs: bool = True
 
     @property
     def seed(self) -> int:

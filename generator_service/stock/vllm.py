@@ -4,9 +4,10 @@ Call `specrej_models.vllm_options.prepare_environment` before this module is imp
 
 A round is a request of vLLM's, whose prompt ends with a candidate's tokens so far. Its automatic
 prefix cache keeps their keys and values in whole blocks, so a survivor computes at most one block
-again per round. Log-probabilities are vLLM's `raw_logprobs`: temperature 1, the whole
-distribution. Draws are vLLM's, by a seed per request. Structured outputs are vLLM's, too, by
-llguidance, after the generator has compiled and tried them.
+again per round. Draws are vLLM's, by a seed per request. Log-probabilities are vLLM's
+`raw_logprobs`: temperature 1, the whole distribution. With them scheduling, input and output take
+half as much again, so it is not asked for those that nobody reads. Structured outputs are vLLM's,
+too, by llguidance, after the generator has compiled and tried them.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class VLLMRequests:
                 async for output in outputs:
                     self._last_part = time.monotonic()
                     part = _part(output.outputs[0], command.sampling.top_logprobs)
+                    if not ask.with_logprobs:
+                        part.logprobs = [0.0] * len(part.token_ids)
                     if is_first:
                         part.prompt_tokens = num_prompt
                         part.cached_tokens = output.num_cached_tokens
@@ -134,6 +137,8 @@ class VLLMRequests:
 
     def _params(self, ask: Ask) -> SamplingParams:
         sampling = ask.command.sampling
+        # Those of the first request show whether the model's logits are finite.
+        is_first = ask.candidate == ask.command.first_id and not ask.token_ids
         output = sampling.structured_output
         ends = sampling.stop_token_ids
         return SamplingParams(
@@ -146,7 +151,8 @@ class VLLMRequests:
             logit_bias={item.token_id: item.bias for item in sampling.logit_bias} or None,
             structured_outputs=output and StructuredOutputsParams(**structured_fields(output)),
             detokenize=False,
-            logprobs=sampling.top_logprobs,  # and of the drawn token
+            # And of the drawn token.
+            logprobs=sampling.top_logprobs if ask.with_logprobs or is_first else None,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
             stream_interval=ask.interval,

@@ -32,7 +32,7 @@ from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.rejection import forks_of, width_at
 from orchestrator.loop.run_state import Extract, RunState
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token, schedule_of
-from orchestrator.loop.scoring import RequestScorer, Wants
+from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer, Wants
 from specrej import contracts as c
 from specrej import telemetry
 from specrej.answer_form import answer_text
@@ -170,6 +170,12 @@ def uses_confidence(selection: c.Selection) -> bool:
     """Whether the loop needs the most probable tokens of each step."""
     is_weight = selection.vote is not None and selection.vote.weight == "confidence"
     return is_weight or selection.confidence_cut is not None
+
+
+def reads_likelihood(request: c.GenerationRequest, scorers: Sequence[c.Scorer]) -> bool:
+    """Whether anybody needs the log-probabilities of a request's candidates."""
+    is_reward = any(isinstance(scorer, LikelihoodScorer) for scorer in scorers)
+    return is_reward or request.allow_degraded or sampling_of(request).logprobs
 
 
 def sampling_of(request: c.GenerationRequest) -> c.Sampling:
@@ -373,7 +379,9 @@ class _Run:
     async def _open(self, stack: AsyncExitStack, ids: range) -> c.Session:
         spec = spec_of(self.request, self.cache_salt)
         like = self.state.generator_fingerprint if ids.start else self.like
+        without = not reads_likelihood(self.request, self.scorers)
         spec = replace(spec, n=len(ids), first_id=ids.start, like=like, weight=self.weight)
+        spec = replace(spec, without_likelihood=without)
         with telemetry.span(names.SPAN_OPEN):
             opening = stack.enter_async_context(self.generator.open(spec))
             self.session = await _in_time(opening, self.deadline.patience_s)

@@ -259,7 +259,7 @@ class SessionSpec:
     salts may share the KV of equal leading prompt tokens, others never do. The generator divides
     its work among salts in proportion to `weight`. Candidates' ids begin at `first_id`. `adapter`:
     the name of the model, or empty for any. `like`, not sent: prefer a generator with this
-    fingerprint.
+    fingerprint. `without_likelihood`: nobody reads log-probabilities, so they may be 0.
     """
 
     prompt: Prompt
@@ -272,6 +272,7 @@ class SessionSpec:
     like: str = ""
     weight: float = 1.0
     first_id: int = 0
+    without_likelihood: bool = False
 
     def sampling_after(self, prompt_tokens: int, context_tokens: int) -> Sampling:
         """The sampling, whose max_tokens fits beside the prompt if it may be less."""

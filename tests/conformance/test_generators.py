@@ -253,6 +253,22 @@ async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     assert len({one.text for one in made}) == 4
 
 
+async def test_what_nobody_reads_changes_no_token(subject: Subject) -> None:
+    """Without log-probabilities, which some generators then leave out."""
+    made = await whole(subject.generator, 4, ENDING)
+    spec = c.SessionSpec(PROMPT, 4, ENDING, 4, without_likelihood=True)
+    async with subject.generator.open(spec) as session:
+        again = (await session.extend(ENDING.max_tokens)).candidates
+    if subject.is_exact:
+        assert [one.text for one in again] == [one.text for one in made]
+    for one, other in zip(again, made, strict=True):
+        assert (
+            one.logprob == 0
+            or not subject.is_exact
+            or one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        )
+
+
 async def test_full_slots_end_a_round_and_a_cut_makes_progress(subject: Subject) -> None:
     sampling = c.Sampling(max_tokens=150, seed=5, ignore_eos=True)
     async with subject.generator.open(c.SessionSpec(PROMPT, 12, sampling, 4)) as session:

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -263,6 +263,37 @@ async def test_invalid_scores_are_refused(values: list[float], is_weighted: bool
     with pytest.raises(RewardInvalid):
         await answer(request(rewards=rewards), generator, scorers)
     assert generator.ledger.owned == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "scorer", "reads"),
+    [
+        ({}, FixedScorer([1.0]), False),
+        ({}, LikelihoodScorer(), True),
+        ({"allow_degraded": True}, FixedScorer([1.0]), True),
+        ({"sampling": {"logprobs": True}}, FixedScorer([1.0]), True),
+        ({"vote": c.Vote(weight="confidence")}, FixedScorer([1.0]), True),
+        ({"confidence_cut": c.ConfidenceCut(0.5, 4), "waves": 2}, FixedScorer([1.0]), True),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+async def test_a_generator_is_told_whether_log_probabilities_are_read(
+    options: dict[str, Any], scorer: Any, reads: bool
+) -> None:
+    """Guards rankings by likelihood against generators that leave it out, and these against work
+    for nobody."""
+    specs: list[c.SessionSpec] = []
+
+    class Noting(ToyGenerator):
+        @asynccontextmanager
+        async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
+            specs.append(spec)
+            async with super().open(spec) as session:
+                yield session
+
+    with suppress(RewardInvalid):  # the scores are not as many as the candidates
+        await answer(request(4, 8, **options), Noting(), scorer)
+    assert [spec.without_likelihood for spec in specs[:1]] == [not reads]
 
 
 async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

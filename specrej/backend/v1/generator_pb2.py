@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specrej.v1 import common_pb2 as specrej_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"specrej/backend/v1/generator.proto\x12\x12specrej.backend.v1\x1a\x17specrej/v1/common.proto\"\xf9\x01\n\x0eSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.specrej.backend.v1.OpenSessionH\x00\x12\x33\n\x06\x65xtend\x18\x03 \x01(\x0b\x32!.specrej.backend.v1.ExtendSessionH\x00\x12\x31\n\x05prune\x18\x04 \x01(\x0b\x32 .specrej.backend.v1.PruneSessionH\x00\x12\x31\n\x05\x63lose\x18\x05 \x01(\x0b\x32 .specrej.backend.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"\xea\x02\n\x0fSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x33\n\x06opened\x18\x02 \x01(\x0b\x32!.specrej.backend.v1.SessionOpenedH\x00\x12\x37\n\x0cprefix_batch\x18\x03 \x01(\x0b\x32\x1f.specrej.backend.v1.PrefixBatchH\x00\x12\x33\n\x06pruned\x18\x04 \x01(\x0b\x32!.specrej.backend.v1.SessionPrunedH\x00\x12\x33\n\x06\x63losed\x18\x05 \x01(\x0b\x32!.specrej.backend.v1.SessionClosedH\x00\x12\x31\n\x05stale\x18\x06 \x01(\x0b\x32 .specrej.backend.v1.StaleCommandH\x00\x12\x30\n\x05grown\x18\x07 \x01(\x0b\x32\x1f.specrej.backend.v1.PrefixBatchH\x00\x42\x08\n\x06result\"\xed\x01\n\x0bOpenSession\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\t\n\x01n\x18\x02 \x01(\x05\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Sampling\x12\x1a\n\x12\x66irst_round_tokens\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x14\n\x0c\x66its_context\x18\x07 \x01(\x08\x12\x13\n\x06weight\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x66irst_id\x18\t \x01(\x05\x42\t\n\x07_weight\"5\n\rExtendSession\x12\x14\n\x0cuntil_tokens\x18\x01 \x01(\x05\x12\x0e\n\x06report\x18\x02 \x01(\x08\"=\n\x0cPruneSession\x12\x0c\n\x04keep\x18\x01 \x03(\x05\x12\x1f\n\x05\x66orks\x18\x02 \x03(\x0b\x32\x10.specrej.v1.Fork\"\x0e\n\x0c\x43loseSession\"\xd5\x01\n\rSessionOpened\x12\t\n\x01n\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12$\n\x05slots\x18\x03 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x0f\n\x07reduced\x18\x05 \x01(\x08\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x15\n\rcostly_rounds\x18\x07 \x01(\x08\x12+\n\x0b\x61nswer_form\x18\x08 \x01(\x0b\x32\x16.specrej.v1.AnswerForm\"\x94\x02\n\x0bPrefixBatch\x12,\n\x08prefixes\x18\x01 \x03(\x0b\x32\x1a.specrej.backend.v1.Prefix\x12&\n\x08\x65nded_by\x18\x02 \x01(\x0e\x32\x14.specrej.v1.RoundEnd\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12$\n\x05slots\x18\x04 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x32\n\x0btoken_texts\x18\x05 \x03(\x0b\x32\x1d.specrej.backend.v1.TokenText\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x10\n\x08num_live\x18\x07 \x01(\x05\x12\x18\n\x10prefilled_tokens\x18\x08 \x01(\x03\",\n\tTokenText\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x96\x02\n\x06Prefix\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x15\n\rnew_token_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12\x63umulative_logprob\x18\x05 \x01(\x01\x12\x12\n\ntext_start\x18\x06 \x01(\x05\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12\x14\n\x0cnew_logprobs\x18\x08 \x03(\x01\x12\x19\n\x11new_top_token_ids\x18\t \x03(\x05\x12\x18\n\x10new_top_logprobs\x18\n \x03(\x01\x12\x11\n\tstop_text\x18\x0b \x01(\t\"u\n\rSessionPruned\x12\x13\n\x0b\x66reed_slots\x18\x01 \x01(\x03\x12$\n\x05slots\x18\x02 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x0f\n\x07refused\x18\x03 \x03(\x05\x12\x18\n\x10\x64iscarded_tokens\x18\x04 \x01(\x03\"\x0f\n\rSessionClosed\"\x0e\n\x0cStaleCommand\"M\n\x1cGeneratorServiceCheckRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1f.specrej.backend.v1.OpenSession\"\x1f\n\x1dGeneratorServiceCheckResponse\"!\n\x1fGeneratorServiceDescribeRequest\"W\n GeneratorServiceDescribeResponse\x12\x33\n\tgenerator\x18\x01 \x01(\x0b\x32 .specrej.v1.GeneratorDescription\"2\n\x1cGeneratorServiceWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"j\n\x1dGeneratorServiceWatchResponse\x12I\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x34.specrej.backend.v1.GeneratorServiceDescribeResponse2\xbf\x03\n\x10GeneratorService\x12V\n\x07Session\x12\".specrej.backend.v1.SessionRequest\x1a#.specrej.backend.v1.SessionResponse(\x01\x30\x01\x12l\n\x05\x43heck\x12\x30.specrej.backend.v1.GeneratorServiceCheckRequest\x1a\x31.specrej.backend.v1.GeneratorServiceCheckResponse\x12u\n\x08\x44\x65scribe\x12\x33.specrej.backend.v1.GeneratorServiceDescribeRequest\x1a\x34.specrej.backend.v1.GeneratorServiceDescribeResponse\x12n\n\x05Watch\x12\x30.specrej.backend.v1.GeneratorServiceWatchRequest\x1a\x31.specrej.backend.v1.GeneratorServiceWatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"specrej/backend/v1/generator.proto\x12\x12specrej.backend.v1\x1a\x17specrej/v1/common.proto\"\xf9\x01\n\x0eSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.specrej.backend.v1.OpenSessionH\x00\x12\x33\n\x06\x65xtend\x18\x03 \x01(\x0b\x32!.specrej.backend.v1.ExtendSessionH\x00\x12\x31\n\x05prune\x18\x04 \x01(\x0b\x32 .specrej.backend.v1.PruneSessionH\x00\x12\x31\n\x05\x63lose\x18\x05 \x01(\x0b\x32 .specrej.backend.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"\xea\x02\n\x0fSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x33\n\x06opened\x18\x02 \x01(\x0b\x32!.specrej.backend.v1.SessionOpenedH\x00\x12\x37\n\x0cprefix_batch\x18\x03 \x01(\x0b\x32\x1f.specrej.backend.v1.PrefixBatchH\x00\x12\x33\n\x06pruned\x18\x04 \x01(\x0b\x32!.specrej.backend.v1.SessionPrunedH\x00\x12\x33\n\x06\x63losed\x18\x05 \x01(\x0b\x32!.specrej.backend.v1.SessionClosedH\x00\x12\x31\n\x05stale\x18\x06 \x01(\x0b\x32 .specrej.backend.v1.StaleCommandH\x00\x12\x30\n\x05grown\x18\x07 \x01(\x0b\x32\x1f.specrej.backend.v1.PrefixBatchH\x00\x42\x08\n\x06result\"\x89\x02\n\x0bOpenSession\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\t\n\x01n\x18\x02 \x01(\x05\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Sampling\x12\x1a\n\x12\x66irst_round_tokens\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x14\n\x0c\x66its_context\x18\x07 \x01(\x08\x12\x13\n\x06weight\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08\x66irst_id\x18\t \x01(\x05\x12\x1a\n\x12without_likelihood\x18\n \x01(\x08\x42\t\n\x07_weight\"5\n\rExtendSession\x12\x14\n\x0cuntil_tokens\x18\x01 \x01(\x05\x12\x0e\n\x06report\x18\x02 \x01(\x08\"=\n\x0cPruneSession\x12\x0c\n\x04keep\x18\x01 \x03(\x05\x12\x1f\n\x05\x66orks\x18\x02 \x03(\x0b\x32\x10.specrej.v1.Fork\"\x0e\n\x0c\x43loseSession\"\xd5\x01\n\rSessionOpened\x12\t\n\x01n\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12$\n\x05slots\x18\x03 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x0f\n\x07reduced\x18\x05 \x01(\x08\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x15\n\rcostly_rounds\x18\x07 \x01(\x08\x12+\n\x0b\x61nswer_form\x18\x08 \x01(\x0b\x32\x16.specrej.v1.AnswerForm\"\x94\x02\n\x0bPrefixBatch\x12,\n\x08prefixes\x18\x01 \x03(\x0b\x32\x1a.specrej.backend.v1.Prefix\x12&\n\x08\x65nded_by\x18\x02 \x01(\x0e\x32\x14.specrej.v1.RoundEnd\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12$\n\x05slots\x18\x04 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x32\n\x0btoken_texts\x18\x05 \x03(\x0b\x32\x1d.specrej.backend.v1.TokenText\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x10\n\x08num_live\x18\x07 \x01(\x05\x12\x18\n\x10prefilled_tokens\x18\x08 \x01(\x03\",\n\tTokenText\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x96\x02\n\x06Prefix\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x15\n\rnew_token_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12\x63umulative_logprob\x18\x05 \x01(\x01\x12\x12\n\ntext_start\x18\x06 \x01(\x05\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12\x14\n\x0cnew_logprobs\x18\x08 \x03(\x01\x12\x19\n\x11new_top_token_ids\x18\t \x03(\x05\x12\x18\n\x10new_top_logprobs\x18\n \x03(\x01\x12\x11\n\tstop_text\x18\x0b \x01(\t\"u\n\rSessionPruned\x12\x13\n\x0b\x66reed_slots\x18\x01 \x01(\x03\x12$\n\x05slots\x18\x02 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x0f\n\x07refused\x18\x03 \x03(\x05\x12\x18\n\x10\x64iscarded_tokens\x18\x04 \x01(\x03\"\x0f\n\rSessionClosed\"\x0e\n\x0cStaleCommand\"M\n\x1cGeneratorServiceCheckRequest\x12-\n\x04open\x18\x01 \x01(\x0b\x32\x1f.specrej.backend.v1.OpenSession\"\x1f\n\x1dGeneratorServiceCheckResponse\"!\n\x1fGeneratorServiceDescribeRequest\"W\n GeneratorServiceDescribeResponse\x12\x33\n\tgenerator\x18\x01 \x01(\x0b\x32 .specrej.v1.GeneratorDescription\"2\n\x1cGeneratorServiceWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"j\n\x1dGeneratorServiceWatchResponse\x12I\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x34.specrej.backend.v1.GeneratorServiceDescribeResponse2\xbf\x03\n\x10GeneratorService\x12V\n\x07Session\x12\".specrej.backend.v1.SessionRequest\x1a#.specrej.backend.v1.SessionResponse(\x01\x30\x01\x12l\n\x05\x43heck\x12\x30.specrej.backend.v1.GeneratorServiceCheckRequest\x1a\x31.specrej.backend.v1.GeneratorServiceCheckResponse\x12u\n\x08\x44\x65scribe\x12\x33.specrej.backend.v1.GeneratorServiceDescribeRequest\x1a\x34.specrej.backend.v1.GeneratorServiceDescribeResponse\x12n\n\x05Watch\x12\x30.specrej.backend.v1.GeneratorServiceWatchRequest\x1a\x31.specrej.backend.v1.GeneratorServiceWatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,39 +37,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONRESPONSE']._serialized_start=336
   _globals['_SESSIONRESPONSE']._serialized_end=698
   _globals['_OPENSESSION']._serialized_start=701
-  _globals['_OPENSESSION']._serialized_end=938
-  _globals['_EXTENDSESSION']._serialized_start=940
-  _globals['_EXTENDSESSION']._serialized_end=993
-  _globals['_PRUNESESSION']._serialized_start=995
-  _globals['_PRUNESESSION']._serialized_end=1056
-  _globals['_CLOSESESSION']._serialized_start=1058
-  _globals['_CLOSESESSION']._serialized_end=1072
-  _globals['_SESSIONOPENED']._serialized_start=1075
-  _globals['_SESSIONOPENED']._serialized_end=1288
-  _globals['_PREFIXBATCH']._serialized_start=1291
-  _globals['_PREFIXBATCH']._serialized_end=1567
-  _globals['_TOKENTEXT']._serialized_start=1569
-  _globals['_TOKENTEXT']._serialized_end=1613
-  _globals['_PREFIX']._serialized_start=1616
-  _globals['_PREFIX']._serialized_end=1894
-  _globals['_SESSIONPRUNED']._serialized_start=1896
-  _globals['_SESSIONPRUNED']._serialized_end=2013
-  _globals['_SESSIONCLOSED']._serialized_start=2015
-  _globals['_SESSIONCLOSED']._serialized_end=2030
-  _globals['_STALECOMMAND']._serialized_start=2032
-  _globals['_STALECOMMAND']._serialized_end=2046
-  _globals['_GENERATORSERVICECHECKREQUEST']._serialized_start=2048
-  _globals['_GENERATORSERVICECHECKREQUEST']._serialized_end=2125
-  _globals['_GENERATORSERVICECHECKRESPONSE']._serialized_start=2127
-  _globals['_GENERATORSERVICECHECKRESPONSE']._serialized_end=2158
-  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_start=2160
-  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_end=2193
-  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_start=2195
-  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_end=2282
-  _globals['_GENERATORSERVICEWATCHREQUEST']._serialized_start=2284
-  _globals['_GENERATORSERVICEWATCHREQUEST']._serialized_end=2334
-  _globals['_GENERATORSERVICEWATCHRESPONSE']._serialized_start=2336
-  _globals['_GENERATORSERVICEWATCHRESPONSE']._serialized_end=2442
-  _globals['_GENERATORSERVICE']._serialized_start=2445
-  _globals['_GENERATORSERVICE']._serialized_end=2892
+  _globals['_OPENSESSION']._serialized_end=966
+  _globals['_EXTENDSESSION']._serialized_start=968
+  _globals['_EXTENDSESSION']._serialized_end=1021
+  _globals['_PRUNESESSION']._serialized_start=1023
+  _globals['_PRUNESESSION']._serialized_end=1084
+  _globals['_CLOSESESSION']._serialized_start=1086
+  _globals['_CLOSESESSION']._serialized_end=1100
+  _globals['_SESSIONOPENED']._serialized_start=1103
+  _globals['_SESSIONOPENED']._serialized_end=1316
+  _globals['_PREFIXBATCH']._serialized_start=1319
+  _globals['_PREFIXBATCH']._serialized_end=1595
+  _globals['_TOKENTEXT']._serialized_start=1597
+  _globals['_TOKENTEXT']._serialized_end=1641
+  _globals['_PREFIX']._serialized_start=1644
+  _globals['_PREFIX']._serialized_end=1922
+  _globals['_SESSIONPRUNED']._serialized_start=1924
+  _globals['_SESSIONPRUNED']._serialized_end=2041
+  _globals['_SESSIONCLOSED']._serialized_start=2043
+  _globals['_SESSIONCLOSED']._serialized_end=2058
+  _globals['_STALECOMMAND']._serialized_start=2060
+  _globals['_STALECOMMAND']._serialized_end=2074
+  _globals['_GENERATORSERVICECHECKREQUEST']._serialized_start=2076
+  _globals['_GENERATORSERVICECHECKREQUEST']._serialized_end=2153
+  _globals['_GENERATORSERVICECHECKRESPONSE']._serialized_start=2155
+  _globals['_GENERATORSERVICECHECKRESPONSE']._serialized_end=2186
+  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_start=2188
+  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_end=2221
+  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_start=2223
+  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_end=2310
+  _globals['_GENERATORSERVICEWATCHREQUEST']._serialized_start=2312
+  _globals['_GENERATORSERVICEWATCHREQUEST']._serialized_end=2362
+  _globals['_GENERATORSERVICEWATCHRESPONSE']._serialized_start=2364
+  _globals['_GENERATORSERVICEWATCHRESPONSE']._serialized_end=2470
+  _globals['_GENERATORSERVICE']._serialized_start=2473
+  _globals['_GENERATORSERVICE']._serialized_end=2920
 # @@protoc_insertion_point(module_scope)

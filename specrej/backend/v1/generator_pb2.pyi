@@ -146,6 +146,7 @@ class OpenSession(_message.Message):
     FITS_CONTEXT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     FIRST_ID_FIELD_NUMBER: _builtins.int
+    WITHOUT_LIKELIHOOD_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -167,6 +168,8 @@ class OpenSession(_message.Message):
     """
     first_id: _builtins.int
     """The id of the first candidate; 0 or more."""
+    without_likelihood: _builtins.bool
+    """Whether nobody reads log-probabilities, so that the generator need not compute them: they may be 0."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -187,10 +190,11 @@ class OpenSession(_message.Message):
         fits_context: _builtins.bool = ...,
         weight: _builtins.float | None = ...,
         first_id: _builtins.int = ...,
+        without_likelihood: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_id", b"first_id", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_id", b"first_id", "first_round_tokens", b"first_round_tokens", "fits_context", b"fits_context", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "weight", b"weight", "without_likelihood", b"without_likelihood"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
