@@ -204,6 +204,13 @@ def _generate(number: int, more: bytes = b"", streams: bool = False, **options: 
     return h2.unary(1, f"{_SERVICE}/{method}", whole.SerializeToString(), more)
 
 
+def _short_deadline(number: int) -> bytes:
+    """A request that ends, and then one of the same tenant that cannot end in time."""
+    tenant, is_short = _tenant(f"{number // 2 % 97}"), number % 2
+    more = tenant + h2.header("grpc-timeout", f"{10 + number % 90}m") * is_short
+    return _generate(number, more, n=4, max_tokens=400 if is_short else 1)
+
+
 def _nested(number: int) -> bytes:
     """A message of groups in groups, of a field that the schema does not have."""
     data = b"\xa3\x06" * 4_000 + os.urandom(number % 8)
@@ -322,18 +329,13 @@ ATTACKS: dict[str, Attack] = {
     "order/late-frames": _grpc(_BEGIN, _late, True),
     "order/leaving": _calls(24, lambda n: _generate(n, n=64, max_tokens=400), leaves_s=0.05),
     "order/leaving-streams": _calls(
-        6, lambda n: _generate(n, _tenant(f"{n}"), True, n=8, max_tokens=400), leaves_s=0.1
+        6, lambda n: _generate(n, _tenant(f"{n % 97}"), True, n=8, max_tokens=80), leaves_s=0.1
     ),
     "order/deadlines": _calls(
         24,
         lambda n: _generate(n, h2.header("grpc-timeout", f"{10 + n % 90}m"), n=8, max_tokens=400),
     ),
-    "order/deadlines-of-many": _calls(
-        6,
-        lambda n: _generate(
-            n, _tenant(f"{n}") + h2.header("grpc-timeout", f"{10 + n % 90}m"), n=4, max_tokens=400
-        ),
-    ),
+    "order/deadlines-of-many": _calls(6, _short_deadline),
     # What several requests share
     "shared/failing-step": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, seed=FAILING)),
     "shared/slow-reward": _calls(12, lambda n: _generate(n, n=4, max_tokens=20, rewards="slow")),
