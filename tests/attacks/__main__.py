@@ -39,9 +39,10 @@ from tests.simulation.defects import changed
 Ports = tuple[int, int]  # gRPC and HTTP
 _MIB = 2**20
 # How much may grow, and stays bounded at: MiB of a process and of all logs, thousands of series,
-# descriptors, and answers beyond those that an attack may have.
+# descriptors, slots that nobody frees, and answers beyond those that an attack may have.
 _FILES = ("orchestrator files", "gateway files")
 _BOUNDS = {"edge": 200, "logs": 5, "series": 0.5, "answers": 0, **dict.fromkeys(_FILES, 300)}
+_BOUNDS |= {"slots": 0}
 _BOUND_MIB = 40
 # Attacks none of whose requests may be answered; for others the edge's rate is the bound.
 REFUSED = (
@@ -58,6 +59,11 @@ _LENGTHS = (
     "specrej/contracts/validation.py",
     "_MOST_FIELDS = 1 << 16, 1 << 14",
     "_MOST_FIELDS = 1 << 60, 0; MAX_ITEMS = dict.fromkeys(MAX_ITEMS, 1 << 60)",
+)
+_SESSIONS = (  # that end with their streams
+    "generator_service/servicer.py",
+    "async with AsyncExitStack() as resources:",
+    "globals().setdefault('left', []).append(resources := AsyncExitStack())\n        if True:",
 )
 # Defences in the services: a file, its text and the text without.
 DEFENCES: Mapping[str, tuple[str, str, str]] = {
@@ -86,6 +92,8 @@ DEFENCES: Mapping[str, tuple[str, str, str]] = {
         "MIN_FACTOR = 1.01",
         "MIN_FACTOR = 1.0",
     ),
+    "order/leaving": _SESSIONS,
+    "order/deadlines": _SESSIONS,
     # The run of a caller that has left goes on, or keeps its permit.
     "order/leaving-streams": ("orchestrator/edge/servicer.py", "await ended(run)", "pass"),
     "order/deadlines-of-many": (
@@ -241,13 +249,15 @@ async def _follow(stack: Stack, most: dict[str, float]) -> None:
 
 
 async def _observed(stack: Stack) -> dict[str, float]:
-    """MiB of logs, and thousands of series of all services; infinite if one does not answer."""
-    series = math.inf
+    """MiB of logs, thousands of series of all services, and KV slots that are not free; the last
+    two are infinite if a service does not answer."""
+    series = slots = math.inf
     with suppress(OSError):
         page = await scrape(stack.metrics_urls)
         series = sum(map(len, page.values.values())) / 1e3
+        slots = page.sum("specrej_slots", state="owned")
     logs = sum(path.stat().st_size for path in stack.log_dir.iterdir()) / _MIB
-    return {"logs": logs, "series": series}
+    return {"logs": logs, "series": series, "slots": slots}
 
 
 async def _generate(client: Client, port: int) -> None:
