@@ -164,6 +164,7 @@ _SETTINGS = {
     ),
 }
 _CALL_S = 10.0
+_FREED_S = 2.0  # for the slots of the last callers
 _SHOWN = ("edge", "orchestrator", "gateway", "generator", "reward")
 _OTHER = (("specrej-tenant", "other"),)
 _SMALL = Options(n=4, max_tokens=8, cache=CacheControl.BYPASS)
@@ -221,8 +222,11 @@ async def attacked(stack: Stack, ports: Ports, name: str, seconds: float) -> See
         if attack:
             printed, _ = await attack.communicate()
     grown = {key: most[key] - before[key] for key in most}
-    for key, count in (await _observed(stack)).items():
-        grown[key] = count - observed[key]
+    after, until = await _observed(stack), time.monotonic() + _FREED_S
+    while after["slots"] > observed["slots"] and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+        after = await _observed(stack)
+    grown |= {key: count - observed[key] for key, count in after.items()}
     allowed = 0 if name in REFUSED else BURST + PER_S * (seconds + 1)
     grown["answers"] = max(0, int(printed or 0) - allowed)
     return Seen(quantiles(took, n=20)[-1], tuple(failed), len(took), grown)
