@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
-
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
 
@@ -82,7 +80,6 @@ _LARGE_BYTES, _MOST_FIELDS = 1 << 16, 1 << 14
 # Of protobuf's wire format: bytes of the kinds of values that have no length; 2 has one.
 _SIZES, _VARINT, _DELIMITED = (0, 8, 0, 0, 0, 4), 0, 2
 _VARINT_BYTES = 10  # the most
-_TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"
 
@@ -136,7 +133,10 @@ def check_counts(data: bytes, message: Any) -> None:
                 name = f"{message.name}.{field.name}"
                 where = path if name == _WITHOUT_PATH else f"{path}.{field.name}".lstrip(".")
                 if field.is_repeated:
-                    is_number = not field.message_type and field.type not in _TEXTS
+                    is_number = not field.message_type and field.type not in (
+                        field.TYPE_STRING,
+                        field.TYPE_BYTES,
+                    )
                     is_packed = kind == _DELIMITED and is_number
                     counts[where] += size // _VARINT_BYTES if is_packed else 1
                     if counts[where] > MAX_ITEMS[name]:
