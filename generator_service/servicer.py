@@ -9,7 +9,8 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -63,7 +64,8 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
                 return leased(context.write(part), self._lease_s)
 
             commands = _Commands(self._loaded(), resources, write)
-            await answer_commands(request_iterator, context, commands.answer, _stale, self._lease_s)
+            stale = partial(pb.SessionResponse, stale=pb.StaleCommand())
+            await answer_commands(request_iterator, context, commands.answer, stale, self._lease_s)
 
     async def Check(  # noqa: N802
         self, request: pb.GeneratorServiceCheckRequest, context: Context
@@ -90,27 +92,22 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         return self._generator
 
 
+@dataclass(slots=True)
 class _Commands:
     """One stream's commands and the session they open; `resources` closes it with the stream.
 
     `write` sends parts of answers.
     """
 
-    def __init__(
-        self,
-        generator: c.Generator,
-        resources: AsyncExitStack,
-        write: Callable[[pb.SessionResponse], Awaitable[None]],
-    ) -> None:
-        self._generator = generator
-        self._resources = resources
-        self._write = write
-        self._texts = wire.StreamedTexts()
-        self._session: c.Session | None = None
-        self._max_tokens = 0
-        self._max_candidates = 0
-        self._last_id = 0  # the highest of a candidate, ever
-        self._closed = False
+    _generator: c.Generator
+    _resources: AsyncExitStack
+    _write: Callable[[pb.SessionResponse], Awaitable[None]]
+    _texts: wire.StreamedTexts = field(default_factory=wire.StreamedTexts)
+    _session: c.Session | None = None
+    _max_tokens: int = 0
+    _max_candidates: int = 0
+    _last_id: int = 0  # the highest of a candidate, ever
+    _closed: bool = False
 
     async def answer(self, request: pb.SessionRequest) -> pb.SessionResponse:
         command = request.WhichOneof("command")
@@ -217,7 +214,3 @@ def _check_open(
         yield errors.Violation("open.first_id", f"must be 0 .. {MAX_BATCH}, is {spec.first_id}")
     if spec.adapter not in ("", description.model):
         yield errors.Violation("open.adapter", f"must be {description.model} or empty")
-
-
-def _stale() -> pb.SessionResponse:
-    return pb.SessionResponse(stale=pb.StaleCommand())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -317,16 +318,12 @@ def _rewards(answer: reward_pb2.RewardServiceDescribeResponse) -> tuple[c.Reward
     return tuple(wire.from_message(reward, c.RewardDescription) for reward in answer.rewards)
 
 
+@dataclass(frozen=True, slots=True)
 class RemoteScoringSession:
     """A `ScoringSession` on a stream."""
 
-    def __init__(
-        self,
-        stream: _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse],
-        fingerprint: str,
-    ) -> None:
-        self._stream = stream
-        self.fingerprint = fingerprint  # of the reward
+    _stream: _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse]
+    fingerprint: str  # of the reward
 
     async def score(self, candidates: Sequence[c.Candidate]) -> c.Scores:
         batch = reward_pb2.ScoreBatch(

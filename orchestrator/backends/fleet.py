@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
@@ -237,30 +237,21 @@ def ranked(
     yield from sorted(others, key=load)
 
 
+@dataclass(eq=False)
 class Fleet(Generic[P]):
     """The backends of one kind, watched while the context lasts."""
 
-    def __init__(
-        self,
-        kind: str,
-        resolve: Callable[[], Awaitable[frozenset[Target]]],
-        connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
-        version: Callable[[Any], Hashable],
-        settings: FleetSettings,
-    ) -> None:
-        """`kind`: for logs. `resolve` looks up the backends. `version` of a description: equal in
-        backends that can replace each other."""
-        self._kind = kind
-        self._resolve = resolve
-        self._connect = connect
-        self._version = version
-        self._settings = settings
-        self._backends: dict[Target, Backend[P]] = {}  # sorted
-        self._watchers: dict[Target, asyncio.Task[None]] = {}
-        self._members: list[Backend[P]] = []
-        self._usual_version: Hashable = None  # of most members
-        self._combined: tuple[float, Any] = (0.0, None)  # until when, by the loop's clock
-        self._resolved = asyncio.Event()
+    _kind: str  # for logs
+    _resolve: Callable[[], Awaitable[frozenset[Target]]]  # looks up the backends
+    _connect: Callable[[Target], tuple[grpc.aio.Channel, P]]
+    _version: Callable[[Any], Hashable]  # equal in backends that can replace each other
+    _settings: FleetSettings
+    _backends: dict[Target, Backend[P]] = field(default_factory=dict)  # sorted
+    _watchers: dict[Target, asyncio.Task[None]] = field(default_factory=dict)
+    _members: list[Backend[P]] = field(default_factory=list)
+    _usual_version: Hashable = None  # of most members
+    _combined: tuple[float, Any] = (0.0, None)  # until when, by the loop's clock
+    _resolved: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> Self:
         self._resolving = asyncio.ensure_future(self._follow())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from orchestrator.backends.fleet import Backend, Fleet
@@ -21,15 +21,12 @@ _FULL = 1e6
 _GAUGES = attrgetter(*c.SlotGauge.__dataclass_fields__)
 
 
+@dataclass(frozen=True, slots=True)
 class FleetGenerator:
     """A `Generator` made of all generators of a fleet."""
 
-    def __init__(
-        self, fleet: Fleet[RemoteGenerator], draw: Callable[[], float] = random.random
-    ) -> None:
-        """`draw`: from [0, 1)."""
-        self._fleet = fleet
-        self._draw = draw
+    _fleet: Fleet[RemoteGenerator]
+    _draw: Callable[[], float] = random.random  # from [0, 1)
 
     @asynccontextmanager
     async def open(self, spec: c.SessionSpec) -> AsyncIterator[c.Session]:

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self
 
@@ -25,15 +25,12 @@ _Backend = Backend[RemoteRewards]
 _MAX_TRIES = 2
 
 
+@dataclass(frozen=True, slots=True)
 class FleetRewards:
     """The rewards of all reward services."""
 
-    def __init__(
-        self, fleet: Fleet[RemoteRewards], draw: Callable[[], float] = random.random
-    ) -> None:
-        """`draw`: from [0, 1)."""
-        self.fleet = fleet
-        self._draw = draw
+    fleet: Fleet[RemoteRewards]
+    _draw: Callable[[], float] = random.random  # from [0, 1)
 
     def open(self, name: str, prompt: Prompt, data: str = "") -> FailoverScoringSession:
         """A session of the reward of that name, at the best service."""

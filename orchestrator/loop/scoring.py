@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Self, TypeAlias
 
@@ -59,6 +59,7 @@ class RawScores:
     compare: bool = False  # whether a reward compares the candidates of a batch only
 
 
+@dataclass(eq=False, slots=True)
 class RequestScorer:
     """Scores the candidates of one prompt with all rewards of a request, concurrently.
 
@@ -67,33 +68,22 @@ class RequestScorer:
     because values of two kinds cannot be compared.
     """
 
-    def __init__(
-        self,
-        scorers: Sequence[Scorer],
-        prompt: Prompt,
-        *,
-        read: Callable[[str], str] | None = None,
-        may_fall_back: bool = False,
-        patience_s: float = math.inf,
-    ) -> None:
-        """`scorers`: at least one. `read`: what of a text they score; None: all. `patience_s`: the
-        longest wait for their opening."""
-        self._scorers = scorers
-        self._prompt, self._beginning = prompt.question, prompt.beginning
-        self._read = read
-        self._may_fall_back = may_fall_back
-        self._patience_s = patience_s
-        self._exit = AsyncExitStack()
-        self._sessions: list[ScoringSession] = []  # empty after a fallback
-        self._fingerprints: dict[int, str] = {}  # by the index of the reward, once it has scored
-        self.is_late = False  # whether it fell back because the time was short
+    scorers: Sequence[Scorer]  # at least one
+    prompt: Prompt
+    read: Callable[[str], str] | None = None  # what of a text they score; None: all
+    may_fall_back: bool = False
+    patience_s: float = math.inf  # the longest wait for their opening
+    is_late: bool = False  # whether it fell back because the time was short
+    _exit: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _sessions: list[ScoringSession] = field(default_factory=list)  # empty after a fallback
+    _fingerprints: dict[int, str] = field(default_factory=dict)  # by the index of the reward
 
     async def __aenter__(self) -> Self:
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(self._patience_s):
-                    for scorer in self._scorers:
-                        session = await stack.enter_async_context(scorer(self._prompt))
+                async with asyncio.timeout(self.patience_s):
+                    for scorer in self.scorers:
+                        session = await stack.enter_async_context(scorer(self.prompt.question))
                         self._sessions.append(session)
                 self._exit = stack.pop_all()
         except (*_REWARD_FAILED, TimeoutError) as error:
@@ -151,7 +141,7 @@ class RequestScorer:
 
     def _begun(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates with what is scored of their texts, after the text that they continue."""
-        before, read = self._beginning, self._read
+        before, read = self.prompt.beginning, self.read
         if not (before or read):
             return candidates
         return [replace(c, text=before + (read(c.text) if read else c.text)) for c in candidates]
@@ -164,7 +154,7 @@ class RequestScorer:
 
     def _fall_back(self, error: Exception) -> None:
         """Replace the rewards by the likelihood, or raise the error again."""
-        if not self._may_fall_back:
+        if not self.may_fall_back:
             raise error
         log.warning("a reward failed (%s): ranking by likelihood", type(error).__name__)
         self._sessions, self.is_late = [], isinstance(error, TimeoutError)

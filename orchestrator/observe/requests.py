@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from orchestrator.cache import tenant_digest
@@ -61,22 +62,16 @@ def _operation(request: c.GenerationRequest) -> str:
     return _CHAT if request.prompt.messages else _COMPLETION
 
 
+@dataclass(slots=True)
 class ObservedRequest:
     """A request that was planned; times are seconds of `clock`. `labels`: of the conventions'
     metrics."""
 
-    def __init__(
-        self,
-        algorithm: c.Algorithm,
-        arrived: float,
-        clock: Callable[[], float],
-        labels: Mapping[str, str],
-    ) -> None:
-        self._algorithm = algorithm
-        self._arrived = arrived
-        self._clock = clock
-        self._labels = labels
-        self._has_ended = False
+    _algorithm: c.Algorithm
+    _arrived: float
+    _clock: Callable[[], float]
+    _labels: Mapping[str, str]
+    _has_ended: bool = False
 
     async def admitted(
         self, stack: AsyncExitStack, permit: AbstractAsyncContextManager[T]
