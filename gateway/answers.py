@@ -311,7 +311,6 @@ class CompletionAnswer(Answer):
 
     @property
     def streams_text(self) -> bool:
-        """Whether text is sent before the end."""
         return self._num_choices == 1 and not self._logprobs
 
     def body(self, generation: c.Generation) -> Iterator[str]:
@@ -358,7 +357,6 @@ class CompletionAnswer(Answer):
                 yield self._delta(0, made)
 
     def closing(self, generation: c.Generation) -> Iterator[JSON]:
-        """As of the base class, and the usage, if it was requested."""
         self._generation, sent = generation, self._sent
         for index, candidate in enumerate(self._chosen(generation)):
             parts = self._parts(candidate)

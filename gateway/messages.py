@@ -150,7 +150,6 @@ class MessagesRequest(Request):
         return turns
 
     def options(self) -> list[tuple[str, str, Any]]:
-        """As of the base class, with the bound of the reasoning."""
         bound = self.thinking.budget_tokens if self.thinking else None
         return [*super().options(), ("thinking.budget_tokens", _BUDGET, bound)]
 
@@ -175,7 +174,6 @@ class MessagesRequest(Request):
         return {**super().paths(), schema: "output_config.format", "prompt": "messages"}
 
     def answer(self, call: Call) -> Answer:
-        """What makes the reply."""
         return MessagesAnswer(self.model, stop_at=call.options.get("stop_at"))
 
 
@@ -189,7 +187,6 @@ class MessagesAnswer(BlockAnswer):
     """A message, or its events."""
 
     def opening(self) -> Iterator[JSON]:
-        """The message without content."""
         yield {"type": "message_start", "message": self._message([], None, (0, 0))}
 
     def headers(self, generation: c.Generation) -> dict[str, str]:

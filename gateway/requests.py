@@ -166,13 +166,11 @@ class CompletionFields(Request):
         return super().options()
 
     def paths(self) -> dict[str, str]:
-        """As of the base class, with those of biases."""
         items = enumerate(self.logit_bias or ())
         biases = {f"sampling.logit_bias[{n}]": f"logit_bias.{token_id}" for n, token_id in items}
         return super().paths() | biases
 
     def answer(self, call: Call) -> Answer:
-        """What makes the reply."""
         return CompletionAnswer(
             self.model,
             call.num_choices,
@@ -261,11 +259,9 @@ class ChatRequest(CompletionFields):
     top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
 
     def turns(self) -> list[tuple[str, c.Message]]:
-        """The conversation."""
         return [(f"messages[{n}]", message.turn) for n, message in enumerate(self.messages)]
 
     def made_prompt(self) -> c.Prompt:
-        """The conversation."""
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is False and not continues:
             text = "false needs continue_final_message: true"
@@ -281,7 +277,6 @@ class ChatRequest(CompletionFields):
         return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
 
     def paths(self) -> dict[str, str]:
-        """As of the base class, with those of tools."""
         tools = range(len(self.tools or ()))
         named = {f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools}
         return {**super().paths(), **named, "prompt": "messages"}
@@ -302,7 +297,6 @@ class CompletionRequest(CompletionFields):
     logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
 
     def made_prompt(self) -> c.Prompt:
-        """The text."""
         special = bool(self.extension.allow_special_tokens)
         return c.Prompt(text=self.prompt, allow_special_tokens=special)
 

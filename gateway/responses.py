@@ -130,7 +130,6 @@ class ResponsesRequest(Request):
         return [(draft[0], message_of(*draft[1:])) for draft in drafts]
 
     def made_prompt(self) -> Prompt:
-        """The conversation."""
         turns = tuple(turn for _, turn in self.turns())
         prompt = Prompt(turns, thinking=self.reasoning.effort if self.reasoning else None)
         tools = [tool.tool for tool in self.tools or ()]
@@ -141,7 +140,6 @@ class ResponsesRequest(Request):
         return {**super().paths(), schema: "text.format", "prompt": "input"}
 
     def answer(self, call: Call) -> Answer:
-        """What makes the reply."""
         return ResponsesAnswer(self, call)
 
 
@@ -158,7 +156,6 @@ class ResponsesAnswer(BlockAnswer):
         self._num_events = 0
 
     def opening(self) -> Iterator[JSON]:
-        """The response without output."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 

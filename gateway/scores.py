@@ -114,7 +114,6 @@ class RerankRequest(Scoring):
     return_documents: bool | None = None
 
     def calls(self) -> list[Call]:
-        """The prompt with its answers."""
         return [(Prompt.from_user(self.query), self.documents)]
 
     def reply(self, results: Sequence[Scores]) -> JSON:

@@ -224,7 +224,6 @@ class RemoteGenerator:
         return _generator(await _described(self._stub.Describe, request))
 
     def watch(self, interval_s: float) -> AsyncIterator[c.GeneratorDescription | None]:
-        """See `_reports`."""
         request = generator_pb2.GeneratorServiceWatchRequest(interval_s=interval_s)
         return _reports(self._stub.Watch, request, _generator)
 
@@ -309,7 +308,6 @@ class RemoteRewards:
         return _rewards(await _described(self._stub.Describe, request))
 
     def watch(self, interval_s: float) -> AsyncIterator[tuple[c.RewardDescription, ...] | None]:
-        """See `_reports`."""
         request = reward_pb2.RewardServiceWatchRequest(interval_s=interval_s)
         return _reports(self._stub.Watch, request, _rewards)
 

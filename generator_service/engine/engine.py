@@ -71,11 +71,10 @@ class Engine:
     ) -> None:
         """`auto_candidates` bounds N where it is left to the engine.
 
-        A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates
-        (or of one session, if it has more): of one tenant half as many while sessions of several
-        are open, since a command waits for the step under way. Prompts that no session uses any
-        more stay in up to
-        `prefix_cache_slots` slots. `on_step` is called after every step.
+        A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates (or
+        of one session, if it has more): of one tenant half as many while sessions of several are
+        open, since a command waits for the step under way. Prompts that no session uses any more
+        stay in up to `prefix_cache_slots` slots. `on_step` is called after every step.
         """
         self._model = model
         self._capacity_slots = capacity_slots

@@ -253,7 +253,6 @@ class LocalGenerator:
         return Load(engine.gauge(), len(engine.sessions), len(engine.queue))
 
     def heartbeat_s(self) -> float:
-        """The older of the engine thread's heartbeat and the frontend's."""
         return max(self._engine.heartbeat_s(), self._frontend.heartbeat_s())
 
     def close(self) -> None:

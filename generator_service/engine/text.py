@@ -190,13 +190,11 @@ class AnswerText:
         self._text = self.stop_text = ""
 
     def copy(self) -> AnswerText:
-        """As `GrowingText.copy`."""
         other = AnswerText(self._decoder.copy(), self._ends, self._stop)
         other._text = self._text
         return other
 
     def grown(self, token_ids: Sequence[int], finish: FinishReason | None) -> str:
-        """As `GrowingText.grown`."""
         self._text += self._decoder(token_ids[:-1])
         seen, last = len(self._text), token_ids[-1:]
         if finish and self._ends.issuperset(last):
@@ -224,13 +222,11 @@ class StopTexts:
         self._seen = ""  # the end of the text so far, of `_overlap` characters
 
     def copy(self) -> StopTexts:
-        """As `CompletesStop.copy`."""
         other = copy(self)
         other._decoder = self._decoder.copy()
         return other
 
     def __call__(self, token_id: int) -> bool:
-        """As `CompletesStop.__call__`."""
         new = self._decoder([token_id])
         if not new:
             return False

@@ -328,7 +328,6 @@ class ServedText:
             self._pieces[-1] += text
 
     def grown(self, token_ids: Sequence[int], finish: c.FinishReason | None) -> str:
-        """As `GrowingText.grown`."""
         self._num_grown += len(token_ids)
         return "".join(self._pieces[: self._num_grown + 1])
 
@@ -401,11 +400,9 @@ class StockGenerator:
         return Load(gauge, len(self._sessions), len(self.queue))
 
     def heartbeat_s(self) -> float:
-        """The older of the program's heartbeat and the frontend's."""
         return max(self.requests.heartbeat_s(), self.frontend.heartbeat_s())
 
     async def close(self) -> None:
-        """End the program, or the connections to it."""
         await self.requests.close()
 
     def form_of(self, command: OpenCommand) -> c.CandidateForm:

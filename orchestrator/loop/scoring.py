@@ -48,8 +48,7 @@ class RawScores:
     where a reward has not scored a candidate.
 
     `fingerprints` are the rewards' own, "" where a reward sends none, all empty while one has not
-    scored yet. With `is_fallback` the
-    values are likelihoods, one per candidate.
+    scored yet. With `is_fallback` the values are likelihoods, one per candidate.
     """
 
     values: tuple[tuple[float, ...], ...]

@@ -172,11 +172,7 @@ class CausalReward(SegmentedModel, Reward):
         self._sessions: OrderedDict[KeptSession, None] = OrderedDict()  # last used last
 
     def open(self, prompt: Prompt, *, once: bool = False) -> KeptSession:
-        """A session that keeps what it has computed; with `once`, of the prompt alone.
-
-        Raises:
-            InvalidRequest: the model cannot take this prompt.
-        """
+        """A session that keeps what it has computed; with `once`, of the prompt alone."""
         return KeptSession(Turns(self.conversation, prompt), keeps_texts=not once)
 
     def begin(self, session: KeptSession, candidates: Sequence[Candidate]) -> Task:
@@ -214,7 +210,6 @@ class CausalReward(SegmentedModel, Reward):
                 text.output = output
 
     def free(self, session: KeptSession) -> None:
-        """Free what a session keeps; if it is used again, it computes everything again."""
         session.prompt = None
         session.texts = {}
         session.is_busy = False

@@ -138,7 +138,6 @@ class VLLMClassifier(Reward):
         self._request_ids = map(str, itertools.count(1))
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Turns:
-        """Raises InvalidRequest: the model cannot take this prompt."""
         return Turns(self._conversation, prompt)
 
     def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:

@@ -1,11 +1,10 @@
 """A reward behind HTTP, for servers that exist already.
 
-POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...],
-"data": ...} as JSON; the answer is {"scores": [...]}, a number for each response, higher is better.
-`data` is that of the request, and absent without. The content of a turn with images, if it reads
-them, is a list of OpenAI's parts. `finished`: whether the
-response ended by itself. The header Specrej-Timeout-Ms has the time after which the answer is not
-read; a call that is cancelled closes its connection.
+POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...], "data": ...} as
+JSON; the answer is {"scores": [...]}, a number for each response, higher is better. `data` is that
+of the request, and absent without. The content of a turn with images, if it reads them, is a list
+of OpenAI's parts. `finished`: whether the response ended by itself. The header Specrej-Timeout-Ms
+has the time after which the answer is not read; a call that is cancelled closes its connection.
 """
 
 from __future__ import annotations
@@ -112,12 +111,6 @@ class HTTPReward(RemoteReward):
     async def answer(
         self, prompt: Prompt, candidates: Sequence[Candidate], data: str = ""
     ) -> Scores:
-        """One score per candidate.
-
-        Raises:
-            Unavailable: as `Server.post` does.
-            RewardInvalid: an answer without scores.
-        """
         request = {
             "messages": [chat_message(turn) for turn in prompt.turns],
             "responses": [candidate.text for candidate in candidates],

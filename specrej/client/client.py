@@ -196,6 +196,8 @@ class Client:
     `specrej.security.Credentials`: tokens, TLS and client certificates. A call's own `token`
     replaces theirs; its `metadata` is sent with it.
 
+    A call that fails raises a SpecrejError, whose subclasses are in `specrej.contracts.errors`.
+
     Raises:
         InvalidRequest: the address is one of HTTP, or the credentials cannot be used with it.
     """
@@ -234,19 +236,11 @@ class Client:
         await self._channel.close()
 
     async def generate(self, /, prompt: PromptLike, **options: Any) -> c.Generation:
-        """The best answer. `options`: those of the request, see `build_request`, and `CallOptions`.
-
-        Raises:
-            SpecrejError: the call failed; its subclasses are in `specrej.contracts.errors`.
-        """
+        """The best answer. `options`: of the request, see `build_request`, and `CallOptions`."""
         return await _in_thread(answer_of, await self.reply(prompt, **options))
 
     async def reply(self, /, prompt: PromptLike, **options: Any) -> bytes:
-        """The best answer as it was received; `answer_of` converts it, to ten times the memory.
-
-        Raises:
-            SpecrejError: the call failed.
-        """
+        """The best answer as it was received; `answer_of` converts it, to ten times the memory."""
         call = _taken(options)
         reply: bytes = await self._call("Generate", build_request(prompt, **options), **call)
         return reply
@@ -265,12 +259,8 @@ class Client:
 
         With `progress` there are `Progress` events within rounds; with `text_deltas` the answer's
         text comes in `TextDelta` events once one candidate is certain to win; with `texts` rounds
-        have the texts of their candidates.
-        Leaving the loop early cancels the call and frees its slots, at once under
-        `contextlib.aclosing`.
-
-        Raises:
-            SpecrejError: one of its kinds.
+        have the texts of their candidates. Leaving the loop early cancels the call and frees its
+        slots, at once under `contextlib.aclosing`.
         """
         call_options = _taken(options)
         request = orchestrator_pb2.GenerateStreamRequest(
@@ -322,9 +312,6 @@ class Client:
 
         `unfinished`: the responses are beginnings of answers. `data`: JSON for rewards that take
         it; a text is one of JSON.
-
-        Raises:
-            SpecrejError: one of its kinds.
         """
         with _valid("data"):
             text = json_text(data)

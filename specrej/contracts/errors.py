@@ -14,8 +14,7 @@
     ├── Cancelled          CANCELLED
     └── InternalError      INTERNAL            opaque; RewardInvalid is its only named subclass
 
-`status.py` holds the table to gRPC statuses and back.
-Standard library only.
+`status.py` holds the table to gRPC statuses and back. Standard library only.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@
 reset during a stream, and at times a whole client process is killed. Resources are counted every
 two seconds.
 
-Bounded stores that fill up are no leak: thirty cached answers, one series per
-status, at most 16 connections to Redis. Measurement therefore starts after 4 minutes and 5,000
-requests, once files, threads and series have had no new maximum for a minute, or after 4 more
-minutes. The services run without malloc's caches per thread, which fill for an hour to some 100 KiB
-each, and with one arena, because free memory of several arenas grows in steps of a MiB. Leaks are
-unaffected.
+Bounded stores that fill up are no leak: thirty cached answers, one series per status, at most 16
+connections to Redis. Measurement therefore starts after 4 minutes and 5,000 requests, once files,
+threads and series have had no new maximum for a minute, or after 4 more minutes. The services run
+without malloc's caches per thread, which fill for an hour to some 100 KiB each, and with one arena,
+because free memory of several arenas grows in steps of a MiB. Leaks are unaffected.
 
 What grows is the minimum: temporary use disappears in it, leaks remain. That of a process's memory
 in the last quarter of the measurement may be above that in the first by 4 MiB per hour, which is 20
