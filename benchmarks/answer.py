@@ -453,7 +453,13 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
                 await started.enter_async_context(http)
                 systems[peer] = partial(ask_peer, http, client, arguments.reward)
             if endpoint := {*ns} & {*ENDPOINT}:
-                before = await started.enter_async_context(Stack(environment=_before(url)))
+                environment = {
+                    "SPECREJ_GENERATOR_ENGINE": "remote",
+                    "SPECREJ_GENERATOR_REMOTE_URL": f"{url}/v1",
+                    "SPECREJ_GENERATOR_REMOTE_REQUESTS": "256",
+                    "SPECREJ_GENERATOR_MODEL": "model",
+                }
+                before = await started.enter_async_context(Stack(environment=environment))
                 other = await started.enter_async_context(_client(before))
                 systems |= {
                     name: partial(ask_services, other, OURS[ENDPOINT[name]], arguments.reward)
@@ -475,16 +481,6 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Rec
 
 def _client(stack: Stack) -> Client:
     return Client(stack.orchestrator_address, timeout_s=_TIMEOUT_S)
-
-
-def _before(url: str) -> dict[str, str]:
-    """The environment of services whose generator is before a server."""
-    return {
-        "SPECREJ_GENERATOR_ENGINE": "remote",
-        "SPECREJ_GENERATOR_REMOTE_URL": f"{url}/v1",
-        "SPECREJ_GENERATOR_REMOTE_REQUESTS": "256",
-        "SPECREJ_GENERATOR_MODEL": "model",
-    }
 
 
 def _report(arguments: argparse.Namespace, record: Record) -> None:

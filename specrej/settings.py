@@ -186,15 +186,13 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
     try:
         return CliApp.run(settings, cli_args=sys.argv[1:] if arguments is None else arguments)
     except ValidationError as error:
-        for problem in error.errors():
-            print(_describe(settings, problem), file=sys.stderr)
-        raise SystemExit(2) from None
+        problems = [_describe(settings, problem) for problem in error.errors()]
     except SettingsError as error:  # a variable that is not valid JSON
-        print(f"bad setting: {error}: {error.__cause__}", file=sys.stderr)
-        raise SystemExit(2) from None
+        problems = [f"bad setting: {error}: {error.__cause__}"]
     except RecursionError:
-        print("bad setting: JSON that is nested too deeply", file=sys.stderr)
-        raise SystemExit(2) from None
+        problems = ["bad setting: JSON that is nested too deeply"]
+    print(*problems, sep="\n", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _unknown_variables(settings: type[ProcessSettings]) -> list[str]:

@@ -120,13 +120,12 @@ class TextFrontend:
 
     async def command(self, spec: c.SessionSpec) -> OpenCommand:
         """As `Frontend.command`, without tokens."""
-        first, salt = spec.first_round_tokens, spec.cache_salt
         return OpenCommand(
             (),
             spec.n,
             spec.sampling,
-            first,
-            cache_salt=salt,
+            spec.first_round_tokens,
+            cache_salt=spec.cache_salt,
             texts=ServedText,
             first_id=spec.first_id,
             answer_form=answer_form(spec.prompt, self._able),

@@ -168,8 +168,6 @@ class Cancelled(SpecrejError):
 class InternalError(SpecrejError):
     """A bug or a failed device; details are in the server's log only."""
 
-    reason = "INTERNAL"
-
 
 class RewardInvalid(InternalError):
     """A reward returned NaN, infinity, or the wrong number of scores."""
