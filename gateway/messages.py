@@ -8,23 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gateway import images
+from gateway import fields, images
 from gateway.answers import JSON, Answer, Block, BlockAnswer
 from gateway.errors import anthropic_body
-from gateway.fields import (
-    HOSTING,
-    OF_ANSWERS,
-    SHARED,
-    Checked,
-    Choice,
-    Content,
-    Maps,
-    Output,
-    Refused,
-    message_of,
-    needs,
-    with_tools,
-)
 from gateway.requests import Call, Request
 from specrej import contracts as c
 from specrej.client.options import json_text
@@ -32,7 +18,7 @@ from specrej.client.options import json_text
 _BUILT_IN = "there are no built-in tools"
 
 
-class ContentBlock(Checked):
+class ContentBlock(fields.Checked):
     """A text or image, a call, the result of one, or reasoning, which has no effect."""
 
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
@@ -42,17 +28,17 @@ class ContentBlock(Checked):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: Content = ()
+    content: fields.Content = ()
     is_error: bool | None = None
 
     ignores: ClassVar = {
-        "cache_control": SHARED,
+        "cache_control": fields.SHARED,
         "transformations": "images are turned upright only",
         **dict.fromkeys(("caller", "toolset_name"), _BUILT_IN),
-        **dict.fromkeys(("citations", "data", "signature", "thinking"), OF_ANSWERS),
+        **dict.fromkeys(("citations", "data", "signature", "thinking"), fields.OF_ANSWERS),
     }
 
-    _complete = needs(
+    _complete = fields.needs(
         "type",
         text=("text",),
         image=("source",),
@@ -65,7 +51,7 @@ def _blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Turn(Checked):
+class Turn(fields.Checked):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(_blocks)]
 
@@ -84,20 +70,20 @@ class Turn(Checked):
                     # Chat templates have no field for failures.
                     error = [c.TextPart("Error: ")] if block.is_error else []
                     result = [*error, *block.content]
-                    yield message_of("tool", result, call_id=block.tool_use_id)
+                    yield fields.message_of("tool", result, call_id=block.tool_use_id)
                     has_results = True
         if parts or calls or not has_results:
-            yield message_of(self.role, parts, calls)
+            yield fields.message_of(self.role, parts, calls)
 
 
-class Tool(Checked):
+class Tool(fields.Checked):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
 
     ignores: ClassVar = {
-        "cache_control": SHARED,
+        "cache_control": fields.SHARED,
         **dict.fromkeys(("allowed_callers", "defer_loading"), _BUILT_IN),
         "eager_input_streaming": "inputs are streamed anyway",
         "input_examples": "chat templates do not know them",
@@ -105,15 +91,15 @@ class Tool(Checked):
     }
 
 
-class ToolChoice(Checked):
+class ToolChoice(fields.Checked):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
     disable_parallel_tool_use: bool | None = None
 
-    _complete = needs("type", tool=("name",))
+    _complete = fields.needs("type", tool=("name",))
 
 
-class Thinking(Checked):
+class Thinking(fields.Checked):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, Field(ge=1)] = None
 
@@ -123,28 +109,28 @@ class Thinking(Checked):
 class MessagesRequest(Request):
     """The fields of /v1/messages."""
 
-    max_tokens: Annotated[int, Maps("sampling.max_tokens"), Field(ge=1)]
-    messages: Annotated[list[Turn], Maps("prompt.messages"), Field(min_length=1)]
-    system: Annotated[Content, Maps("prompt.messages")] = ()
-    stop_sequences: Annotated[list[str] | None, Maps("sampling.stop")] = None
-    top_k: Annotated[int | None, Maps("sampling.top_k")] = None
-    tools: Annotated[list[Tool] | None, Maps("prompt.tools")] = None
-    tool_choice: Annotated[ToolChoice | None, Maps("prompt.tool_choice")] = None
-    thinking: Annotated[Thinking | None, Maps("prompt.thinking")] = None
-    output_config: Output = None
+    max_tokens: Annotated[int, fields.Maps("sampling.max_tokens"), Field(ge=1)]
+    messages: Annotated[list[Turn], fields.Maps("prompt.messages"), Field(min_length=1)]
+    system: Annotated[fields.Content, fields.Maps("prompt.messages")] = ()
+    stop_sequences: Annotated[list[str] | None, fields.Maps("sampling.stop")] = None
+    top_k: Annotated[int | None, fields.Maps("sampling.top_k")] = None
+    tools: Annotated[list[Tool] | None, fields.Maps("prompt.tools")] = None
+    tool_choice: Annotated[ToolChoice | None, fields.Maps("prompt.tool_choice")] = None
+    thinking: Annotated[Thinking | None, fields.Maps("prompt.thinking")] = None
+    output_config: fields.Output = None
 
-    container: Annotated[Any, Refused("is not supported: there are no containers")] = None
+    container: Annotated[Any, fields.Refused("is not supported: there are no containers")] = None
 
     ignores: ClassVar = {
-        "cache_control": SHARED,
+        "cache_control": fields.SHARED,
         "metadata": "the token identifies the tenant",
-        **dict.fromkeys(("diagnostics", "inference_geo", "service_tier", "speed"), HOSTING),
-        **dict.fromkeys(("user_profile_id", "workspace_id"), HOSTING),
+        **dict.fromkeys(("diagnostics", "inference_geo", "service_tier", "speed"), fields.HOSTING),
+        **dict.fromkeys(("user_profile_id", "workspace_id"), fields.HOSTING),
     }
 
     def turns(self) -> list[tuple[str, c.Message]]:
         """The conversation, which begins with the system's text."""
-        turns = [("system", message_of("system", self.system))] if self.system else []
+        turns = [("system", fields.message_of("system", self.system))] if self.system else []
         for number, turn in enumerate(self.messages):
             turns += [(f"messages[{number}]", message) for message in turn.messages()]
         return turns
@@ -166,8 +152,8 @@ class MessagesRequest(Request):
             for tool in self.tools or ()
         ]
         given = self.tool_choice or ToolChoice(type="auto")
-        choice = Choice(_CHOICES[given.type], given.name if given.type == "tool" else "")
-        return with_tools(prompt, tools, choice, not given.disable_parallel_tool_use)
+        choice = fields.Choice(_CHOICES[given.type], given.name if given.type == "tool" else "")
+        return fields.with_tools(prompt, tools, choice, not given.disable_parallel_tool_use)
 
     def paths(self) -> dict[str, str]:
         schema = "sampling.structured_output.json_schema"

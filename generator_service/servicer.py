@@ -18,14 +18,7 @@ from specrej import contracts as c
 from specrej import telemetry
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
-from specrej.contracts import errors, wire
-from specrej.contracts.validation import (
-    MAX_BATCH,
-    check_candidates,
-    check_logprobs,
-    check_prompt,
-    check_sampling,
-)
+from specrej.contracts import errors, validation, wire
 from specrej.server.commands import answer_commands, leased
 from specrej.server.health import Health
 from specrej.server.serving import Context, Service
@@ -200,17 +193,19 @@ async def _spec_of(command: pb.OpenSession, generator: c.Generator) -> c.Session
 def _check_open(
     spec: c.SessionSpec, description: c.GeneratorDescription
 ) -> Iterator[errors.Violation]:
-    yield from check_prompt(spec.prompt, "open.prompt")
-    yield from check_candidates(spec.n, description.max_candidates, "open.n")
+    yield from validation.check_prompt(spec.prompt, "open.prompt")
+    yield from validation.check_candidates(spec.n, description.max_candidates, "open.n")
     limits = (description.context_tokens, description.vocabulary)
-    yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
+    yield from validation.check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
     candidates = spec.n or max(1, description.auto_candidates)
-    yield from check_logprobs(spec.sampling, candidates, "open.sampling")
+    yield from validation.check_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
         yield errors.Violation("open.first_round_tokens", "must be 1 or more")
     if not 0 < spec.weight < math.inf:
         yield errors.Violation("open.weight", "must be above 0")
-    if not 0 <= spec.first_id <= MAX_BATCH:
-        yield errors.Violation("open.first_id", f"must be 0 .. {MAX_BATCH}, is {spec.first_id}")
+    if not 0 <= spec.first_id <= validation.MAX_BATCH:
+        yield errors.Violation(
+            "open.first_id", f"must be 0 .. {validation.MAX_BATCH}, is {spec.first_id}"
+        )
     if spec.adapter not in ("", description.model):
         yield errors.Violation("open.adapter", f"must be {description.model} or empty")

@@ -19,15 +19,7 @@ from generator_service.engine.commands import Load, OnStep, OpenCommand, PrefixB
 from generator_service.engine.generator import Frontend
 from generator_service.engine.text import Text
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.api import (
-    TEXT_CALLS,
-    Abilities,
-    PartsAsText,
-    answer_form,
-    part_of,
-    request_of,
-    with_hidden,
-)
+from generator_service.stock import api
 from generator_service.stock.examiner import Examiner
 from generator_service.stock.generator import ServedText, StockGenerator
 from generator_service.stock.requests import Ask, Part
@@ -53,7 +45,7 @@ class EndpointRequests:
         self,
         server: Server,
         model: str,
-        able: Abilities,
+        able: api.Abilities,
         end_ids: frozenset[int],
         text: Text | None = None,
     ) -> None:
@@ -69,18 +61,18 @@ class EndpointRequests:
         What seems to be the last tokens is kept back until the server's usage is there, which ends
         a stream.
         """
-        path, body = request_of(ask, self._model, self._able)
+        path, body = api.request_of(ask, self._model, self._able)
         made, top = len(ask.token_ids), ask.command.sampling.top_logprobs
-        as_text = PartsAsText() if ask.prompt.messages else None
+        as_text = api.PartsAsText() if ask.prompt.messages else None
         limit = made + ask.count
         last, usage = Part((), ()), Part((), ())
         sent = path, body, ask.session, ask.command.cache_salt
         async with aclosing(self._server.messages(*sent)) as messages:
             async for message in messages:
                 if self._hides_for:
-                    message = with_hidden(message, self._hides_for.ending_with)
+                    message = api.with_hidden(message, self._hides_for.ending_with)
                 ids = self._able.ids
-                part = part_of(message, made, top, has_ids=ids, text_of_choice=as_text)
+                part = api.part_of(message, made, top, has_ids=ids, text_of_choice=as_text)
                 if self._hides_for and made + len(part.token_ids) >= limit:
                     finish = part.finish and c.FinishReason.LENGTH
                     part = replace(part.divided(limit - made)[0], finish=finish)
@@ -114,8 +106,8 @@ class EndpointRequests:
 class TextFrontend:
     """Commands and candidates of a server that is sent text; it counts and cuts tokens itself."""
 
-    def __init__(self, card: c.GeneratorDescription, able: Abilities) -> None:
-        tool_format = (TEXT_CALLS if able.tools else JSON_CALLS).tool_format
+    def __init__(self, card: c.GeneratorDescription, able: api.Abilities) -> None:
+        tool_format = (api.TEXT_CALLS if able.tools else JSON_CALLS).tool_format
         self._card, self._able = replace(card, tool_format=tool_format), able
 
     async def command(self, spec: c.SessionSpec) -> OpenCommand:
@@ -128,7 +120,7 @@ class TextFrontend:
             cache_salt=spec.cache_salt,
             texts=ServedText,
             first_id=spec.first_id,
-            answer_form=answer_form(spec.prompt, self._able),
+            answer_form=api.answer_form(spec.prompt, self._able),
         )
 
     async def round(self, batch: PrefixBatch, sampling: c.Sampling) -> c.Round:
@@ -149,7 +141,7 @@ class TextFrontend:
         return 0.0
 
 
-def refusals(spec: c.SessionSpec, able: Abilities) -> Iterator[Violation]:
+def refusals(spec: c.SessionSpec, able: api.Abilities) -> Iterator[Violation]:
     """What a session's spec requires of the server that it cannot do.
 
     Raises:
@@ -180,7 +172,7 @@ def refusals(spec: c.SessionSpec, able: Abilities) -> Iterator[Violation]:
             yield Violation(f"sampling.{name}", f"must be absent: {why}")
 
 
-def _refusals_of(prompt: c.Prompt, able: Abilities) -> Iterator[Violation]:
+def _refusals_of(prompt: c.Prompt, able: api.Abilities) -> Iterator[Violation]:
     """What is refused where the server renders the prompt."""
     if able.ids and not prompt.images:
         return

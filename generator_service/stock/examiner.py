@@ -14,16 +14,7 @@ from zlib import crc32
 
 from generator_service.engine.text import Text, TokenDecoder
 from generator_service.settings import GeneratorSettings
-from generator_service.stock.api import (
-    KNOWN,
-    TEXT_CALLS,
-    Abilities,
-    PartsAsText,
-    part_of,
-    structured_field,
-    text_of,
-    tools_of,
-)
+from generator_service.stock import api
 from generator_service.stock.server import Server, reading
 from specrej.answer_form import parts_of
 from specrej.contracts import Grammar, Image, JsonSchema, Message, Prompt, TextPart, Tool
@@ -67,7 +58,7 @@ class Examiner:
         self._model = settings.model
         self._settings = settings
         self._text: Mapping[str, Any] = {}  # the probe as text, in the form for this server
-        self.able = Abilities()
+        self.able = api.Abilities()
         self.examined: Examined | None = None
 
     async def examine(self, tokenizer: str) -> None:
@@ -83,7 +74,9 @@ class Examiner:
             limits = (entry.get("max_model_len"), (entry.get("meta") or {}).get("n_ctx"))
             context_tokens = next((int(one) for one in limits if one), 0)
         kind = f"{entry.get('owned_by', '')}"
-        self.able = Abilities(kind if kind in KNOWN else "openai", context_tokens=context_tokens)
+        self.able = api.Abilities(
+            kind if kind in api.KNOWN else "openai", context_tokens=context_tokens
+        )
         self.examined = await self._tokenizer(tokenizer, f"{entry.get('root') or self._model}")
         if self.examined:
             await self._examine_ids(self.examined)
@@ -137,7 +130,7 @@ class Examiner:
         for least in (0, 1):
             try:
                 reply = await self._ask({**probe, **more, "logprobs": least})
-                part, written = part_of(reply, 0, 0, has_ids=True), text_of(reply)
+                part, written = api.part_of(reply, 0, 0, has_ids=True), api.text_of(reply)
             except (InvalidRequest, InternalError) as error:
                 log.info("no token ids with logprobs %d: %s", least, error)
                 continue
@@ -161,7 +154,7 @@ class Examiner:
             reply = await self._ask({**_CHAT, "logprobs": True})
         except InvalidRequest:
             reply = await self._ask(_CHAT)
-        part_of(reply, 0, 0, has_ids=False)  # raises if the number of tokens is unknown
+        api.part_of(reply, 0, 0, has_ids=False)  # raises if the number of tokens is unknown
         if reply["choices"][0].get("logprobs"):
             self.able = replace(self.able, least_logprobs=0)
 
@@ -170,11 +163,11 @@ class Examiner:
         if self.able.kind == "llamacpp":
             return  # its logits depend on the batch, which this would not notice each time
         draw: dict[str, Any] = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 2 * _PROBE_TOKENS}
-        if self.able.kind in KNOWN:
+        if self.able.kind in api.KNOWN:
             draw |= {"top_k": 0, "min_p": 0.0}
         with suppress(InvalidRequest):
             asks = (self._ask({**probe, **draw, "seed": seed}) for seed in _SEEDS)
-            *equal, other = map(text_of, await asyncio.gather(*asks))
+            *equal, other = map(api.text_of, await asyncio.gather(*asks))
             self.able = replace(self.able, seeds=len({*equal}) == 1 and other not in equal)
 
     async def _examine_streams(self) -> None:
@@ -186,7 +179,7 @@ class Examiner:
         sent = self._body(body)
         try:
             async for message in self._server.messages(_path(sent), sent, ""):
-                num_parts += bool(part_of(message, 0, 0, has_ids=False).text)
+                num_parts += bool(api.part_of(message, 0, 0, has_ids=False).text)
         except (InvalidRequest, InternalError, Unavailable) as error:
             log.info("no streams: %s", error)
         self.able = replace(able, streams=num_parts > 1)
@@ -194,10 +187,10 @@ class Examiner:
     async def _examine_structured(self) -> None:
         for name in ("structured_outputs", "json_schema", "response_format"):
             # Greedy: white space that is drawn may have any length.
-            body = {**self._text, **structured_field(_SEVEN, name), "temperature": 0.0}
+            body = {**self._text, **api.structured_field(_SEVEN, name), "temperature": 0.0}
             with suppress(InvalidRequest, InternalError, ValueError, LookupError, TypeError):
                 reply = await self._ask({**body, "max_tokens": 4 * _PROBE_TOKENS})
-                if json.loads(text_of(reply))["a"] == 7:
+                if json.loads(api.text_of(reply))["a"] == 7:
                     self.able = replace(self.able, structured=name)
                     return
 
@@ -206,15 +199,17 @@ class Examiner:
         errors = InvalidRequest, InternalError, Unavailable, ValueError, LookupError, TypeError
         with suppress(*errors):
             if self.able.ids and self.able.structured == "structured_outputs":
-                body = {**self._text, **structured_field(_SEVEN_IN_LARK, self.able.structured)}
+                body = {**self._text, **api.structured_field(_SEVEN_IN_LARK, self.able.structured)}
                 reply = await self._ask({**body, "temperature": 0.0, "max_tokens": _CALL_TOKENS})
-                self.able = replace(self.able, grammars=json.loads(text_of(reply))["a"] == 7)
+                self.able = replace(self.able, grammars=json.loads(api.text_of(reply))["a"] == 7)
             elif not self.able.ids:
                 prompt = Prompt(tools=(_TOOL,), tool_choice="required", tool_name=_TOOL.name)
-                await self._ask({**_CHAT, **tools_of(Prompt(tools=(_TOOL,)))})  # some refuse "auto"
-                body = {**_CHAT, **tools_of(prompt), "max_tokens": _CALL_TOKENS}
-                text = PartsAsText()((await self._ask(body))["choices"][0])
-                parts = parts_of(text, TEXT_CALLS, complete=True)
+                await self._ask(
+                    {**_CHAT, **api.tools_of(Prompt(tools=(_TOOL,)))}
+                )  # some refuse "auto"
+                body = {**_CHAT, **api.tools_of(prompt), "max_tokens": _CALL_TOKENS}
+                text = api.PartsAsText()((await self._ask(body))["choices"][0])
+                parts = parts_of(text, api.TEXT_CALLS, complete=True)
                 calls = parts.tool_calls if parts else ()
                 has_calls = [call.name for call in calls] == [_TOOL.name]
                 self.able = replace(self.able, tools=has_calls)

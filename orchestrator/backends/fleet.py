@@ -26,14 +26,7 @@ import grpc
 import grpc.aio
 
 from orchestrator.backends.resolving import Target
-from specrej.contracts.errors import (
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    SpecrejError,
-    Unavailable,
-)
+from specrej.contracts import errors
 from specrej.contracts.status import is_answer
 from specrej.threads import ended
 
@@ -86,7 +79,7 @@ class Backend(Generic[P]):
         self.description: Any = None
         self.version: Hashable = None
         self.is_serving = False
-        self.failure: SpecrejError = Unavailable("a backend has not answered yet")
+        self.failure: errors.SpecrejError = errors.Unavailable("a backend has not answered yet")
         self.running = self.placed = 0
         self.heard = asyncio.Event()  # set after the first report, or without one in time
         self._version_of = version
@@ -121,7 +114,7 @@ class Backend(Generic[P]):
                     self._give_up()
                     break
                 if late_s > lost_s / 4:
-                    self.suspect(Unavailable("a backend does not answer"))
+                    self.suspect(errors.Unavailable("a backend does not answer"))
         finally:
             await ended(reading)
             self.heard.set()
@@ -130,12 +123,12 @@ class Backend(Generic[P]):
         try:
             async for description in reports:
                 self.take(description)
-        except SpecrejError as failure:
+        except errors.SpecrejError as failure:
             self.suspect(failure)
         except Exception:
             # A bug in the description of one backend must not end its reports.
             log.exception("a backend's description cannot be read")
-            self.suspect(InternalError("a backend's description cannot be read"))
+            self.suspect(errors.InternalError("a backend's description cannot be read"))
 
     def take(self, description: Any) -> None:
         """Note a report; None: the description is as before."""
@@ -146,7 +139,7 @@ class Backend(Generic[P]):
         self._become(is_serving=True, version=self._version_of(self.description))
         self.heard.set()
 
-    def suspect(self, failure: SpecrejError) -> None:
+    def suspect(self, failure: errors.SpecrejError) -> None:
         """Place no sessions here until the next report."""
         self.failure = failure
         self._become(is_serving=False, version=self.version)
@@ -176,7 +169,7 @@ class Backend(Generic[P]):
             if timeout.expired():
                 raise self.failure from None
             raise
-        except Unavailable as failure:
+        except errors.Unavailable as failure:
             # If the backend sent this error itself, reports decide: only one reward may be down.
             if not is_answer(failure):
                 self.suspect(failure)
@@ -202,7 +195,7 @@ class Backend(Generic[P]):
                     self._num_entered += 1
                 yield session
                 # The session's work is done: a failure to close it concerns no caller.
-                with suppress(SpecrejError):
+                with suppress(errors.SpecrejError):
                     async with self.answering():
                         await stack.aclose()
         finally:
@@ -216,7 +209,7 @@ class Backend(Generic[P]):
         await self._channel.close()
 
     def _give_up(self) -> None:
-        self.suspect(Unavailable("a backend has stopped answering"))
+        self.suspect(errors.Unavailable("a backend has stopped answering"))
         for timeout in self._timeouts:
             if not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())
@@ -304,16 +297,16 @@ class Fleet(Generic[P]):
             Overloaded, Unavailable: no backend is available and has room.
             InvalidRequest, NotFound: all available ones refuse, for instance as each is too small.
         """
-        failure: SpecrejError | None = None
-        refusal: SpecrejError | None = None
+        failure: errors.SpecrejError | None = None
+        refusal: errors.SpecrejError | None = None
         for backend in ranked:
             try:
                 return await enter(backend)
-            except (InvalidRequest, NotFound) as error:
+            except (errors.InvalidRequest, errors.NotFound) as error:
                 refusal = refusal or error
-            except Unavailable as error:
+            except errors.Unavailable as error:
                 failure = failure or error
-            except Overloaded as error:
+            except errors.Overloaded as error:
                 failure = error
         raise failure or refusal or self._failure()
 
@@ -326,9 +319,9 @@ class Fleet(Generic[P]):
             counts[serving if backend.is_serving else "away"] += 1
         return counts
 
-    def _failure(self) -> SpecrejError:
+    def _failure(self) -> errors.SpecrejError:
         """The reason why no backend serves."""
-        none = Unavailable(f"there is no {self._kind}")
+        none = errors.Unavailable(f"there is no {self._kind}")
         return next((backend.failure for backend in self._by_address()), none)
 
     def _by_address(self) -> list[Backend[P]]:

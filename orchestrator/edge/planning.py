@@ -28,24 +28,7 @@ from orchestrator.loop.run import AreValid, sampling_of
 from orchestrator.loop.schedule import first_round_tokens, most_rounds, schedule_of
 from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej import contracts as c
-from specrej.contracts.errors import (
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    SpecrejError,
-    Unavailable,
-    Violation,
-    raise_if_any,
-)
-from specrej.contracts.validation import (
-    MAX_RESPONSES,
-    check_data,
-    check_logprobs,
-    check_prompt,
-    check_prompt_bytes,
-    check_request,
-)
+from specrej.contracts import errors, validation
 
 T = TypeVar("T")
 
@@ -56,7 +39,7 @@ _SURE_CHARACTERS = 2  # per token of the context: prompts of fewer take the gene
 _REWARDS_PATH = "selection.rewards"
 _LIKELY = c.WeightedReward(LIKELIHOOD)
 # Of a backend that does not describe itself, or of another program on its port.
-_AWAY = (Unavailable, Overloaded, InternalError)
+_AWAY = (errors.Unavailable, errors.Overloaded, errors.InternalError)
 
 
 class Rewards(Protocol):
@@ -171,7 +154,7 @@ class Planner:
         request: c.GenerationRequest,
         tenant: str,
         weight: float,
-        violations: Sequence[Violation],
+        violations: Sequence[errors.Violation],
         time_left_s: float,
     ) -> Plan:
         """The plan of a request that arrives now.
@@ -187,11 +170,11 @@ class Planner:
         problems = [*violations, *_check_against(generator, request)]
         named: Sequence[c.WeightedReward] = (_LIKELY,)
         served: dict[str, c.RewardDescription] = {}
-        away: SpecrejError | None = None
+        away: errors.SpecrejError | None = None
         most = 0
         if not problems:  # the other checks need valid fields
             most = _most_candidates(request, generator)
-            problems += check_logprobs(sampling_of(request), most)
+            problems += validation.check_logprobs(sampling_of(request), most)
             problems += self._check_vote(request.selection.vote)
             try:
                 named = request.selection.rewards or await self._default()
@@ -201,9 +184,11 @@ class Planner:
                 away, named = error, (_LIKELY,)
             problems += _check_batches(request, named, most, served)
             problems += _check_data(named, served)
-        raise_if_any(problems)
+        errors.raise_if_any(problems)
         are_valid = await self._calls.of(request.prompt, tenant)
-        check_prompt_bytes(request.prompt, generator.max_prompt_bytes, generator.context_tokens)
+        validation.check_prompt_bytes(
+            request.prompt, generator.max_prompt_bytes, generator.context_tokens
+        )
         if away and not request.allow_degraded:
             raise away
         adapter = _adapter(request, generator)
@@ -253,11 +238,11 @@ class Planner:
 
         return open_session
 
-    def _check_vote(self, vote: c.Vote | None) -> Sequence[Violation]:
+    def _check_vote(self, vote: c.Vote | None) -> Sequence[errors.Violation]:
         try:
             if vote:
                 extractor(vote, self._extractors)
-        except InvalidRequest as error:
+        except errors.InvalidRequest as error:
             return error.violations
         return ()
 
@@ -275,17 +260,17 @@ class Planner:
         name = name or (await self._default())[0].name
         if name not in served:
             raise _unknown(name, served, "reward")
-        problems = [*check_prompt(prompt), *check_data(data, "data")]
+        problems = [*validation.check_prompt(prompt), *validation.check_data(data, "data")]
         if data and not served[name].takes_data:
-            problems.append(Violation("data", f"must be empty: {name} takes none"))
+            problems.append(errors.Violation("data", f"must be empty: {name} takes none"))
         if prompt.continue_final:
             text = "must be false: responses have all of the answer"
-            problems.append(Violation("prompt.continue_final", text))
-        most = min(MAX_RESPONSES, served[name].max_batch)
+            problems.append(errors.Violation("prompt.continue_final", text))
+        most = min(validation.MAX_RESPONSES, served[name].max_batch)
         if not 1 <= len(responses) <= most:
             text = f"must have 1 .. {most} items, has {len(responses)}"
-            problems.append(Violation("responses", text))
-        raise_if_any(problems)
+            problems.append(errors.Violation("responses", text))
+        errors.raise_if_any(problems)
         return name, prompt if served[name].takes_images else prompt.without_images
 
     async def reward_names(self) -> tuple[str, ...]:
@@ -300,7 +285,7 @@ class Planner:
             return self._defaults.rewards
         served = await self._served.get()
         if not served:
-            raise Unavailable("a reward service serves no reward")
+            raise errors.Unavailable("a reward service serves no reward")
         return (c.WeightedReward(served[0].name),)
 
 
@@ -330,19 +315,21 @@ async def _placed(
     async with AsyncExitStack() as stack:
         try:
             session = await stack.enter_async_context(opening)
-        except InvalidRequest as error:
+        except errors.InvalidRequest as error:
             fields = [one.field.removeprefix("open.") for one in error.violations]
             moved = [
                 replace(one, field=path + name) if name.startswith("data") else one
                 for name, one in zip(fields, error.violations, strict=True)
             ]
-            raise InvalidRequest(moved, reason=error.reason, metadata=error.metadata) from error
+            raise errors.InvalidRequest(
+                moved, reason=error.reason, metadata=error.metadata
+            ) from error
         yield session
 
 
-def _unknown(name: str, available: Iterable[str], field: str) -> NotFound:
+def _unknown(name: str, available: Iterable[str], field: str) -> errors.NotFound:
     text = f'unknown reward "{name}"; available: {", ".join(available)}'
-    return NotFound(text, metadata={"field": field})
+    return errors.NotFound(text, metadata={"field": field})
 
 
 def _one_spelling(data: str) -> str:
@@ -351,11 +338,11 @@ def _one_spelling(data: str) -> str:
 
 def _check_data(
     rewards: Sequence[c.WeightedReward], served: Mapping[str, c.RewardDescription]
-) -> Iterator[Violation]:
+) -> Iterator[errors.Violation]:
     for index, reward in enumerate(rewards):
         if reward.data and not (reward.name in served and served[reward.name].takes_data):
             path = f"{_REWARDS_PATH}[{index}].data"
-            yield Violation(path, f"must be empty: {reward.name} takes none")
+            yield errors.Violation(path, f"must be empty: {reward.name} takes none")
 
 
 def _candidate_tokens(
@@ -391,29 +378,31 @@ def _characters(request: c.GenerationRequest) -> int:
 
 def _check_against(
     generator: c.GeneratorDescription, request: c.GenerationRequest
-) -> Iterator[Violation]:
+) -> Iterator[errors.Violation]:
     limits = (generator.context_tokens, generator.max_candidates, generator.vocabulary)
-    yield from check_request(request, *limits)
+    yield from validation.check_request(request, *limits)
     if request.selection.branching and not generator.can_fork:
         refused = "must be absent: the generator does not fork candidates"
-        yield Violation("selection.branching", refused)
+        yield errors.Violation("selection.branching", refused)
     yield from _check_parts(generator, request)
 
 
 def _check_parts(
     generator: c.GeneratorDescription, request: c.GenerationRequest
-) -> Iterator[Violation]:
+) -> Iterator[errors.Violation]:
     """What tools, images and reasoning exclude."""
     prompt, sampling = request.prompt, request.sampling
     if prompt.tools and not generator.tool_format:
-        yield Violation("prompt.tools", "must be empty: the generator has no format of calls")
+        yield errors.Violation(
+            "prompt.tools", "must be empty: the generator has no format of calls"
+        )
     for name in ("structured_output", "stop", "stop_token_ids", "ignore_eos"):
         if prompt.tools and getattr(sampling, name):
-            yield Violation(f"sampling.{name}", "must be absent with tools")
+            yield errors.Violation(f"sampling.{name}", "must be absent with tools")
     for number, turn in enumerate(prompt.messages):
         if turn.images and not generator.takes_images:
             text = "must have no images: the generator takes none"
-            yield Violation(f"prompt.messages[{number}].parts", text)
+            yield errors.Violation(f"prompt.messages[{number}].parts", text)
 
 
 def _as_run(
@@ -439,7 +428,7 @@ def _adapter(request: c.GenerationRequest, generator: c.GeneratorDescription) ->
     models = (generator.model, *generator.adapters)
     if request.model not in ("", *models):
         text = f'unknown model "{request.model}"; available: {", ".join(models)}'
-        raise NotFound(text, metadata={"field": "model"})
+        raise errors.NotFound(text, metadata={"field": "model"})
     return request.model if request.model in generator.adapters else ""
 
 
@@ -464,12 +453,12 @@ def _check_batches(
     rewards: Sequence[c.WeightedReward],
     n: int,
     served: Mapping[str, c.RewardDescription],
-) -> Iterator[Violation]:
+) -> Iterator[errors.Violation]:
     """Every reward must accept all candidates in one batch; `n` is the most there may be."""
     for index, reward in enumerate(rewards):
         limit = served[reward.name].max_batch if reward.name in served else n
         if n > limit:
             path = f"{_REWARDS_PATH}[{index}]" if request.selection.rewards else "selection.n"
-            yield Violation(
+            yield errors.Violation(
                 path, f"{reward.name} takes at most {limit} candidates, there may be {n}"
             )

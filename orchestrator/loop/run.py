@@ -36,16 +36,7 @@ from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer, Wants
 from specrej import contracts as c
 from specrej import telemetry
 from specrej.answer_form import answer_text
-from specrej.contracts.errors import (
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    Overloaded,
-    RewardInvalid,
-    SpecrejError,
-    Unavailable,
-    Violation,
-)
+from specrej.contracts import errors
 from specrej.telemetry import metrics, names
 from specrej.telemetry.traces import Attribute
 
@@ -124,7 +115,7 @@ async def run(
             async for event in events:
                 yield event
     except OutOfTime:
-        raise DeadlineExceeded("no session was opened before the deadline") from None
+        raise errors.DeadlineExceeded("no session was opened before the deadline") from None
     has_restarted, is_reduced = answering.is_lost, answering.state.reduced
     if has_restarted:
         log.warning("a generator was lost: the request starts again")
@@ -138,7 +129,7 @@ async def run(
             answering = second
         except OutOfTime:
             pass
-        except (Unavailable, Overloaded, InvalidRequest) as error:
+        except (errors.Unavailable, errors.Overloaded, errors.InvalidRequest) as error:
             answering.end_without_generator(error)
         finally:
             result = "answered" if answering is second and not second.is_lost else "failed"
@@ -147,7 +138,7 @@ async def run(
             second.end_without_generator(None)
     generation = replace(answering.generation(), reduced=is_reduced)
     if progress and has_restarted and not generation.best.text.startswith(progress.sent):
-        raise Unavailable("a generator was lost, and the text of the other one differs")
+        raise errors.Unavailable("a generator was lost, and the text of the other one differs")
     if progress:
         progress.end(generation.best)
     yield c.Finished(generation)
@@ -209,7 +200,7 @@ class _Run:
     scorer: RequestScorer = field(init=False)
     state: RunState = field(init=False)
     is_lost: bool = False  # whether the generator was lost before the end
-    _failure: OutOfTime | SpecrejError | None = None  # of the next round
+    _failure: OutOfTime | errors.SpecrejError | None = None  # of the next round
     _is_open: bool = False  # whether the session was
     _spared: set[int] = field(default_factory=set)  # that the round's cut leaves alone
     _is_check: bool = False  # whether the round under way only scores what has ended, and vetoes
@@ -299,7 +290,7 @@ class _Run:
         left = state.num_left
         state.stopped_by = stopping.reason_to_stop(selection, scores, state.choices(), left)
 
-    def end_without_generator(self, error: SpecrejError | None) -> None:
+    def end_without_generator(self, error: errors.SpecrejError | None) -> None:
         """Leave it at the answers that were complete when the generator was lost; `error`: why no
         other generator answers the request.
 
@@ -308,7 +299,7 @@ class _Run:
         """
         if not (self.request.allow_degraded and self.state.ended):
             reason = "a generator was lost, and no other one could answer the request"
-            raise Unavailable(reason) from error
+            raise errors.Unavailable(reason) from error
         self.state.degradations.append(c.Degradation.GENERATOR)
 
     def generation(self) -> c.Generation:
@@ -388,7 +379,7 @@ class _Run:
         if spec.sampling.max_thinking_tokens and not self.session.answer_form.thinking_end:
             await stack.aclose()
             text = "must be 0: the model does not mark its reasoning"
-            raise InvalidRequest([Violation("sampling.max_thinking_tokens", text)])
+            raise errors.InvalidRequest([errors.Violation("sampling.max_thinking_tokens", text)])
         return self.session
 
     async def _continues(self, stack: AsyncExitStack, ids: range, wave_s: float) -> bool:
@@ -405,8 +396,8 @@ class _Run:
             session = await self._open(stack, ids)
             if session.fingerprint != state.generator_fingerprint:
                 await stack.aclose()
-                raise Unavailable("a generator of this version is needed")
-        except (OutOfTime, Overloaded, Unavailable) as error:
+                raise errors.Unavailable("a generator of this version is needed")
+        except (OutOfTime, errors.Overloaded, errors.Unavailable) as error:
             if not state.ended:
                 raise
             state.reduced = True
@@ -434,9 +425,9 @@ class _Run:
             pass
         except c.GeneratorLost:
             self.is_lost = True
-        except (Unavailable, InternalError) as error:
+        except (errors.Unavailable, errors.InternalError) as error:
             has_answer = self.request.allow_degraded and self.state.ended
-            if isinstance(error, RewardInvalid) or not has_answer:
+            if isinstance(error, errors.RewardInvalid) or not has_answer:
                 raise
             self.state.degradations.append(c.Degradation.GENERATOR)
 
@@ -511,7 +502,7 @@ class _Run:
             num_tokens = min(num_tokens, max(1, _STRIDE_TOKENS // rows), unwatched)
             try:
                 part = await self._stride(position, position + num_tokens, rows, growing)
-            except (OutOfTime, SpecrejError) as error:
+            except (OutOfTime, errors.SpecrejError) as error:
                 if not growing.whole:
                     raise
                 self._failure = error
@@ -563,7 +554,7 @@ class _Run:
         part = await _in_time(self.session.extend(until, report), self.deadline.patience_s)
         _check(part, until, self.deadline.max_tokens)
         if rows == 1 and part.ended_by is c.RoundEnd.SLOTS_FULL and part.num_tokens == position:
-            raise InternalError("a generator has no slot for the last candidate")
+            raise errors.InternalError("a generator has no slot for the last candidate")
         num_tokens, seconds = part.num_tokens - position, self.clock() - began
         self.deadline.note_stride(rows, num_tokens, _num_ended(part), seconds)
         return part
@@ -610,7 +601,7 @@ class _Run:
                 scored = self.scorer.replaced(candidates, error)
             try:
                 self.state.judge(candidates, scored)
-            except RewardInvalid as error:  # a sum is not finite
+            except errors.RewardInvalid as error:  # a sum is not finite
                 self.state.judge(candidates, self.scorer.replaced(candidates, error))
         self.deadline.note_scoring(len(candidates), self.clock() - began)
 
@@ -659,7 +650,7 @@ class _Run:
         try:
             pruning = self.session.prune(state.live, forks)
             pruned = await _in_time(pruning, self.deadline.patience_s)
-        except (OutOfTime, SpecrejError) as error:
+        except (OutOfTime, errors.SpecrejError) as error:
             # The round is complete. The error is raised only if a candidate is still to grow.
             self._failure = error
             return alpha, {}, 0
@@ -724,11 +715,13 @@ def _check(part: c.Round, until: int, max_tokens: int) -> None:
     is_planned = part.ended_by is c.RoundEnd.DECISION_TOKEN
     live = [candidate.num_tokens for candidate in part.candidates if candidate.finish is None]
     if is_planned and part.num_tokens != until:
-        raise InternalError(f"a generator ended at token {part.num_tokens} instead of {until}")
+        raise errors.InternalError(
+            f"a generator ended at token {part.num_tokens} instead of {until}"
+        )
     if live and (max(live) >= max_tokens or (is_planned and until >= max_tokens)):
-        raise InternalError("a generator goes on at max_tokens")
+        raise errors.InternalError("a generator goes on at max_tokens")
     if live and part.ended_by is c.RoundEnd.ALL_FINISHED:
-        raise InternalError("a generator reports ALL_FINISHED with live candidates")
+        raise errors.InternalError("a generator reports ALL_FINISHED with live candidates")
 
 
 def _num_ended(part: c.Round) -> int:

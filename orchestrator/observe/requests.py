@@ -13,14 +13,7 @@ from typing import TypeVar
 from orchestrator.cache import tenant_digest
 from specrej import contracts as c
 from specrej import telemetry
-from specrej.contracts.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    Overloaded,
-    SpecrejError,
-    is_late,
-)
+from specrej.contracts import errors
 from specrej.telemetry import metrics, names
 
 OK = "OK"
@@ -82,7 +75,7 @@ class ObservedRequest:
             with telemetry.span(names.SPAN_QUEUE):
                 entered = await stack.enter_async_context(permit)
             result = "admitted"
-        except Overloaded:
+        except errors.Overloaded:
             result = "refused"
             raise
         finally:
@@ -150,10 +143,10 @@ def observing(
         yield observed
     except BaseException as error:
         left_s = arrived + time_left_s - clock()
-        observed.end(_reason(error, late=is_late(left_s, time_left_s)))
+        observed.end(_reason(error, late=errors.is_late(left_s, time_left_s)))
         raise
     finally:
-        observed.end(InternalError.reason)  # unless it has ended
+        observed.end(errors.InternalError.reason)  # unless it has ended
 
 
 def _note_answer(generation: c.Generation, source: c.AnswerSource) -> None:
@@ -217,10 +210,10 @@ def _count_run(generation: c.Generation, algorithm: c.Algorithm, labels: Mapping
 
 
 def _reason(error: BaseException, *, late: bool) -> str:
-    if isinstance(error, SpecrejError):
+    if isinstance(error, errors.SpecrejError):
         return error.reason
     # A late call is cancelled by the server, just as by a client that disconnects.
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
     if isinstance(error, TimeoutError) or (is_cancelled and late):
-        return DeadlineExceeded.reason
-    return Cancelled.reason if is_cancelled else InternalError.reason
+        return errors.DeadlineExceeded.reason
+    return errors.Cancelled.reason if is_cancelled else errors.InternalError.reason

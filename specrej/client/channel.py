@@ -14,17 +14,9 @@ from typing import Any, Self, Unpack, cast
 import grpc
 import grpc.aio
 
+from specrej import security
 from specrej.contracts.validation import MAX_MESSAGE_BYTES
 from specrej.reloading_file import ReloadingFile
-from specrej.security import (
-    PEM,
-    Credentials,
-    check_credentials,
-    is_local,
-    system_authorities,
-    tls_files,
-    watch_token,
-)
 
 _CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 # A name of several orchestrators is balanced.
@@ -43,7 +35,7 @@ def open_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     certified_name: str = "",
-    **credentials: Unpack[Credentials],
+    **credentials: Unpack[security.Credentials],
 ) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"); connects when first used.
 
@@ -56,8 +48,8 @@ def open_channel(
     how = options(address, max_message_bytes)
     if certified_name:
         how.append(("grpc.ssl_target_name_override", certified_name))
-    check_credentials(address, credentials)
-    files, token = tls_files(credentials), watch_token(credentials)
+    security.check_credentials(address, credentials)
+    files, token = security.tls_files(credentials), security.watch_token(credentials)
     if files:
         tls = _channel_credentials(files.read())
         channel = grpc.aio.secure_channel(address, tls, options=how)
@@ -66,10 +58,12 @@ def open_channel(
     return cast(grpc.aio.Channel, _TokenChannel(channel, token)) if token else channel
 
 
-def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> grpc.Channel:
+def open_blocking_channel(
+    address: str, **credentials: Unpack[security.Credentials]
+) -> grpc.Channel:
     """`open_channel` for threads. Certificates are read once; the caller sends its token."""
-    how, files = options(address), tls_files(credentials)
-    check_credentials(address, credentials)
+    how, files = options(address), security.tls_files(credentials)
+    security.check_credentials(address, credentials)
     if not files:
         return grpc.insecure_channel(address, options=how)
     return grpc.secure_channel(address, _channel_credentials(files.read()), options=how)
@@ -81,7 +75,7 @@ def options(
     """The gRPC options of a channel to a service at `address`."""
     return [
         # Calls to this machine may be in plaintext, so they must not go through a proxy.
-        ("grpc.enable_http_proxy", int(not is_local(address))),
+        ("grpc.enable_http_proxy", int(not security.is_local(address))),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -99,8 +93,8 @@ def options(
     ]
 
 
-def _channel_credentials(pem: PEM) -> grpc.ChannelCredentials:
-    authorities = pem.ca or system_authorities()
+def _channel_credentials(pem: security.PEM) -> grpc.ChannelCredentials:
+    authorities = pem.ca or security.system_authorities()
     return grpc.ssl_channel_credentials(authorities, pem.key, pem.cert)
 
 

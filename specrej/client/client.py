@@ -27,17 +27,7 @@ from specrej import contracts as c
 from specrej.client.channel import check_address, open_channel
 from specrej.client.options import accepted, json_text, shown, value_of
 from specrej.contracts import Options as Options
-from specrej.contracts import wire
-from specrej.contracts.errors import (
-    InternalError,
-    InvalidRequest,
-    Overloaded,
-    RetryableError,
-    SpecrejError,
-    Unauthenticated,
-    Unavailable,
-    Violation,
-)
+from specrej.contracts import errors, wire
 from specrej.contracts.status import from_rpc_error
 from specrej.security import Credentials, check_token
 from specrej.telemetry import ClientSpan
@@ -77,7 +67,7 @@ class Retries:
 
     attempts: int = 4  # in all
     max_wait_s: float = 10.0
-    on: tuple[type[RetryableError], ...] = (Unavailable, Overloaded)
+    on: tuple[type[errors.RetryableError], ...] = (errors.Unavailable, errors.Overloaded)
 
     def __post_init__(self) -> None:
         """Raises ValueError: a value out of range."""
@@ -86,7 +76,7 @@ class Retries:
 
 
 # Of clients that were given none.
-_DEFAULT = Retries(on=(Unavailable,))
+_DEFAULT = Retries(on=(errors.Unavailable,))
 
 
 class _Attempts:
@@ -102,7 +92,7 @@ class _Attempts:
         """Seconds to the deadline."""
         return self._deadline - time.monotonic()
 
-    async def after(self, error: SpecrejError) -> None:
+    async def after(self, error: errors.SpecrejError) -> None:
         """Wait for the next attempt; raises the error if there is none."""
         self._num_failed += 1
         retries, wait_s = self._retries, error.retry_after_s
@@ -183,7 +173,7 @@ def _valid(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise InvalidRequest([Violation(path, str(error))]) from None
+        raise errors.InvalidRequest([errors.Violation(path, str(error))]) from None
 
 
 class Client:
@@ -217,7 +207,7 @@ class Client:
         try:
             self._channel = open_channel(address, **credentials)
         except (OSError, ValueError) as error:
-            raise InvalidRequest([Violation("credentials", str(error))]) from error
+            raise errors.InvalidRequest([errors.Violation("credentials", str(error))]) from error
         self._timeout_s, self._retries = timeout_s, retries
         self._address, self._credentials = address, credentials
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
@@ -290,8 +280,8 @@ class Client:
                     finally:
                         call.cancel()
                 if not isinstance(event, c.Finished):
-                    raise InternalError("the stream ended without an answer")
-            except SpecrejError as error:
+                    raise errors.InternalError("the stream ended without an answer")
+            except errors.SpecrejError as error:
                 if isinstance(event, c.Finished):  # the answer is there; only its status is lost
                     return
                 if event:
@@ -355,7 +345,7 @@ class Client:
                 with _calling(f"{self._service}/{method}") as span:
                     sent = self._metadata(span, call)
                     return await start(request, timeout=attempts.left_s, metadata=sent)
-            except SpecrejError as error:
+            except errors.SpecrejError as error:
                 await attempts.after(error)
 
     def _metadata(self, span: ClientSpan, call: CallOptions) -> Metadata:
@@ -365,16 +355,20 @@ class Client:
         token, metadata = call.get("token", ""), call.get("metadata", ())
         for name, value in metadata:
             if name == "authorization":
-                raise InvalidRequest([Violation(f"metadata {name!a}", "pass token instead")])
+                raise errors.InvalidRequest(
+                    [errors.Violation(f"metadata {name!a}", "pass token instead")]
+                )
             if not (_NAME.fullmatch(name) and _TEXT.fullmatch(value)):
                 accepted = "lower-case names without -bin, and printable ASCII"
-                raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])
+                raise errors.InvalidRequest(
+                    [errors.Violation(f"metadata {name!a}", f"gRPC sends {accepted}")]
+                )
         if not token:
             return (*span.metadata, *metadata)
         try:
             check_token(token, self._address, self._credentials)
         except ValueError as error:
-            raise Unauthenticated(str(error)) from None
+            raise errors.Unauthenticated(str(error)) from None
         return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
 
 
