@@ -44,10 +44,6 @@ class Hub:
             known[revision] = content
         return digest
 
-    def commit_of(self, name: str, revision: str) -> str:
-        known = self.repositories[name]
-        return next(c for c in known if len(c) == 40 and known[c] is known[revision])
-
 
 def use(
     monkeypatch: pytest.MonkeyPatch, endpoint: str, home: Path, *, is_offline: bool = False
@@ -104,13 +100,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(401, "RepoNotFound")
         if match.re is _FILE:
             return self._file(name, match[2], match[3])
-        if match[3] not in hub.repositories[name]:
+        known = hub.repositories[name]
+        if match[3] not in known:
             return self._refuse(404, "RevisionNotFound")
-        files = hub.repositories[name][match[3]]
+        files = known[match[3]]
         if match[2] == "tree":
             return self._json([_entry(path, content) for path, content in files.items()])
         siblings = [{"rfilename": path} for path in files]
-        commit = hub.commit_of(name, match[3])
+        commit = next(c for c in known if len(c) == 40 and known[c] is files)
         return self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
 
     do_HEAD = do_GET  # noqa: N815 - the name that http.server calls

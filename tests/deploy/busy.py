@@ -98,7 +98,10 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             waiting = asyncio.ensure_future(_silent(stack.generator_address))
             await _usual(client)
             await _refused(client)
-            await _unauthenticated(stack.reward_address)
+            async with open_channel(stack.reward_address) as channel:  # without a token
+                stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
+                with suppress(grpc.aio.AioRpcError):
+                    await stub.Describe(reward_pb2.RewardServiceDescribeRequest())
             await _hurried(client)
             await waiting
             await _lost(client, spare, directory)
@@ -157,13 +160,6 @@ def _tokens(directory: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_BACKEND_TOKEN_FILE": str(token_file),
         "SPECREJ_ORCHESTRATOR_BACKEND_ALLOW_PLAINTEXT_TOKEN": "true",
     }
-
-
-async def _unauthenticated(address: str) -> None:
-    async with open_channel(address) as channel:
-        stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
-        with suppress(grpc.aio.AioRpcError):
-            await stub.Describe(reward_pb2.RewardServiceDescribeRequest())
 
 
 async def _too_many(address: str) -> None:

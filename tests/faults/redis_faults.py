@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -30,14 +29,6 @@ def _is_cached(outcome: Outcome) -> bool:
     return bool(outcome.generation and outcome.generation.cached)
 
 
-def _codes(outcomes: Sequence[Outcome]) -> list[str]:
-    late = [outcome.seconds for outcome in outcomes if outcome.seconds > _MOST_S]
-    assert not late, f"requests took {late} s"
-    texts = {outcome.generation.best.text for outcome in outcomes if outcome.generation}
-    assert len(texts) == 1, f"equal requests, {len(texts)} answers"
-    return [outcome.label for outcome in outcomes]
-
-
 async def hanging(world: World) -> list[str]:
     """The connection to Redis hangs, then is restored: the cache must work again."""
     world.proxies["redis"].replies.shut()
@@ -45,7 +36,11 @@ async def hanging(world: World) -> list[str]:
     assert not any(map(_is_cached, outcomes)), "the cache answered"
     await world.proxies["redis"].heal()
     await _until_used(world, 400)
-    return _codes(outcomes)
+    late = [outcome.seconds for outcome in outcomes if outcome.seconds > _MOST_S]
+    assert not late, f"requests took {late} s"
+    texts = {outcome.generation.best.text for outcome in outcomes if outcome.generation}
+    assert len(texts) == 1, f"equal requests, {len(texts)} answers"
+    return [outcome.label for outcome in outcomes]
 
 
 async def _until_used(world: World, seed: int) -> None:

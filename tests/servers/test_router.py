@@ -47,11 +47,6 @@ async def _generator(url: str, header: str) -> AsyncIterator[Generator]:
         await generator.close()
 
 
-async def _counts(servers: Sequence[str], name: str) -> list[float]:
-    """A series of each server, summed over its labels."""
-    return [(await scrape([f"{server}/metrics"])).sum(name) for server in servers]
-
-
 async def _session(generator: Generator, name: str) -> None:
     """A session of rounds, with cuts to half between."""
     prompt = Prompt(
@@ -70,7 +65,8 @@ async def _found(url: str, servers: Sequence[str], name: str, header: str) -> fl
     """The share of prompt tokens that the servers' caches had; all servers receive some."""
 
     async def counts() -> list[list[float]]:
-        return [await _counts(servers, f"vllm:prefix_cache_{kind}_total") for kind in _KINDS]
+        scrapes = [await scrape([f"{server}/metrics"]) for server in servers]
+        return [[one.sum(f"vllm:prefix_cache_{kind}_total") for one in scrapes] for kind in _KINDS]
 
     async with _generator(url, header) as generator:
         before = np.array(await counts())

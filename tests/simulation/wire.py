@@ -131,7 +131,9 @@ class Call:
         self.serialize: Callable[[Any], bytes] = bytes
         self.context = _Context(self)
         self._status: tuple[grpc.StatusCode, str, Sequence[Any]] | None = None
-        self._late = None if timeout is None else loop.call_later(max(0.0, timeout), self._expire)
+        late = grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"
+        delay_s = max(0.0, timeout or 0.0)
+        self._late = None if timeout is None else loop.call_later(delay_s, self.fail, *late)
         self._serving = loop.create_task(self._serve(server))
 
     async def _serve(self, server: Server) -> None:
@@ -153,9 +155,6 @@ class Call:
         """The same from outside of the handler, which is cancelled."""
         self.end(code, text)
         self._serving.cancel()
-
-    def _expire(self) -> None:
-        self.fail(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def cancel(self) -> None:
         self.fail(grpc.StatusCode.CANCELLED, "Locally cancelled")
