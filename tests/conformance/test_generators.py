@@ -14,14 +14,7 @@ import pytest
 from generator_service.engine.commands import ReportRate
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Overloaded, SpecrejError
-from tests.conformance.conftest import (
-    all_but,
-    also_endpoint,
-    also_remote_own,
-    also_streams,
-    runs_at_most,
-    skip_if_refused,
-)
+from tests.conformance import conftest
 from tests.conformance.sessions import ENDLESS, Tokens, add, ids, to_the_end, whole, without_cuts
 from tests.conformance.subjects import CAPACITY, ENDING, PROMPT, Subject
 from tests.images import image
@@ -47,7 +40,7 @@ IN_ALL_WAYS = pytest.mark.parametrize(
 )
 
 
-@also_streams
+@conftest.also_streams
 async def test_a_round_ends_at_its_decision_token(subject: Subject) -> None:
     async with subject.generator.open(c.SessionSpec(PROMPT, 5, ENDLESS, 8)) as session:
         assert session.n == 5
@@ -66,7 +59,7 @@ async def test_a_round_ends_at_its_decision_token(subject: Subject) -> None:
         assert {len(one.new_token_ids) for one in last.candidates} == {16 * subject.has_ids}
 
 
-@also_streams
+@conftest.also_streams
 async def test_rounds_without_live_candidates_are_empty(subject: Subject) -> None:
     async with subject.generator.open(c.SessionSpec(PROMPT, 3, ENDLESS, 8)) as session:
         await session.extend(24)
@@ -79,14 +72,14 @@ async def test_rounds_without_live_candidates_are_empty(subject: Subject) -> Non
         assert (ended.candidates, ended.ended_by) == ((), c.RoundEnd.ALL_FINISHED)
 
 
-@all_but("llama-text", "gateway", "endpoint")
+@conftest.all_but("llama-text", "gateway", "endpoint")
 @pytest.mark.parametrize("sampling", [ENDLESS, replace(ENDLESS, logprobs=True, stop=("qq",))])
 async def test_parts_of_a_round_and_its_end_are_the_round(
     subject: Subject, sampling: c.Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against tokens and texts that are sent twice, lost or taken back where one candidate
     is left, which is a fork where there are forks."""
-    skip_if_refused(subject, sampling)
+    conftest.skip_if_refused(subject, sampling)
     monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
     spec, ends, parts = c.SessionSpec(PROMPT, 4, sampling, 8), list[c.Candidate](), list[c.Round]()
     forks = {4: 2} if subject.can_fork(sampling) else {}
@@ -112,7 +105,7 @@ async def test_parts_of_a_round_and_its_end_are_the_round(
     assert len(whole.new_token_ids) == 18 * subject.has_ids
 
 
-@also_streams
+@conftest.also_streams
 async def test_a_cut_frees_slots_at_once(subject: Subject) -> None:
     """And ends requests of streams; between rounds of requests none runs."""
     before = (await subject.generator.describe()).slots
@@ -125,7 +118,7 @@ async def test_a_cut_frees_slots_at_once(subject: Subject) -> None:
         assert pruned.slots.owned == grown.owned - pruned.freed_slots
         assert pruned.slots.session == grown.session - pruned.freed_slots
         await has_owned(subject, pruned.slots.owned)
-        await runs_at_most(subject, 0 if subject.can_fork(ENDLESS) else 2)
+        await conftest.runs_at_most(subject, 0 if subject.can_fork(ENDLESS) else 2)
         assert ids((await session.extend(9)).candidates) == [0, 4]
         assert (await session.prune([0, 4, 77])).freed_slots == 0  # no such candidate
     await has_owned(subject, before.owned)
@@ -136,13 +129,13 @@ async def has_owned(subject: Subject, slots: int) -> None:
     assert (await subject.generator.describe()).slots.owned == slots
 
 
-@also_streams
+@conftest.also_streams
 @IN_ALL_WAYS
 async def test_a_cut_changes_no_survivor(subject: Subject, sampling: c.Sampling) -> None:
     """In place: the tokens of a run without cuts in one round, wherever rounds end; of one with
     equal rounds where draws depend on their borders."""
     rounds = [3, 8, 17, 24]
-    skip_if_refused(subject, sampling)
+    conftest.skip_if_refused(subject, sampling)
     expected = await without_cuts(subject, 8, sampling, rounds)
     async with subject.generator.open(c.SessionSpec(PROMPT, 8, sampling, 8)) as session:
         tokens, finished = await to_the_end(session, rounds, cut=True)
@@ -157,13 +150,13 @@ async def test_a_cut_changes_no_survivor(subject: Subject, sampling: c.Sampling)
             assert (await to_the_end(session, [1, 2, 3, 16, 23, 24]))[0] == expected
 
 
-@also_streams
+@conftest.also_streams
 @IN_ALL_WAYS
 async def test_a_fork_continues_its_parent(subject: Subject, sampling: c.Sampling) -> None:
     """It has its parent's tokens, then draws of its own, whatever is beside it; survivors have the
     tokens of a run without forks. The parent of one is rejected. Streams refuse forks."""
     rounds = [8, 9, 24]
-    skip_if_refused(subject, sampling)
+    conftest.skip_if_refused(subject, sampling)
     before = (await subject.generator.describe()).slots
     expected = await without_cuts(subject, 4, sampling, rounds)
     parents = {4: 0, 6: 2, 9: 1}
@@ -194,7 +187,7 @@ async def test_a_fork_continues_its_parent(subject: Subject, sampling: c.Samplin
         assert {n: tokens[n] for n in made} == {n: again[n] for n in made}
 
 
-@also_remote_own
+@conftest.also_remote_own
 async def test_a_fork_of_a_fork_and_its_text(subject: Subject) -> None:
     """Texts and log-probabilities are of all tokens, also of those before the forks."""
     sampling = replace(ENDLESS, logprobs=True)
@@ -230,7 +223,7 @@ async def test_forks_without_room_or_parent_are_refused(subject: Subject) -> Non
         assert ids((await session.extend(ended.num_tokens + 1)).candidates) == [50, 51]
 
 
-@also_endpoint
+@conftest.also_endpoint
 async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     """Salts change no token."""
     made = await whole(subject.generator, 4, ENDING, salt="one")
@@ -312,7 +305,7 @@ async def test_a_session_that_never_fits_is_refused(subject: Subject) -> None:
         assert (await session.extend(150)).ended_by is c.RoundEnd.ALL_FINISHED
 
 
-@also_remote_own
+@conftest.also_remote_own
 async def test_images_are_refused_by_their_paths(subject: Subject) -> None:
     """No generator here has a model that takes them. Parts of text alone are text."""
     turns = (
@@ -334,7 +327,7 @@ async def test_images_are_refused_by_their_paths(subject: Subject) -> None:
     assert numbers[0] == numbers[1]
 
 
-@also_remote_own
+@conftest.also_remote_own
 async def test_a_session_beyond_the_context_is_refused(subject: Subject) -> None:
     if subject.is_toy:
         pytest.skip("a toy has no context")
@@ -354,7 +347,7 @@ async def test_a_session_beyond_the_context_is_refused(subject: Subject) -> None
     assert made[0].num_tokens == longest
 
 
-@also_streams
+@conftest.also_streams
 @pytest.mark.parametrize("command", ["open", "extend", "prune"])
 async def test_a_cancelled_command_leaves_nothing(subject: Subject, command: str) -> None:
     """A caller may be cancelled at any moment; other sessions are not affected."""
@@ -383,7 +376,7 @@ async def test_a_cancelled_command_leaves_nothing(subject: Subject, command: str
     assert (await other == expected) >= subject.is_exact
 
 
-@also_streams
+@conftest.also_streams
 async def test_sessions_do_not_change_each_other(subject: Subject) -> None:
     """Rounds of both at the same time, cuts in between."""
     samplings, rounds = [replace(ENDLESS, seed=seed) for seed in (3, 8)], [4, 12, 24]

@@ -14,14 +14,7 @@ import pytest
 
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
-from tests.conformance.conftest import (
-    Started,
-    all_but,
-    also_endpoint,
-    also_streams,
-    skip_if_refused,
-    stock_vllm,
-)
+from tests.conformance import conftest
 from tests.conformance.sessions import ENDLESS, Tokens, add, to_the_end, whole, without_cuts
 from tests.conformance.subjects import ENDING, IS_FLOAT32, PROMPT, SCRIPTED, Subject
 
@@ -38,7 +31,7 @@ SCHEMA = {
 OUTPUTS = (WORDS, LIST, c.JsonSchema(json.dumps(SCHEMA)), c.JsonObject())
 
 
-@also_endpoint
+@conftest.also_endpoint
 async def test_candidates_stop_or_are_cut_off(subject: Subject) -> None:
     ending = subject.ending
     made = await whole(subject.generator, 8, ending)
@@ -55,7 +48,7 @@ async def test_candidates_stop_or_are_cut_off(subject: Subject) -> None:
 )
 async def test_no_candidate_ends_early(subject: Subject, changes: dict[str, int | bool]) -> None:
     sampling = replace(ENDING, **changes)  # type: ignore[arg-type]
-    skip_if_refused(subject, sampling)
+    conftest.skip_if_refused(subject, sampling)
     made = await whole(subject.generator, 8, sampling)
     assert {(one.finish, one.num_tokens) for one in made} == {
         (c.FinishReason.LENGTH, sampling.max_tokens)
@@ -65,7 +58,7 @@ async def test_no_candidate_ends_early(subject: Subject, changes: dict[str, int 
 async def test_min_tokens_counts_from_the_first_over_rounds(subject: Subject) -> None:
     """Guards against a minimum that begins anew in each round: then all have at least 45."""
     sampling, rounds = replace(ENDING, min_tokens=20), [5, 10, 15, 25, 60]
-    skip_if_refused(subject, sampling)
+    conftest.skip_if_refused(subject, sampling)
     async with subject.generator.open(c.SessionSpec(PROMPT, 8, sampling, 8)) as session:
         tokens, _ = await to_the_end(session, rounds)
     lengths = [len(tokens[number]) for number in range(8)]
@@ -74,7 +67,7 @@ async def test_min_tokens_counts_from_the_first_over_rounds(subject: Subject) ->
         assert tokens == await without_cuts(subject, 8, sampling, rounds)
 
 
-@all_but("gateway", "endpoint", *SCRIPTED)
+@conftest.all_but("gateway", "endpoint", *SCRIPTED)
 async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
     """Rounds end after each token, so within stop texts of several."""
     if subject.is_toy:
@@ -102,7 +95,7 @@ async def reports(
         return (await to_the_end(session, rounds))[1]
 
 
-@all_but("remote-own", "llama-text", "gateway", "endpoint", *SCRIPTED)
+@conftest.all_but("remote-own", "llama-text", "gateway", "endpoint", *SCRIPTED)
 async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:
     """Its text is without them; they do not count before min_tokens, and do with ignore_eos."""
     made = await whole(subject.generator, 4, ENDLESS)
@@ -122,20 +115,20 @@ async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:
         before = await whole(subject.generator, 1, replace(ENDLESS, max_tokens=at))
         assert ended[0].text == before[0].text
     late = replace(sampling, min_tokens=at + 1)
-    skip_if_refused(subject, late)
+    conftest.skip_if_refused(subject, late)
     first = (await whole(subject.generator, 4, late))[0]
     assert tokens[at] not in first.new_token_ids[: at + 1]
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.kind)
-@also_streams
+@conftest.also_streams
 async def test_answers_conform_to_a_structured_output(
     subject: Subject, output: c.StructuredOutput
 ) -> None:
     """All that end by themselves, also after cuts and as forks, which have their parents' states;
     survivors have the tokens of a run without cuts."""
     sampling = c.Sampling(max_tokens=60, seed=6, structured_output=output)
-    skip_if_refused(subject, sampling)
+    conftest.skip_if_refused(subject, sampling)
     spec = c.SessionSpec(PROMPT, 8, sampling, 8)
     async with subject.generator.open(spec) as session:
         expected, whole_answers = await to_the_end(session, [60])
@@ -168,7 +161,7 @@ def conforms(text: str, output: c.StructuredOutput) -> bool:
     return bool(re.fullmatch(pattern, text))
 
 
-@all_but("remote-own", *SCRIPTED)
+@conftest.all_but("remote-own", *SCRIPTED)
 async def test_what_it_lacks_is_refused(subject: Subject) -> None:
     outputs: dict[str, c.StructuredOutput] = {output.kind: output for output in OUTPUTS}
     values: dict[str, Any] = {
@@ -214,7 +207,7 @@ async def test_sessions_may_report_different_numbers_of_tokens(subject: Subject)
     assert equal or not subject.is_exact
 
 
-@all_but("llama-text", "gateway", "endpoint", *SCRIPTED)
+@conftest.all_but("llama-text", "gateway", "endpoint", *SCRIPTED)
 async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subject) -> None:
     """As many of each step, best first, over rounds, with the bytes of each token."""
     sampling = replace(ENDLESS, top_k=3, temperature=2.0, logprobs=True, top_logprobs=5)
@@ -261,9 +254,9 @@ async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subje
     ],
     ids=lambda changes: "-".join(changes) or "greedy",
 )
-@stock_vllm
+@conftest.stock_vllm
 async def test_engines_draw_equal_tokens_if_one_can_be_drawn(
-    subject: Subject, started: Started, changes: dict[str, Any]
+    subject: Subject, started: conftest.Started, changes: dict[str, Any]
 ) -> None:
     """The own engine in one round, vLLM in several: equal tokens, and equal log-probabilities
     within 1e-3. Guards against rounds that change what a token is drawn from.

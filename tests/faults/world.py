@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -25,17 +25,10 @@ import grpc.aio
 import psutil  # type: ignore[import-untyped]
 
 from deploy.local.stack import Ports, Stack
+from specrej import contracts as c
 from specrej.client.channel import open_channel
 from specrej.client.client import build_request
-from specrej.contracts import (
-    CacheControl,
-    Generation,
-    GeneratorDescription,
-    Options,
-    Schedule,
-    ServiceDescription,
-    wire,
-)
+from specrej.contracts import wire
 from specrej.contracts.status import DETAILS_TRAILER, PUSHBACK_TRAILER
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
@@ -58,7 +51,7 @@ _REFERENCE: Mapping[str, Any] = {
     "prompt": "What stays the same?",
     "max_tokens": 12,
     "seed": 7,
-    "schedule": Schedule("tokens", tokens=(4,)),
+    "schedule": c.Schedule("tokens", tokens=(4,)),
 }
 _RETRYABLE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 # Maximum of threads that grpc and asyncio add to those of a fresh process.
@@ -74,7 +67,7 @@ class Outcome:
     """The end of a call, as its client sees it."""
 
     code: str
-    generation: Generation | None = None
+    generation: c.Generation | None = None
     error: grpc.aio.AioRpcError | None = None
     seconds: float = 0.0
 
@@ -154,22 +147,15 @@ class Call:
         return self.events[-1].finished
 
 
+@dataclass(eq=False, slots=True)
 class World:
     """A stack, the proxies around it, and its reference answer."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        proxies: Mapping[str, Proxy],
-        other_children: frozenset[int],
-    ) -> None:
-        """`other_children`: process ids of children that do not belong to the stack."""
-        self.stack = stack
-        # Between the orchestrator and "generator", "reward", "redis".
-        self.proxies = proxies
-        self._other_children = other_children
-        self._threads: dict[str, int] = {}
-        self._answer: Generation | None = None  # to the reference request, before all faults
+    stack: Stack
+    proxies: Mapping[str, Proxy]  # between the orchestrator and "generator", "reward", "redis"
+    _other_children: frozenset[int]  # ids of processes that do not belong to the stack
+    _threads: dict[str, int] = field(default_factory=dict)
+    _answer: c.Generation | None = None  # to the reference request, before all faults
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -186,11 +172,11 @@ class World:
         """Send a request and wait for its end."""
         return await self.call(**options).outcome()
 
-    async def generator(self) -> GeneratorDescription:
+    async def generator(self) -> c.GeneratorDescription:
         """Return the generator's description, without the proxy."""
         return await describe_generator(self.stack.generator_address)
 
-    async def service(self) -> ServiceDescription:
+    async def service(self) -> c.ServiceDescription:
         """Return the orchestrator's description of all services."""
         return await describe_service(self.stack.orchestrator_address)
 
@@ -292,7 +278,7 @@ async def world(environment: Mapping[str, str] | None = None) -> AsyncIterator[W
 
 def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRequest:
     """Return a small request with these options; it bypasses the cache unless they name a mode."""
-    defaults = Options(n=8, max_tokens=32, seed=3, ignore_eos=True, cache=CacheControl.BYPASS)
+    defaults = c.Options(n=8, max_tokens=32, seed=3, ignore_eos=True, cache=c.CacheControl.BYPASS)
     return build_request(prompt, **{**defaults, **options})
 
 
@@ -317,10 +303,10 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
     }
 
 
-def _is_same(one: Generation, other: Generation) -> bool:
+def _is_same(one: c.Generation, other: c.Generation) -> bool:
     """Compare answers; scores may differ in their last digits, as prompts are read in chunks."""
 
-    def texts(answer: Generation) -> list[Any]:
+    def texts(answer: c.Generation) -> list[Any]:
         return [(c.id, c.text, c.finish) for c in answer.candidates]
 
     pairs = zip(one.candidates, other.candidates, strict=False)

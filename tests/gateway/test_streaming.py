@@ -22,17 +22,7 @@ from gateway.requests import ChatRequest, call_of
 from gateway.streaming import Events, PackedResponse, _part, raw_stream
 from specrej import contracts as c
 from specrej.contracts import Event, Finished, Generation, TextDelta, wire
-from tests.gateway.gateways import (
-    BODY,
-    CHAT,
-    STREAM,
-    Connection,
-    gateway_at,
-    get,
-    post,
-    request,
-    whole_reply,
-)
+from tests.gateway import gateways
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, ONE, FakeOrchestrator
 
@@ -79,7 +69,7 @@ async def test_a_client_that_leaves_ends_its_call_at_once() -> None:
         if message["type"] == "http.response.body":
             is_sent.set()
 
-    call = call_of(parsed(ChatRequest, json.dumps(BODY).encode()), {})
+    call = call_of(parsed(ChatRequest, json.dumps(gateways.BODY).encode()), {})
     stream = raw_stream(Events(events(), 60), call)
     with pytest.raises(Disconnected):
         await stream({}, receive, send)
@@ -94,8 +84,8 @@ async def test_text_is_requested_where_it_is_sent(
     orchestrator: FakeOrchestrator, gateway: Server, body: dict[str, Any], is_sent: bool
 ) -> None:
     """Guards against a run that stops after each token for text that only comes at the end."""
-    for path in (CHAT, "/v1/specrej/stream"):
-        await whole_reply(gateway.port, path, {**STREAM, **body})
+    for path in (gateways.CHAT, "/v1/specrej/stream"):
+        await gateways.whole_reply(gateway.port, path, {**gateways.STREAM, **body})
     assert [stream.text_deltas for stream in orchestrator.streams] == [is_sent, True]
 
 
@@ -104,15 +94,15 @@ async def test_names_and_fields_of_other_servers(
 ) -> None:
     """Guards programs that were written for another server, and readers of its headers."""
     fields = {"user": "u", "colour": 1, "a\r\nb: c": 2, "top_k": 3}
-    body = BODY | fields | {"model": "gpt-4o"}
-    async with gateway_at(address, model_names=["gpt-4o"]) as server:
-        _, headers, answer = await post(server.port, CHAT, body)
+    body = gateways.BODY | fields | {"model": "gpt-4o"}
+    async with gateways.gateway_at(address, model_names=["gpt-4o"]) as server:
+        _, headers, answer = await gateways.post(server.port, gateways.CHAT, body)
         assert (headers["x-specrej-ignored"], answer["model"]) == ("?, colour, user", "gpt-4o")
         sent = orchestrator.requests[-1]
         assert (sent.model, sent.sampling.top_k) == ("", 3)
-        streamed = await whole_reply(server.port, CHAT, body | {"stream": True})
+        streamed = await gateways.whole_reply(server.port, gateways.CHAT, body | {"stream": True})
         assert b"x-specrej-ignored: ?, colour, user\r\n" in streamed
-        _, _, models = await get(server.port, "/v1/models")
+        _, _, models = await gateways.get(server.port, "/v1/models")
         assert [model["id"] for model in models["data"]][::5] == ["gpt-4o", "tiny"]
 
 
@@ -155,7 +145,9 @@ async def test_a_client_that_takes_its_reply_too_slowly_is_disconnected(
     monkeypatch.setattr(streaming, "_LEAST_BYTES_S", 1e9)
     large = replace(GENERATION.candidates[0], text="x" * 20_000_000)
     orchestrator.answer = replace(GENERATION, candidates=(large,))
-    connection = await Connection.open(gateway.port, request(CHAT, BODY))
+    connection = await gateways.Connection.open(
+        gateway.port, gateways.request(gateways.CHAT, gateways.BODY)
+    )
     assert b"200 OK" in await connection.read_until(b"\r\n\r\n")
     await until(lambda: not gateway._state.tasks)
     assert len(await connection.read_all()) < 20_000_000
@@ -175,9 +167,9 @@ async def test_answers_are_converted_off_the_event_loop(
 
     for name in ("generation_from_message", "to_plain"):
         monkeypatch.setattr(wire, name, partial(noted, getattr(wire, name)))
-    assert (await post(gateway.port, CHAT, BODY))[0] == 200
-    streamed = {**STREAM, "stream_options": {"include_usage": True}}
-    assert b"[DONE]" in await whole_reply(gateway.port, CHAT, streamed)
+    assert (await gateways.post(gateway.port, gateways.CHAT, gateways.BODY))[0] == 200
+    streamed = {**gateways.STREAM, "stream_options": {"include_usage": True}}
+    assert b"[DONE]" in await gateways.whole_reply(gateway.port, gateways.CHAT, streamed)
     assert [is_on_loop for is_on_loop, _ in calls] == 4 * [False]
     answers = [value for _, value in calls if isinstance(value, Generation)]
     assert [(len(answer.candidates), answer.rounds) for answer in answers] == 2 * [(1, ())]

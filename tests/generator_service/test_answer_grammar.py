@@ -15,15 +15,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from generator_service.engine import grammar
 from generator_service.engine.answer_grammar import constrained
-from generator_service.engine.grammar import (
-    CompiledGrammar,
-    Matchers,
-    TokenizerSpec,
-    Vocabulary,
-    _source,
-    unpacked,
-)
 from specrej import contracts as c
 from specrej.answer_form import MARKS, parts_of
 
@@ -97,9 +90,9 @@ def mark_ids(has_marks: bool) -> dict[str, int]:
 
 
 @cache
-def vocabulary(has_marks: bool) -> Vocabulary:
-    spec = TokenizerSpec.of(tokenizer(has_marks), 0, tuple(mark_ids(has_marks).values()))
-    return Vocabulary(spec.load(), [2], spec.mark_ids)
+def vocabulary(has_marks: bool) -> grammar.Vocabulary:
+    spec = grammar.TokenizerSpec.of(tokenizer(has_marks), 0, tuple(mark_ids(has_marks).values()))
+    return grammar.Vocabulary(spec.load(), [2], spec.mark_ids)
 
 
 def compiled(
@@ -109,12 +102,12 @@ def compiled(
     has_marks: bool,
     may_repeat: bool = True,
     **of_prompt: Any,
-) -> Matchers:
+) -> grammar.Matchers:
     prompt = c.Prompt((c.Message("user", "Hi"),), **of_prompt)
     tokens = mark_ids(has_marks)
     output = constrained(prompt, sampling or c.Sampling(), form, tokens, may_repeat=may_repeat)
     assert output
-    return CompiledGrammar.of(_source(output), vocabulary(has_marks)).matchers()
+    return grammar.CompiledGrammar.of(grammar._source(output), vocabulary(has_marks)).matchers()
 
 
 @cache
@@ -123,7 +116,7 @@ def token_ids(has_marks: bool) -> dict[str, int]:
     return {made.decode([id_]): id_ for id_ in range(len(made))}
 
 
-def conforms(states: Matchers, text: str, *, has_marks: bool) -> bool:
+def conforms(states: grammar.Matchers, text: str, *, has_marks: bool) -> bool:
     """Whether tokens may be drawn that spell the text, and an end then."""
     known, ids = token_ids(has_marks), list[int]()
     marks = mark_ids(has_marks)
@@ -140,11 +133,11 @@ def conforms(states: Matchers, text: str, *, has_marks: bool) -> bool:
     return bool(allowed(states, ids)[2])
 
 
-def allowed(states: Matchers, ids: Sequence[int]) -> Any:
+def allowed(states: grammar.Matchers, ids: Sequence[int]) -> Any:
     """After these tokens, which go on from those of the last call; none: a text begins."""
     if not ids:
         states.keep([], {})
-    return unpacked(states.allowed([0], [ids]), 2**16)[0]
+    return grammar.unpacked(states.allowed([0], [ids]), 2**16)[0]
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
@@ -274,7 +267,7 @@ def test_structured_outputs_follow_the_reasoning(
         states.allowed([1], [begun[:-1]])
         states.keep([1], {5: 1})
         states.allowed([5], [begun])
-        assert unpacked(states.allowed([5], [begun]), 2**16)[0].sum() == 1
+        assert grammar.unpacked(states.allowed([5], [begun]), 2**16)[0].sum() == 1
 
 
 @pytest.mark.parametrize("parameters", ['{"type": "string"}', '{"minimum": 9007199254740993}'])

@@ -11,11 +11,7 @@ from typing import Self
 import pytest
 import torch
 
-from generator_service.engine.commands import (
-    GrowingCandidate,
-    OpenCommand,
-    Step,
-)
+from generator_service.engine import commands
 from generator_service.engine.engine import Engine
 from generator_service.engine.model import CausalLM
 from specrej.contracts import FinishReason, Sampling
@@ -45,7 +41,7 @@ def test_no_bit_depends_on_the_number_of_candidates() -> None:
     128 candidates drew other tokens than 8."""
     engine = Engine(MODEL, 20_000)
     prompt = [1, *(5 + 7 * i % 80 for i in range(89))]
-    made: list[dict[int, GrowingCandidate]] = []
+    made: list[dict[int, commands.GrowingCandidate]] = []
     for n in (128, 8):
         session_id = admitted(engine, prompt, n)
         made.append({prefix.id: prefix for prefix in grown(engine, session_id).prefixes})
@@ -197,7 +193,7 @@ def test_no_memory_for_a_suffix_ends_one_session(monkeypatch: pytest.MonkeyPatch
 def test_a_stop_text_counts_from_min_tokens_on(min_tokens: int, length: int) -> None:
     engine = Engine(MODEL, 5000)
     sampling = replace(ENDLESS, min_tokens=min_tokens)
-    command = OpenCommand(PROMPT, 2, sampling, 4, StopsAt)
+    command = commands.OpenCommand(PROMPT, 2, sampling, 4, StopsAt)
     batch = grown(engine, opened(engine, command).id)
     assert [len(prefix.token_ids) for prefix in batch.prefixes] == [length] * 2
     assert {prefix.finish for prefix in batch.prefixes} == {FinishReason.STOP}
@@ -206,7 +202,7 @@ def test_a_stop_text_counts_from_min_tokens_on(min_tokens: int, length: int) -> 
 def test_a_fork_has_stop_texts_of_its_own() -> None:
     """Guards against two candidates whose tokens go into one state, and end too early."""
     engine = Engine(MODEL, 5000)
-    command = OpenCommand(PROMPT, 1, ENDLESS, 4, lambda: StopsAt(10))
+    command = commands.OpenCommand(PROMPT, 1, ENDLESS, 4, lambda: StopsAt(10))
     session_id = opened(engine, command).id
     grown(engine, session_id, 4)
     engine.prune(session_id, {0}, {1: 0})
@@ -216,7 +212,7 @@ def test_a_fork_has_stop_texts_of_its_own() -> None:
 
 def test_steps_report_each_token_once() -> None:
     """Guards against metrics that lose or invent tokens; an equal prompt is read once."""
-    reports: list[Step] = []
+    reports: list[commands.Step] = []
     engine = Engine(MODEL, 4000, prefill_chunk=5, prefix_cache_slots=400, on_step=reports.append)
     made = 0
     for n in (6, 4):
@@ -235,12 +231,12 @@ def test_steps_report_each_token_once() -> None:
 def test_sessions_take_turns() -> None:
     """Guards against a large session, or many small ones, that always go first."""
     engine = Engine(MODEL, 50_000, max_rows=8)
-    large = opened(engine, OpenCommand(PROMPT, 8, ENDLESS, 24))
+    large = opened(engine, commands.OpenCommand(PROMPT, 8, ENDLESS, 24))
     whole = engine.extend(large.id, 24)
     small = Sampling(max_tokens=2, seed=1, ignore_eos=True)
     running, num_waiting = [], 0
     for _ in range(100):
-        session = opened(engine, OpenCommand(PROMPT, 1, small, 2))
+        session = opened(engine, commands.OpenCommand(PROMPT, 1, small, 2))
         running.append((session.id, engine.extend(session.id, 2)))
         engine.step()
         for number, future in [item for item in running if item[1].done()]:

@@ -24,16 +24,7 @@ from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej_models import hub
 from specrej_models.probe import examine
 from tests import hub as hubs
-from tests.generator_service import tiny
-from tests.generator_service.stepping import (
-    ENDLESS,
-    PROMPT,
-    Recorder,
-    admitted,
-    grown,
-    result,
-    steps,
-)
+from tests.generator_service import stepping, tiny
 from tests.reward_service.tiny import load, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,14 +126,14 @@ def test_logits_equal_plain_transformers(name: str, tmp_path: Path) -> None:
     directory = save(name, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     loaded = CausalLM.load(examine(directory), "cpu")
-    model = Recorder(loaded)
+    model = stepping.Recorder(loaded)
     engine = Engine(model, 2000, prefill_chunk=7)
-    session_id = admitted(engine, n=6)
+    session_id = stepping.admitted(engine, n=6)
     for until, keep in ((8, {0, 2, 5}), (16, {2, 5})):
-        grown(engine, session_id, until)
+        stepping.grown(engine, session_id, until)
         engine.prune(session_id, keep)
-    for row, prefix in enumerate(grown(engine, session_id).prefixes):
-        tiny.check_candidate(reference, PROMPT, prefix, model.passes[-1].logits[row], 1e-3)
+    for row, prefix in enumerate(stepping.grown(engine, session_id).prefixes):
+        tiny.check_candidate(reference, stepping.PROMPT, prefix, model.passes[-1].logits[row], 1e-3)
     assert model.eos_ids == {END, END_OF_TURN}
     assert loaded.sizes.context_tokens == SUPPORTED[name][1].get("sliding_window", 256)
 
@@ -183,14 +174,14 @@ def test_a_stored_prompt_gives_the_logits_of_a_new_one(name: str) -> None:
     """
     logits = []
     for chunk in (8, 1, 5):
-        model = Recorder(CausalLM(tiny.build(name), tiny.END_IDS))
+        model = stepping.Recorder(CausalLM(tiny.build(name), tiny.END_IDS))
         engine = Engine(model, 5000, prefill_chunk=chunk, prefix_cache_slots=1000)
         for _ in range(2):
-            session_id = admitted(engine)
-            grown(engine, session_id, 1)
+            session_id = stepping.admitted(engine)
+            stepping.grown(engine, session_id, 1)
             engine.close(session_id)
             logits.append(model.passes[-1].logits)
-        assert model.num_prompt_tokens == len(PROMPT)
+        assert model.num_prompt_tokens == len(stepping.PROMPT)
     assert all(torch.equal(one, logits[0]) for one in logits)
 
 
@@ -206,23 +197,27 @@ def test_logits_over_shared_nodes_equal_plain_transformers(
     Float64 has no rounding errors; float32 uses compiled code.
     """
     reference = tiny.build(name).to(dtype)
-    model = Recorder(CausalLM(tiny.build(name).to(dtype), tiny.END_IDS))
+    model = stepping.Recorder(CausalLM(tiny.build(name).to(dtype), tiny.END_IDS))
     engine = Engine(model, 5000, prefill_chunk=30)
-    tails = [[5, 6, 7], [], PROMPT, [5, 6, 7]]
+    tails = [[5, 6, 7], [], stepping.PROMPT, [5, 6, 7]]
     prompts = [SYSTEM + tail for tail in tails] + [[*SYSTEM[:66], 90, 91]]
-    sessions = [admitted(engine, prompt) for prompt in prompts[:2]]
-    steps(engine, 2)
+    sessions = [stepping.admitted(engine, prompt) for prompt in prompts[:2]]
+    stepping.steps(engine, 2)
     for prompt in prompts[2:]:
-        sessions.append(admitted(engine, prompt, sampling=replace(ENDLESS, seed=len(sessions))))
+        sessions.append(
+            stepping.admitted(
+                engine, prompt, sampling=replace(stepping.ENDLESS, seed=len(sessions))
+            )
+        )
         engine.check_integrity()
     for until, keep in ((5, {0, 2}), (9, {2})):
         for running in [engine.extend(session_id, until) for session_id in sessions]:
-            result(engine, running)
+            stepping.result(engine, running)
         for session_id in sessions:
             engine.prune(session_id, keep)
     assert model.num_prompt_tokens == 70 + 3 + 17 + 2
     for session_id, prompt in zip(sessions, prompts, strict=True):
-        (prefix,) = grown(engine, session_id, 10).prefixes
+        (prefix,) = stepping.grown(engine, session_id, 10).prefixes
         tiny.check_candidate(reference, prompt, prefix, model.passes[-1].logits[0], tolerance)
 
 
@@ -248,13 +243,13 @@ def test_logits_of_the_embedded_model_equal_plain_transformers(
     embedded: CausalLM, prompt_ids: list[int]
 ) -> None:
     """Within 1e-3, and the summed log-probabilities too, after two rounds and a cut."""
-    recorder = Recorder(embedded)
+    recorder = stepping.Recorder(embedded)
     engine = Engine(recorder, 20_000)
     sampling = Sampling(max_tokens=12, seed=5, ignore_eos=True)
-    session_id = admitted(engine, prompt_ids, 16, sampling)
-    grown(engine, session_id, 6)
+    session_id = stepping.admitted(engine, prompt_ids, 16, sampling)
+    stepping.grown(engine, session_id, 6)
     engine.prune(session_id, {0, 9})
-    batch = grown(engine, session_id, 12)
+    batch = stepping.grown(engine, session_id, 12)
     plain = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32).eval()
     for row, prefix in enumerate(batch.prefixes):
         tiny.check_candidate(plain, prompt_ids, prefix, recorder.passes[-1].logits[row], 1e-3)

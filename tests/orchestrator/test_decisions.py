@@ -13,17 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.edge.extractors import extractor, functions_of
+from orchestrator.loop import stopping
 from orchestrator.loop.composition import combine
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.rejection import cut, forks_of, num_kept, num_released, rank, width_at
 from orchestrator.loop.schedule import most_rounds, next_decision_token
-from orchestrator.loop.stopping import (
-    confidence,
-    least_confidence,
-    next_wave,
-    reason_to_stop,
-    threshold,
-)
 from orchestrator.loop.votes import Ballot, is_decided, probability_ahead, tally, votes_needed
 from specrej.contracts import (
     Branching,
@@ -557,7 +551,7 @@ def test_waves_at_most_double_up_to_n(
     choices = tally(seen)
     selection = Selection(n=n, waves=first, vote=vote)
     waves: list[range] = []
-    while wave := next_wave(selection, waves[-1].stop if waves else 0, choices):
+    while wave := stopping.next_wave(selection, waves[-1].stop if waves else 0, choices):
         waves.append(wave)
     assert [number for wave in waves for number in wave] == list(range(n))
     assert len(waves[0]) == min(first or n, n)
@@ -594,7 +588,7 @@ FEW_SCORES = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6)
 @example([1.0], Selection(stop_at=0.5, min_answers=2), 1)
 def test_nothing_stops_early(scores: list[float], selection: Selection, num_left: int) -> None:
     """Guards against fewer answers than were promised, and a stop without its reason."""
-    reason = reason_to_stop(selection, scores, [], num_left)
+    reason = stopping.reason_to_stop(selection, scores, [], num_left)
     is_enough = len(scores) >= selection.min_answers and bool(scores) and num_left > 0
     has_score = selection.stop_at is not None and bool(scores) and max(scores) >= selection.stop_at
     has_first = selection.first > 0 and len(scores) >= selection.first
@@ -608,12 +602,12 @@ def test_the_least_confident_window(values: list[float], window: int) -> None:
     """Against the definition."""
     windows = [values[at : at + window] for at in range(max(1, len(values) - window + 1))]
     expected = min(sum(one) / len(one) for one in windows) if values else math.inf
-    assert least_confidence(values, window) == pytest.approx(expected)
+    assert stopping.least_confidence(values, window) == pytest.approx(expected)
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, 3.0]), max_size=9), st.floats(0.01, 0.99))
 def test_the_threshold_keeps_the_fraction(values: list[float], keep: float) -> None:
-    least = threshold(values, keep)
+    least = stopping.threshold(values, keep)
     num_reaching = sum(value >= least for value in values)
     assert num_reaching >= keep * len(values)
     above = [value for value in values if value > least]
@@ -621,7 +615,7 @@ def test_the_threshold_keeps_the_fraction(values: list[float], keep: float) -> N
 
 
 def test_a_confident_step_has_improbable_alternatives() -> None:
-    assert confidence([0.0, -20.0]) > confidence([-0.7, -0.7])
+    assert stopping.confidence([0.0, -20.0]) > stopping.confidence([-0.7, -0.7])
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,7 @@ from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
 from specrej import contracts as c
-from specrej.contracts.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    RewardInvalid,
-    Unavailable,
-    Violation,
-)
+from specrej.contracts import errors
 from tests.orchestrator.runs import (
     NEVER,
     PROMPT,
@@ -98,7 +91,7 @@ async def test_a_deadline_before_the_answers_are_complete(
             assert generation.best.finish is c.FinishReason.LENGTH
             assert 0 < generation.best.num_tokens <= 20
     else:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await answering
     assert generator.clock() - began_s <= time_left_s
     ample = await answer(asked, generator, FixedScorer(), time_left_s=7 * time_left_s)
@@ -118,7 +111,7 @@ async def test_a_generator_lost_within_a_round_causes_no_other_cut(breaks_at: in
         plain = await answer(sent, FaultyGenerator(0.01), LikelihoodScorer(), time_left_s=600.0)
         try:
             got = await answer(sent, generator, LikelihoodScorer(), **options)
-        except Unavailable:
+        except errors.Unavailable:
             continue
         if got.degraded:
             num_degraded += 1
@@ -153,7 +146,7 @@ async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> Non
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
-@pytest.mark.parametrize("error", [Unavailable("gone"), RewardInvalid("not finite")])
+@pytest.mark.parametrize("error", [errors.Unavailable("gone"), errors.RewardInvalid("not finite")])
 async def test_the_likelihood_replaces_a_failing_reward(batch: int, error: Exception) -> None:
     """The answer is flagged, and no ranking has values of two kinds."""
     with pytest.raises(type(error)):
@@ -173,7 +166,7 @@ async def test_the_likelihood_replaces_scores_whose_sum_overflows() -> None:
     huge = FixedScorer(lambda candidate: -1.7e308 if candidate.id == 3 else 0.5)
     generation = await answer(weighted, ToyGenerator(), huge)
     assert generation.degradations == (c.Degradation.REWARD,)
-    with pytest.raises(RewardInvalid):
+    with pytest.raises(errors.RewardInvalid):
         await answer(replace(weighted, allow_degraded=False), ToyGenerator(), huge)
 
 
@@ -194,9 +187,9 @@ async def test_rewards_read_the_beginning_as_a_part_of_the_answers() -> None:
 
 async def test_a_failing_reward_cancels_the_others() -> None:
     """Guards against sessions that stay open at a backend after the request."""
-    hanging, failing = FaultyScorer(1), FaultyScorer(1, Unavailable("gone"))
+    hanging, failing = FaultyScorer(1), FaultyScorer(1, errors.Unavailable("gone"))
     async with RequestScorer([hanging, failing], PROMPT) as session:
-        with pytest.raises(Unavailable):
+        with pytest.raises(errors.Unavailable):
             await session.score([c.Candidate(0, "one", 1, -1.0)])
         assert hanging.num_waited == 1, "the case did not occur"
         assert hanging.num_cancelled == 1
@@ -238,7 +231,7 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, Any]) -> 
     assert left.usage.generated_tokens > 17 * len(complete)
     # No candidate is complete, or the request allows no degradation.
     for sent, breaks_at in ((whole, 1), (replace(whole, allow_degraded=False), 17)):
-        with pytest.raises(Unavailable):
+        with pytest.raises(errors.Unavailable):
             await answer(sent, FaultyGenerator(breaks_at=breaks_at), FixedScorer())
 
 
@@ -264,7 +257,7 @@ async def test_failed_prunes_cost_no_round(is_last: bool, monkeypatch: pytest.Mo
         nonlocal num_failed
         num_failed += 1
         assert bool(keep) is not is_last, "the case did not occur"
-        raise Unavailable("gone")
+        raise errors.Unavailable("gone")
 
     monkeypatch.setattr(ToySession, "prune", failing)
     generation = await answer(early, toy, scorer)
@@ -274,7 +267,7 @@ async def test_failed_prunes_cost_no_round(is_last: bool, monkeypatch: pytest.Mo
         assert len(generation.rounds) == len(planned.rounds)
     else:
         assert generation.degradations == (c.Degradation.GENERATOR,)
-        with pytest.raises(Unavailable):
+        with pytest.raises(errors.Unavailable):
             await answer(replace(early, allow_degraded=False), toy, scorer)
 
 
@@ -360,7 +353,7 @@ async def test_a_request_that_loses_its_generator_starts_again(n: int, breaks_at
 async def test_a_request_starts_again_once() -> None:
     """Guards against a prompt that crashes its generator and is then sent to all others."""
     generator = FaultyGenerator(breaks_at=8, error=c.GeneratorLost)
-    with pytest.raises(Unavailable):
+    with pytest.raises(errors.Unavailable):
         await answer(request(), generator, FixedScorer())
     assert generator.num_broken == 2
 
@@ -374,7 +367,7 @@ async def test_text_that_was_sent_is_not_taken_back(shows_text: bool) -> None:
     within = WithinRounds(lambda _: None) if shows_text else None
     answering = answer(single, generator, FixedScorer(), within=within)
     if shows_text:
-        with pytest.raises(Unavailable, match="text of the other one differs"):
+        with pytest.raises(errors.Unavailable, match="text of the other one differs"):
             await answering
     else:
         of_other = await answer(replace(single, sampling=other), ToyGenerator(), FixedScorer())
@@ -394,9 +387,9 @@ async def refusing(error: Exception | None) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     "error",
     [
-        Unavailable("away"),
-        Overloaded("full"),
-        InvalidRequest([Violation("n", "too many")]),
+        errors.Unavailable("away"),
+        errors.Overloaded("full"),
+        errors.InvalidRequest([errors.Violation("n", "too many")]),
         None,
     ],
     ids=lambda error: type(error).__name__,
@@ -411,7 +404,7 @@ async def test_complete_answers_remain_if_no_generator_is_left(error: Exception 
             planned, generator, FixedScorer(), time_left_s=math.inf if error else 1.0
         )
         if error and not allow_degraded:
-            with pytest.raises(Unavailable, match="no other one could answer"):
+            with pytest.raises(errors.Unavailable, match="no other one could answer"):
                 await answering
             continue
         generation = await asyncio.wait_for(answering, 30)

@@ -8,14 +8,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc.aio import AioRpcError, Metadata
 
-from specrej.contracts import errors
-from specrej.contracts.status import (
-    DETAILS_TRAILER,
-    PUSHBACK_TRAILER,
-    from_backend_error,
-    from_rpc_error,
-    to_status,
-)
+from specrej.contracts import errors, status
 
 VIOLATIONS = (errors.Violation("sampling.top_p", "must be (0, 1]"), errors.Violation("n", "no"))
 
@@ -36,8 +29,8 @@ def kinds(of: type[errors.SpecrejError] = errors.SpecrejError) -> list[type[erro
 
 
 def returned(error: errors.SpecrejError) -> errors.SpecrejError:
-    code, text, trailers = to_status(error)
-    return from_rpc_error(AioRpcError(code, Metadata(), Metadata(*trailers), text))
+    code, text, trailers = status.to_status(error)
+    return status.from_rpc_error(AioRpcError(code, Metadata(), Metadata(*trailers), text))
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -51,7 +44,9 @@ def test_every_exception_comes_back_as_itself(kind: type[errors.SpecrejError]) -
     assert back.retry_after_s == error.retry_after_s
     assert back.__dict__ == error.__dict__  # violations and metadata too
     # grpc reads this trailer by itself.
-    assert (PUSHBACK_TRAILER in dict(to_status(error)[2])) == (error.retry_after_s is not None)
+    assert (status.PUSHBACK_TRAILER in dict(status.to_status(error)[2])) == (
+        error.retry_after_s is not None
+    )
 
 
 def test_many_violations_fit_the_trailers() -> None:
@@ -60,7 +55,7 @@ def test_many_violations_fit_the_trailers() -> None:
     violations = [errors.Violation(f"sampling.stop[{i}]", "must not be empty") for i in range(999)]
     with pytest.raises(errors.InvalidRequest) as raised:
         errors.raise_if_any(violations)
-    _, text, trailers = to_status(raised.value)
+    _, text, trailers = status.to_status(raised.value)
     size = len(text) + sum(len(key) + len(value) for key, value in trailers)
     assert size < 8 * 1024
     back = returned(raised.value)
@@ -78,7 +73,7 @@ def test_many_violations_fit_the_trailers() -> None:
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code.value[0]])
 def test_a_status_without_details_is_still_an_exception(code: grpc.StatusCode) -> None:
     """Guards the errors of proxies and grpc itself, which have no details."""
-    back = from_rpc_error(AioRpcError(code, Metadata(), Metadata(), "text"))
+    back = status.from_rpc_error(AioRpcError(code, Metadata(), Metadata(), "text"))
     assert isinstance(back, errors.SpecrejError)
     assert "text" in back.message
 
@@ -91,7 +86,7 @@ def failure(code: grpc.StatusCode, *trailers: tuple[str, str | bytes]) -> AioRpc
 def test_text_of_a_foreign_service_is_not_passed_on(code: grpc.StatusCode) -> None:
     """Guards against a class name and a path on their way to a caller, and against a valid request
     that a foreign service makes invalid."""
-    error = from_backend_error(failure(code), "a reward")
+    error = status.from_backend_error(failure(code), "a reward")
     assert isinstance(error, errors.InternalError | errors.Unavailable | errors.Overloaded)
     assert error.message.startswith("a reward ") and "class" not in error.message
 
@@ -100,19 +95,19 @@ def test_a_message_above_a_limit_is_not_sent_again() -> None:
     """Guards against an overload, which callers retry, and against grpc's text."""
     text = "CLIENT: Received message larger than max (67108900 vs. 67108864)"
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    error = from_backend_error(AioRpcError(code, Metadata(), Metadata(), text), "a reward")
+    error = status.from_backend_error(AioRpcError(code, Metadata(), Metadata(), text), "a reward")
     assert isinstance(error, errors.InternalError)
     assert error.message == "a reward failed: message too large"
     text = "received metadata size exceeds hard limit (value length 20000 vs. 16384)"
-    error = from_rpc_error(AioRpcError(code, Metadata(), Metadata(), text))
+    error = status.from_rpc_error(AioRpcError(code, Metadata(), Metadata(), text))
     assert isinstance(error, errors.InternalError)
     text = "SERVER: Received message larger than max (9015 vs. 4096)"
     too_large = AioRpcError(code, Metadata(), Metadata(), text)
-    error = from_rpc_error(too_large)  # the caller's own request
+    error = status.from_rpc_error(too_large)  # the caller's own request
     assert isinstance(error, errors.InvalidRequest) and "9015" not in error.message
-    error = from_backend_error(too_large, "a reward")
+    error = status.from_backend_error(too_large, "a reward")
     assert error.message == "a reward failed: message too large"
-    busy = from_backend_error(failure(code), "a reward")
+    busy = status.from_backend_error(failure(code), "a reward")
     assert isinstance(busy, errors.Overloaded) and busy.message == "a reward is busy"
 
 
@@ -122,6 +117,8 @@ def test_a_peers_delay_is_one_that_can_be_passed_on(seconds: int, delay_s: float
     packed = any_pb2.Any()
     packed.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds)))
     details = status_pb2.Status(details=[packed]).SerializeToString()
-    error = from_rpc_error(failure(grpc.StatusCode.UNAVAILABLE, (DETAILS_TRAILER, details)))
+    error = status.from_rpc_error(
+        failure(grpc.StatusCode.UNAVAILABLE, (status.DETAILS_TRAILER, details))
+    )
     assert error.retry_after_s == delay_s
-    to_status(error)
+    status.to_status(error)

@@ -23,10 +23,7 @@ from reward_service.worker import Worker
 from specrej import contracts as c
 from specrej import remote
 from specrej.backend.v1 import reward_pb2 as pb
-from specrej.backend.v1.reward_pb2_grpc import (
-    RewardServiceServicer,
-    add_RewardServiceServicer_to_server,
-)
+from specrej.backend.v1 import reward_pb2_grpc
 from specrej.client.channel import open_channel
 from specrej.contracts.errors import (
     Cancelled,
@@ -173,14 +170,14 @@ FAULTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 }
 
 
-class Rogue(RewardServiceServicer):
+class Rogue(reward_pb2_grpc.RewardServiceServicer):
     """A foreign service: its answers to batches of two have the fault."""
 
     def __init__(self, fault: str) -> None:
         self._offset, self._fields = FAULTS[fault]
 
     def service(self) -> Service:
-        register = partial(add_RewardServiceServicer_to_server, self)
+        register = partial(reward_pb2_grpc.add_RewardServiceServicer_to_server, self)
         return Service("specrej.backend.v1.RewardService", register)
 
     async def ScoreSession(  # type: ignore[override]  # noqa: N802
