@@ -133,11 +133,8 @@ def check_counts(data: bytes, message: Any) -> None:
                 name = f"{message.name}.{field.name}"
                 where = path if name == _WITHOUT_PATH else f"{path}.{field.name}".lstrip(".")
                 if field.is_repeated:
-                    is_number = not field.message_type and field.type not in (
-                        field.TYPE_STRING,
-                        field.TYPE_BYTES,
-                    )
-                    is_packed = kind == _DELIMITED and is_number
+                    is_text = field.message_type or field.type == field.TYPE_STRING
+                    is_packed = kind == _DELIMITED and not is_text
                     counts[where] += size // _VARINT_BYTES if is_packed else 1
                     if counts[where] > MAX_ITEMS[name]:
                         raise InvalidRequest([_too_many(where, name)])
