@@ -210,7 +210,7 @@ $(RIGHT): $(READY)
 .models/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M: | $(READY)
 	@$(BIN)/python -m experiments.coder
 
-right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reasoning", "calls" or "humaneval --model DIRECTORY"
+right: $(RIGHT) models ## right answers for fewer tokens: ARGS="checks", "reasoning", "calls", or with --model "humaneval" and "thinking"
 	@$(BIN)/python -m experiments.right $(ARGS)
 
 docs: $(READY) ## build the documents into build/docs; a warning or a broken link is an error

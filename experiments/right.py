@@ -1,10 +1,10 @@
 """Right answers for fewer tokens: verifiers, waves and votes on tasks with known answers.
 
-`make right ARGS="checks"`, `"reasoning"`, `"calls"` or `"humaneval"`: collects all candidates of
-each task at a service that runs on this machine, once; replays every policy on them by the loop
-that serves requests (`experiments.recorded`); and writes a table with 95 % intervals over tasks.
-With --live, services with the verifier answer the first tasks as well, by the study's policy for
-that.
+`make right ARGS="checks"`, `"reasoning"`, `"calls"`, and with a larger model `"humaneval"` and
+`"thinking"`: collects all candidates of each task at a service that runs on this machine, once;
+replays every policy on them by the loop that serves requests (`experiments.recorded`); and writes a
+table with 95 % intervals over tasks. With --live, services with the verifier answer the first tasks
+as well, by the study's policy for that.
 """
 
 from __future__ import annotations
