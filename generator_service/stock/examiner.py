@@ -204,9 +204,8 @@ class Examiner:
                 self.able = replace(self.able, grammars=json.loads(api.text_of(reply))["a"] == 7)
             elif not self.able.ids:
                 prompt = Prompt(tools=(_TOOL,), tool_choice="required", tool_name=_TOOL.name)
-                await self._ask(
-                    {**_CHAT, **api.tools_of(Prompt(tools=(_TOOL,)))}
-                )  # some refuse "auto"
+                auto = Prompt(tools=(_TOOL,))  # which some refuse
+                await self._ask({**_CHAT, **api.tools_of(auto)})
                 body = {**_CHAT, **api.tools_of(prompt), "max_tokens": _CALL_TOKENS}
                 text = api.PartsAsText()((await self._ask(body))["choices"][0])
                 parts = parts_of(text, api.TEXT_CALLS, complete=True)

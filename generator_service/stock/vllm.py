@@ -137,7 +137,7 @@ class VLLMRequests:
 
     def _params(self, ask: Ask) -> SamplingParams:
         sampling = ask.command.sampling
-        # Those of the first request show whether the model's logits are finite.
+        # Log-probabilities of the first request show whether the model's logits are finite.
         is_first = ask.candidate == ask.command.first_id and not ask.token_ids
         output = sampling.structured_output
         ends = sampling.stop_token_ids
@@ -151,7 +151,6 @@ class VLLMRequests:
             logit_bias={item.token_id: item.bias for item in sampling.logit_bias} or None,
             structured_outputs=output and StructuredOutputsParams(**structured_fields(output)),
             detokenize=False,
-            # And of the drawn token.
             logprobs=sampling.top_logprobs if ask.with_logprobs or is_first else None,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
