@@ -78,7 +78,7 @@ MAX_CHARACTERS: Mapping[str, int] = {
 # Public messages of so many bytes are looked through before they are parsed, up to so many fields.
 _LARGE_BYTES, _MOST_FIELDS = 1 << 16, 1 << 14
 # Of protobuf's wire format: bytes of the kinds of values that have no length; 2 has one.
-_SIZES, _VARINT, _DELIMITED = (0, 8, 0, 0, 0, 4), 0, 2
+_SIZES, _VARINT, _DELIMITED, _GROUP, _GROUP_END = (0, 8, 0, 0, 0, 4), 0, 2, 3, 4
 _VARINT_BYTES = 10  # the most
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"
@@ -114,7 +114,7 @@ def check_counts(data: bytes, message: Any) -> None:
     if len(data) < _LARGE_BYTES:
         return
     counts: Counter[str] = Counter()
-    parts, num_fields = [(0, len(data), message, "")], 0
+    parts, num_fields, depth = [(0, len(data), message, "")], 0, 0
     with suppress(IndexError):  # it ends too early
         while parts:
             at, end, message, path = parts.pop()
@@ -128,7 +128,9 @@ def check_counts(data: bytes, message: Any) -> None:
                 at += size
                 if kind == _VARINT:
                     _, at = _varint(data, at)
-                if field is None:
+                # The schema has no groups: the parser skips them, whatever is in them.
+                depth += (kind == _GROUP) - (kind == _GROUP_END)
+                if field is None or depth:
                     continue
                 name = f"{message.name}.{field.name}"
                 where = path if name == _WITHOUT_PATH else f"{path}.{field.name}".lstrip(".")
