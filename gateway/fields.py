@@ -189,6 +189,10 @@ Preset: type[BaseModel] = create_model(
 )
 
 
+# Of numbers that JSON has: the parser reads others, too.
+Object = Annotated[dict[str, Any], AfterValidator(lambda given: json_text(given) and given)]
+
+
 def as_texts(value: object) -> object:
     """A list of one text, if it is a text."""
     return [value] if isinstance(value, str) else value
@@ -255,7 +259,7 @@ class Function(Checked):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
 
     ignores: ClassVar = {"strict": "all arguments conform"}
 

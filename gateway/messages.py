@@ -26,7 +26,7 @@ class ContentBlock(fields.Checked):
     source: Annotated[Any, AfterValidator(images.of_source)] = None
     id: str = ""
     name: str = ""
-    input: dict[str, Any] = Field(default_factory=dict)
+    input: fields.Object = Field(default_factory=dict)
     tool_use_id: str = ""
     content: fields.Content = ()
     is_error: bool | None = None
@@ -79,7 +79,7 @@ class Turn(fields.Checked):
 class Tool(fields.Checked):
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: fields.Object
     type: Literal["custom"] | None = None
 
     ignores: ClassVar = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gateway.answers import JSON, Answer, Block, BlockAnswer, reasoning_tokens
 from gateway.fields import (
@@ -27,6 +27,7 @@ from gateway.fields import (
     with_tools,
 )
 from gateway.requests import Call, Request
+from specrej.client.options import json_text
 from specrej.contracts import FinishReason, Message, Prompt, RankedCandidate, TextPart, ToolCall
 
 _STATE = "is not supported: responses are not stored, so send all items"
@@ -63,12 +64,19 @@ class Item(Checked):
 
 
 class ResponseTool(Function):
+    """A tool, which the response repeats with all of its fields."""
+
     type: Literal["function"]
 
     ignores: ClassVar = {
         **Function.ignores,
         **dict.fromkeys(("allowed_callers", "async", "defer_loading", "output_schema"), _BUILT_IN),
     }
+
+    @model_validator(mode="after")
+    def _is_json(self) -> Self:
+        json_text(self.model_dump())
+        return self
 
 
 class Reasoning(Checked):

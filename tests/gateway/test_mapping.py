@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -401,6 +402,26 @@ def test_bodies_that_are_no_requests() -> None:
     for body in (b"", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"model": NaN}'):
         with pytest.raises(InvalidRequest):
             parsed(ChatRequest, body)
+
+
+WRONG = {"type": "object", "default": math.inf}
+CALL = {"type": "tool_use", "id": "1", "name": "f", "input": WRONG}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (ChatRequest, {"tools": [{**F[0], "function": {"name": "f", "parameters": WRONG}}]}),
+        (ResponsesRequest, {"tools": [{"type": "function", "name": "f", "parameters": WRONG}]}),
+        (ResponsesRequest, {"tools": [{"type": "function", "name": "f", "strict": WRONG}]}),
+        (MessagesRequest, {"tools": [{"name": "f", "input_schema": WRONG}]}),
+        (MessagesRequest, {"messages": [{"role": "assistant", "content": [CALL]}]}),
+    ],
+)
+def test_numbers_that_json_lacks_are_refused(model: Any, fields: dict[str, Any]) -> None:
+    """Guards against internal errors, some after the whole answer: the parser reads them."""
+    with pytest.raises(InvalidRequest, match="must be JSON"):
+        made(model, **fields)
 
 
 @pytest.mark.parametrize(
