@@ -151,7 +151,10 @@ class Admission:
             try:
                 yield permit
             finally:
-                own.start -= min(permit.unused, tokens) / own.weight * permit.is_charged
+                unused = min(permit.unused, tokens) / own.weight * permit.is_charged
+                own.start -= unused
+                if permit.is_first:
+                    self._give_back(own, unused)
                 self._note(tenant, self._clock() - permit.began_s, tokens)
                 self._release(own, tokens, permit)
         finally:
@@ -223,7 +226,7 @@ class Admission:
         has_running = tenant.running or (self._firsts and not self._is_known(tenant))
         if has_running or self._beyond >= most // 4:
             return False
-        excess = (tenant.start - self._virtual) * tenant.weight
+        excess = (self._start_of(tenant) - self._virtual) * tenant.weight
         held_s = self._clock() - self._begun_s / self.running  # on average
         return (
             excess <= self._running_tokens / self.running
@@ -249,9 +252,11 @@ class Admission:
             own.line.pop(permit, None)
             if permit.done() and not (permit.cancelled() or permit.exception()):
                 self._release(own, tokens, permit.result())  # cancelled before it resumed
-            elif own.dues and not own.line:  # it leaves without having had a permit
-                self._newest -= own.dues
-                own.start, own.dues = self._virtual, 0.0
+            elif own.dues:  # of the first in line, which this one may have been
+                before, own.dues = own.dues, next(iter(own.line.values()), 0) / own.weight
+                self._give_back(own, before - own.dues)
+                if not own.line:
+                    own.start = self._virtual
             raise
 
     def _grant(self, tenant: _Tenant, tokens: int, lines: list[_Tenant]) -> Permit:
@@ -265,6 +270,8 @@ class Admission:
                 self._virtual = max(self._virtual, tenant.start)
         if lines:
             tenant.start += tokens / tenant.weight
+            if is_first and not tenant.dues:  # it did not wait
+                self._newest = tenant.start
         tenant.waits_since, tenant.passed, tenant.dues = next(self._arrivals), 0, 0.0
         tenant.running += 1
         self.running += 1
@@ -290,6 +297,13 @@ class Admission:
             waiting, tokens = tenant.line.popitem(last=False)
             if not waiting.done():  # else cancelled, and has not resumed yet
                 waiting.set_result(self._grant(tenant, tokens, lines))
+
+    def _give_back(self, own: _Tenant, dues: float) -> None:
+        """Let first requests of tenants that came after `own`, which needed less, start earlier."""
+        self._newest -= dues
+        for one in self._tenants.values():
+            if one.dues and one.came > own.came:
+                one.start -= dues
 
     def _evict(self) -> None:
         """Refuse the last request of the longest line."""

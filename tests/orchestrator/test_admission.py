@@ -419,6 +419,57 @@ async def test_new_tenants_leave_the_permits_beyond_the_limit() -> None:
     await requests.finish_all()
 
 
+async def test_new_tenants_beyond_the_limit_are_charged_as_one() -> None:
+    """Guards tenants that wait against a caller that names a new one in each call."""
+    requests = Requests(8, 100)
+    await requests.serve("known")
+    await requests.arrive(30, tenant="known", tokens=10)
+    for number in (30, 31):
+        await requests.arrive(tenant=f"new {number}", tokens=10)
+        assert requests.entered[-1] == number
+        await requests.end(number)
+    await requests.arrive(tenant="new", tokens=10)
+    assert requests.counts == (8, 23), "they had two more than the others"
+    await requests.finish_all()
+
+
+async def test_a_new_tenant_takes_no_place_of_one_that_waits_alone() -> None:
+    """Guards waiting requests against new tenants whose turn is far: the line is full for these,
+    too."""
+    requests = Requests(8, 2)
+    await requests.serve("known")
+    await requests.arrive(8, tenant="known", tokens=10)
+    for number, tokens in enumerate((10, 10**6, 10)):
+        await requests.arrive(tenant=f"new {number}", tokens=tokens)  # 8, 9, 10
+    await requests.end(8, 9)
+    await requests.arrive(tenant="known", tokens=10)
+    assert requests.counts == (8, 2)
+    await requests.refused(tenant="last", tokens=10)
+    assert await requests.finish_all() == [None] * 12
+
+
+@pytest.mark.parametrize("way", ["use less", "leave", "leave one"])
+async def test_new_tenants_are_charged_for_what_they_use(way: str) -> None:
+    """Guards new tenants: a known one was served ten times before each of them."""
+    requests = Requests(1, 100)
+    await requests.serve("known")
+    await requests.arrive(tenant="known", tokens=10)
+    for number in range(4):
+        requests.unused[f"new {number}"] = 90 * (way == "use less")
+        large = way == "use less" or number == 0
+        await requests.arrive(tenant=f"new {number}", tokens=100 if large else 10)  # 1 .. 4
+    if way == "leave one":
+        await requests.arrive(tenant="new 0", tokens=10)  # 5
+    if way != "use less":
+        requests.tasks[1].cancel()
+    await requests.arrive(4, tenant="known", tokens=10)
+    known, new = [*range(len(requests.tasks) - 4, len(requests.tasks))], [1, 2, 3, 4]
+    new = {"use less": new, "leave": new[1:], "leave one": [5, *new[1:]]}[way]
+    order = [await requests.next() for _ in range(6)]
+    assert order[1::2] == new[:3] and order[::2] == known[:3]
+    await requests.finish_all()
+
+
 _SIZES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=2, max_size=5)
 _ONE_SIZE = st.builds(lambda count, size: [[size]] * count, st.integers(2, 5), st.integers(1, 20))
 _EVENTS = st.lists(st.sampled_from(["turn", "turn", "guest", "cancel"]), min_size=20, max_size=40)
