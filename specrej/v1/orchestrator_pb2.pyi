@@ -945,8 +945,8 @@ class RankedCandidate(_message.Message):
     num_tokens: _builtins.int
     """Its tokens."""
     mean_logprob: _builtins.float
-    """Mean log-probability of its tokens under the model. vLLM computes it if a reward, `logprobs` or
-    `allow_degraded` reads it, and else it is 0.
+    """Mean log-probability of its tokens under the model. vLLM computes it if a reward, `logprobs`, a
+    confidence or `allow_degraded` reads it; else, and so perhaps in a stored answer, it is 0.
     """
     vetoed: _builtins.bool
     """Whether a reward is below its veto_below. No such candidate comes before one that is not."""
