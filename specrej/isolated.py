@@ -32,15 +32,15 @@ _MOST_ENDED = 4  # checks of one request that may exceed the bounds
 Check = Callable[..., bool]
 
 
-def compile_pattern(pattern: str) -> Any:
+def compile_pattern(pattern: str, max_mem: int = 8 << 20) -> Any:
     """RE2's form of a regular expression, which is searched in linear time.
 
-    Raises ValueError: RE2 does not support it, or its automaton is too large.
+    Raises ValueError: RE2 does not support it, or it takes more than `max_mem` bytes.
     """
     import re2
 
     options = re2.Options()
-    options.log_errors = False  # they quote the pattern
+    options.max_mem, options.log_errors = max_mem, False  # errors quote the pattern
     try:
         return re2.compile(pattern, options)
     except re2.error:

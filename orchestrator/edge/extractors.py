@@ -1,36 +1,27 @@
 """What a complete answer votes for, as text; equal answers have one spelling.
 
-They run on the event loop, on texts that a caller can steer: what they read is bounded. RE2 takes
-linear time for a match, whatever a request's expression is.
+They run on the event loop, on texts that a caller can steer: what they read is bounded.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping
-from decimal import Decimal, InvalidOperation
+from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
-from typing import Any, TypeAlias
+from typing import Any
 
-import re2
-
+from specrej import extraction
 from specrej.contracts import Vote
 from specrej.contracts.errors import InvalidRequest, Violation
+from specrej.extraction import Extract
 
 log = logging.getLogger(__name__)
 
-# From the text of an answer; None: it has none.
-Extract: TypeAlias = Callable[[str], str | None]
-
 _MAX_CHARACTERS = 65_536  # the end of an answer, which is read
 _MAX_MATCHED = 4096  # of these, by an expression: all matches of some take quadratic time
-_MAX_OPENINGS = 64  # of JSON or boxes in a text, that are tried
-_PATH = "selection.vote.argument"
-_NUMBER = re.compile(
-    r"(?:(?<![\w.])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d{1,3})?%?"
-)
+_MAX_EXPRESSION_BYTES = 1 << 20
+_MAX_OPENINGS = 64  # of JSON in a text, that are tried
 
 
 def functions_of(paths: Mapping[str, str]) -> dict[str, Extract]:
@@ -58,13 +49,17 @@ def extractor(vote: Vote, functions: Mapping[str, Extract]) -> Extract:
     """
     match vote.extractor:
         case "number":
-            return _last_number
+            return _spelling(extraction.last_number)
         case "boxed":
-            return _boxed
+            return _spelling(extraction.boxed)
+        case "regex":
+            try:
+                found = extraction.by_expression(vote.argument, _MAX_MATCHED, _MAX_EXPRESSION_BYTES)
+            except ValueError as error:
+                raise _invalid(str(error)) from None
+            return _spelling(found)
         case "tool_call":
             return _tool_call
-        case "regex":
-            return _by_expression(vote.argument)
         case "json":
             return _by_pointer(vote.argument)
         case "function":
@@ -74,42 +69,9 @@ def extractor(vote: Vote, functions: Mapping[str, Extract]) -> Extract:
             raise _invalid(f'unknown extractor "{vote.argument}"; available: {available}')
 
 
-def _last_number(text: str) -> str | None:
-    for match in reversed([*_NUMBER.finditer(text[-_MAX_CHARACTERS:])]):
-        if (number := _as_number(match.group())) is not None:
-            return number
-    return None
-
-
-def _boxed(text: str) -> str | None:
-    """The content of the last one that is closed; braces inside are balanced."""
-    text, end = text[-_MAX_MATCHED:], _MAX_MATCHED
-    for _ in range(_MAX_OPENINGS):
-        depth, start = 0, text.rfind("\\boxed{", 0, end)
-        if start < 0:
-            return None
-        for at in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            if not depth:
-                return _spelled(text[start + 7 : at])
-        end = start
-    return None
-
-
-def _by_expression(pattern: str) -> Extract:
-    options = re2.Options()
-    options.log_errors, options.max_mem = False, 1 << 20
-    try:
-        compiled = re2.compile(pattern, options)
-    except re2.error as error:
-        reason = error.args[0].decode(errors="replace")  # of bytes
-        raise _invalid(f"is not a regular expression of RE2: {reason}") from None
-
+def _spelling(find: Extract) -> Extract:
     def extract(text: str) -> str | None:
-        last = None
-        for last in compiled.finditer(text[-_MAX_MATCHED:]):  # noqa: B007
-            pass
-        found = last and last.group(1 if compiled.groups else 0)
+        found = find(text[-_MAX_CHARACTERS:])
         return None if found is None else _spelled(found)
 
     return extract
@@ -174,21 +136,15 @@ def _canonical(value: Any) -> str:
 
 
 def _spelled(text: str) -> str:
-    """A number in one spelling; other text without white space around it."""
+    """A number in one spelling, 1000 for 1,000, +1000.0 and 1e3, with its percent sign; other text
+    without white space around it."""
     text = text.strip()
-    number = _as_number(text) if _NUMBER.fullmatch(text) else None
-    return text if number is None else number
-
-
-def _as_number(text: str) -> str | None:
-    """1000 for 1,000, +1000.0 and 1e3; a percent sign stays."""
-    percent = "%" if text.endswith("%") else ""
-    try:
-        number = Decimal(text.replace(",", "").removesuffix("%"))
-    except InvalidOperation:
-        return None
+    number = extraction.value_of(text)
+    if number is None:
+        return text
     written = f"{number:f}" if number else "0"  # not normalize(), which rounds
-    return (written.rstrip("0").rstrip(".") if "." in written else written) + percent
+    written = written.rstrip("0").rstrip(".") if "." in written else written
+    return written + "%" * text.endswith("%")
 
 
 def _safely(function: Extract) -> Extract:
@@ -204,4 +160,4 @@ def _safely(function: Extract) -> Extract:
 
 
 def _invalid(description: str) -> InvalidRequest:
-    return InvalidRequest([Violation(_PATH, description)])
+    return InvalidRequest([Violation("selection.vote.argument", description)])

@@ -5,8 +5,6 @@ Unfinished texts score 1, as more text can change any extraction.
 
 from __future__ import annotations
 
-import re
-from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Annotated, Any, Literal
@@ -15,14 +13,9 @@ from pydantic import BeforeValidator, Field
 
 from reward_service.specs import AnswerSpec, Resources
 from reward_service.verifier import Data, Judge, Verifier, invalid
+from specrej import extraction
 from specrej.isolated import Isolated, compile_pattern
 
-# The sign of "5-3" is not the number's.
-_NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
-)
-_BRACE = re.compile(r"[{}]")
 _MOST_CHARACTERS = 16_384  # at the end of a text, that sympy and a regular expression read
 
 
@@ -99,19 +92,13 @@ class AnswerReward(Verifier):
         return is_near
 
 
-def _extractor(name: str) -> Callable[[str], str | None]:
+def _extractor(name: str) -> extraction.Extract:
     kind, _, argument = name.partition(":")
     if kind == "regex" and argument:
         try:
-            pattern = compile_pattern(argument)
+            return extraction.by_expression(argument, _MOST_CHARACTERS)
         except ValueError as error:
             raise invalid("data.extract", str(error)) from None
-
-        def last_match(text: str) -> str | None:
-            matches = deque(pattern.finditer(text[-_MOST_CHARACTERS:]), maxlen=1)
-            return matches[0][min(1, pattern.groups)] if matches else None
-
-        return last_match
     if kind == "after" and argument:
         return lambda text: (
             text.rpartition(argument)[2].split("\n")[0] if argument in text else None
@@ -120,31 +107,14 @@ def _extractor(name: str) -> Callable[[str], str | None]:
         case "all":
             return str
         case "last_number":
-            return _last_number
+            return extraction.last_number
         case "boxed":
-            return _boxed
+            return extraction.boxed
     raise invalid("data.extract", "must be all, last_number, boxed, after:TEXT or regex:PATTERN")
 
 
-def _last_number(text: str) -> str | None:
-    numbers: list[str] = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
-
-
 def _number(text: str) -> Decimal | None:
-    number = _last_number(text)
-    return None if number is None else Decimal(number.replace(",", "").replace("\u2212", "-"))
-
-
-def _boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}, None if it is not closed."""
-    begin = text.rfind("\\boxed{") + len("\\boxed{")
-    depth = 1
-    for brace in _BRACE.finditer(text, begin):
-        depth += 1 if brace[0] == "{" else -1
-        if not depth:
-            return text[begin : brace.start()] if "\\boxed{" in text else None
-    return None
+    return extraction.value_of(extraction.last_number(text) or "")
 
 
 def _as_math(text: str) -> str:
