@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from orchestrator.cache import Secret, answer_key
 from orchestrator.edge.calls import CallChecks
@@ -40,6 +40,10 @@ _REWARDS_PATH = "selection.rewards"
 _LIKELY = c.WeightedReward(LIKELIHOOD)
 # Of a backend that does not describe itself, or of another program on its port.
 _AWAY = (errors.Unavailable, errors.Overloaded, errors.InternalError)
+
+_Chosen: TypeAlias = tuple[
+    Sequence[c.WeightedReward], Mapping[str, c.RewardDescription], errors.SpecrejError | None
+]
 
 
 class Rewards(Protocol):
@@ -167,23 +171,16 @@ class Planner:
         arrived = time.perf_counter()
         generator = await self._generator.get()
         request = self._defaults.filled(request, generator)
-        problems = [*violations, *_check_against(generator, request)]
-        named: Sequence[c.WeightedReward] = (_LIKELY,)
-        served: dict[str, c.RewardDescription] = {}
-        away: errors.SpecrejError | None = None
-        most = 0
-        if not problems:  # the other checks need valid fields
-            most = _most_candidates(request, generator)
-            problems += validation.check_logprobs(sampling_of(request), most)
-            problems += self._check_vote(request.selection.vote)
-            try:
-                named = request.selection.rewards or await self._default()
-                if any(reward.name != LIKELIHOOD for reward in named):
-                    served = {reward.name: reward for reward in await self._served.get()}
-            except _AWAY as error:
-                away, named = error, (_LIKELY,)
-            problems += _check_batches(request, named, most, served)
-            problems += _check_data(named, served)
+        errors.raise_if_any([*violations, *_check_against(generator, request)])
+        # The other checks need valid fields.
+        most, vote = _most_candidates(request, generator), request.selection.vote
+        named, served, away = await self._chosen(request)
+        problems = [
+            *validation.check_logprobs(sampling_of(request), most),
+            *self._check_vote(vote),
+            *_check_batches(request, named, most, served),
+            *_check_data(named, served),
+        ]
         errors.raise_if_any(problems)
         are_valid = await self._calls.of(request.prompt, tenant)
         validation.check_prompt_bytes(
@@ -193,7 +190,6 @@ class Planner:
             raise away
         adapter = _adapter(request, generator)
         rewards = [replace(reward, data=_one_spelling(reward.data)) for reward in named]
-        vote = request.selection.vote
         for reward in rewards:
             if reward.name not in (*served, LIKELIHOOD):
                 raise _unknown(reward.name, (*served, LIKELIHOOD), _REWARDS_PATH)
@@ -222,6 +218,17 @@ class Planner:
             are_valid=are_valid,
             model=adapter or generator.model,
         )
+
+    async def _chosen(self, request: c.GenerationRequest) -> _Chosen:
+        """The request's rewards or the default ones, and the descriptions that they need by name;
+        the likelihood, and the error, if those are away."""
+        try:
+            named = request.selection.rewards or await self._default()
+            if all(reward.name == LIKELIHOOD for reward in named):
+                return named, {}, None
+            return named, {reward.name: reward for reward in await self._served.get()}, None
+        except _AWAY as error:
+            return (_LIKELY,), {}, error
 
     def _scorer(
         self, reward: c.WeightedReward, index: int, served: c.RewardDescription | None
