@@ -39,14 +39,14 @@ def value_of(number: str) -> Decimal | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the \boxed{...} of LaTeX that is closed last; braces in it are balanced."""
-    content, opened = None, []
+    r"""The content of the last \boxed{...} of LaTeX that is closed; braces in it are balanced."""
+    opened, last = list[int](), (0, -1)  # where boxes begin, -1: other braces; the last box's ends
     for mark in _BOX_OR_BRACE.finditer(text):
         if mark[0] != "}":
-            opened.append(mark)
-        elif opened and (opening := opened.pop())[0] != "{":
-            content = text[opening.end() : mark.start()]
-    return content
+            opened.append(mark.end() if mark[0] != "{" else -1)
+        elif opened and (begin := opened.pop()) >= 0:
+            last = max(last, (begin, mark.start()))
+    return text[slice(*last)] if last[0] else None
 
 
 def by_expression(pattern: str, most: int, max_mem: int = 8 << 20) -> Extract:

@@ -107,7 +107,7 @@ def _extractor(name: str) -> extraction.Extract:
         case "all":
             return str
         case "last_number":
-            return extraction.last_number
+            return lambda text: (extraction.last_number(text) or "").rstrip("%") or None
         case "boxed":
             return extraction.boxed
     raise invalid("data.extract", "must be all, last_number, boxed, after:TEXT or regex:PATTERN")

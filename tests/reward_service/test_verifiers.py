@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from reward_service import verifier
 from reward_service.kinds.checks import CHECKS, Check, Instruction, _make
 from reward_service.kinds.schema import extract_json, is_json, may_become_json
 from reward_service.reward import as_candidates, score_batch
-from specrej import isolated
+from specrej import extraction, isolated
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.contracts.errors import InvalidRequest
 from specrej.remote import RemoteRewards
@@ -58,7 +60,8 @@ def violations(reward: Any, data: str) -> dict[str, str]:
         ({"answer": 1250, "kind": "number"}, ["so 1,250.0 dollars", "3 or 1250"], ["1250 - 3", ""]),
         ({"answer": -3, "kind": "number"}, ["it is -3", "\u22123."], ["5-3", "3"]),
         ({"answer": "0.5", "kind": "number", "tolerance": 0.01}, ["0.509", "5e-1"], [".05"]),
-        ({"answer": "7", "extract": "last_number"}, ["5 + 2 = 7."], ["7 or 8"]),
+        ({"answer": "7", "extract": "last_number"}, ["5 + 2 = 7.", "7%"], ["7 or 8"]),
+        ({"answer": "7", "extract": "boxed"}, [r"\boxed{\boxed{7}}"], [r"\boxed{7} \boxed{8}"]),
         ({"answer": "a}b{", "extract": "boxed"}, [], [r"\boxed{a}b{", r"\boxed{a", "a"]),
         ({"answer": "{a}", "extract": "boxed"}, [r"\boxed{b} or \boxed{{a}}."], [r"\boxed{{a}"]),
         ({"answer": "42", "extract": "after:####"}, ["#### 1\n#### 42\nbye"], ["42", "####42####"]),
@@ -73,6 +76,19 @@ def test_answers(answer: Any, data: Any, right: list[str], wrong: list[str]) -> 
     # Truncated texts are final, growing ones may still say anything.
     assert scores(answer, data, *wrong, finish=FinishReason.LENGTH) == [0.0] * len(wrong)
     assert scores(answer, data, *wrong, finish=None) == [1.0] * len(wrong)
+
+
+def test_boxes_are_found_in_linear_time_and_little_memory() -> None:
+    """Guards the service against a text of 8 MB: a part of it for each box, an object for each
+    brace."""
+    began_s, count = time.process_time(), 200_000
+    tracemalloc.start()
+    assert extraction.boxed("\\boxed{" * count + "}" * count) == ""
+    assert extraction.boxed("{" * count) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * count + 2**20
+    assert time.process_time() - began_s < 5
 
 
 def test_mathematics_without_end_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
