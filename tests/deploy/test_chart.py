@@ -239,17 +239,17 @@ def test_references_of_pods_exist(manifests: m.Manifests) -> None:
 
 
 def test_changed_settings_restart_their_pods() -> None:
-    """Guards against a ConfigMap that no pod reads again."""
-    plain = m.templated("embedded")
-    other = m.templated("embedded", "{orchestrator: {settings: {max_running: 7}}}")
-    assert other.settings("orchestrator")["MAX_RUNNING"] == "7"
-    templates = [
+    """Guards against a ConfigMap that no pod reads again, a 0 without effect, and half a thread."""
+    other = m.templated("embedded", "{orchestrator: {settings: {max_running: 7, drain_s: 0}}}")
+    assert {"MAX_RUNNING": "7", "DRAIN_S": "0"}.items() <= other.settings("orchestrator").items()
+    before, after = (
         {name: item["spec"]["template"] for name, item in one.workloads.items()}
-        for one in (plain, other)
-    ]
-    assert [name for name in templates[0] if templates[0][name] != templates[1][name]] == [
-        "orchestrator"
-    ]
+        for one in (m.templated("embedded"), other)
+    )
+    assert [name for name in before if before[name] != after[name]] == ["orchestrator"]
+    cpus = "{reward: {resources: {limits: {cpu: ~}}}, generator: {resources: {limits: {cpu: 1.5}}}}"
+    generator, reward = map(m.templated("", cpus).settings, ("generator", "reward"))
+    assert (generator["THREADS"], reward.get("THREADS")) == ("1", None)
 
 
 # Ports and probes

@@ -56,8 +56,10 @@ cache_secret_file: /redis/cache-secret
 
 {{/* Of generator and reward; takes [root, values of the service]. */}}
 {{- define "specrej.settings.backend" -}}
-{{- $cpus := toString (index . 1).resources.limits.cpu }}
-threads: {{ ternary 1 $cpus (hasSuffix "m" $cpus) }}
+{{- /* Whole CPUs; without a limit the service chooses. */}}
+{{- with (index . 1).resources.limits.cpu }}
+threads: {{ ternary 1 (floor (toString .) | int | max 1) (hasSuffix "m" (toString .)) }}
+{{- end }}
 {{- if (index . 0).Values.tls.enabled }}
 reflection: false
 tls_client_ca: /tls/ca.crt
@@ -102,7 +104,8 @@ rewards:
 {{- $root := index . 0 }}
 {{- $common := include "specrej.settings.common" $root | fromYaml }}
 {{- $own := include (printf "specrej.settings.%s" (index . 1)) $root | fromYaml }}
-{{- toYaml (merge (deepCopy (get $root.Values (index . 1)).settings) $own $common) }}
+{{- /* Not merge, for which a false or a 0 of the values is as if absent. */}}
+{{- toYaml (mergeOverwrite $common $own (deepCopy (get $root.Values (index . 1)).settings)) }}
 {{- end }}
 
 {{/* A setting as the value of a variable: lists and objects as JSON, whole numbers without an exponent. */}}
