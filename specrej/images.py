@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import struct
 import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from PIL import Image as Pillow
-from PIL import ImageOps, PngImagePlugin
+from PIL import PngImagePlugin
 
 from specrej.contracts import Image, Prompt
 from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
@@ -28,7 +30,13 @@ MIN_SIDE, MAX_RATIO = 8, 100  # models' processors cannot read smaller or longer
 # Of one byte per channel. Others are for print or measurements, and have no one conversion.
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _ENDS = {"image/png": b"IEND\xaeB`\x82", "image/jpeg": b"\xff\xd9", "image/gif": b";"}
-_ORIENTATION, _UPRIGHT = 0x0112, 1  # of EXIF
+# Beginnings of metadata in a JPEG. For each piece of EXIF Pillow copies those before it.
+_METADATA, _MAX_METADATA = re.compile(rb"\xff[\xe0-\xef\xfe]"), 1024
+_ORIENTATION, _TURN = 0x0112, Pillow.Transpose  # of EXIF, and what makes an image upright
+_TURNS = {
+    **{2: _TURN.FLIP_LEFT_RIGHT, 3: _TURN.ROTATE_180, 4: _TURN.FLIP_TOP_BOTTOM},
+    **{5: _TURN.TRANSPOSE, 6: _TURN.ROTATE_270, 7: _TURN.TRANSVERSE, 8: _TURN.ROTATE_90},
+}
 _DECODING = threading.Lock()
 
 logging.getLogger("PIL").setLevel(logging.INFO)  # below, it logs metadata of files
@@ -57,13 +65,15 @@ def upright(prompt: Prompt) -> Prompt:
 
 
 def _upright(image: Image, path: str) -> Image:
-    with _DECODING:
+    with _DECODING, warnings.catch_warnings(action="ignore"):
         decoded = opened(image, path)
-        if decoded.getexif().get(_ORIENTATION, _UPRIGHT) == _UPRIGHT:
+        try:
+            turn = _TURNS[decoded.getexif().get(_ORIENTATION)]
+        except Exception:  # it is upright, or its EXIF is damaged, which Pillow has many errors for
             return image
-        kind, output = decoded.format, io.BytesIO()
-        ImageOps.exif_transpose(decoded, in_place=True)
-        decoded.save(output, kind, quality=95)
+        output = io.BytesIO()
+        # Not by `exif_transpose`, which writes the rest of EXIF again, and fails if it cannot.
+        decoded.transpose(turn).save(output, decoded.format, quality=95)
         return Image(output.getvalue(), image.media_type)
 
 
@@ -87,6 +97,10 @@ def opened(image: Image, path: str, *, decodes: bool = True) -> Any:
         InvalidRequest: it is damaged, of another type, too large or small, or has several frames.
     """
     problem = ""
+    pieces = _METADATA.finditer(image.data) if image.media_type == "image/jpeg" else iter(())
+    if next(islice(pieces, _MAX_METADATA, None), None):
+        text = f"must have at most {_MAX_METADATA} pieces of metadata"
+        raise InvalidRequest([Violation(path, text)])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its size and metadata

@@ -107,8 +107,8 @@ def hostile() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
     profile = _chunk(b"iCCP", b"a\0\0" + bomb)
     yield "png with a profile of 128 MiB", "png", lambda: _png(16, 16, more=profile)
     yield "png with a wrong checksum", "png", lambda: _with_size(png, 30, b"\0\0\0")
-    exif = b"Exif\0\0MM\0*" + b"\xff" * 40
-    yield "exif that points nowhere", "jpeg", lambda: picture("jpeg", exif=exif)[:-9]
+    segment = b"\xff\xe1\0\x12Exif\0\0" + bytes(10)  # each is appended to all before it
+    yield "many pieces of exif", "jpeg", lambda: jpeg[:2] + segment * 300_000 + jpeg[2:]
 
 
 def chat(*parts: Any, role: str = "user") -> c.Prompt:
@@ -156,8 +156,9 @@ def test_parts_keep_their_order() -> None:
 
 
 def test_images_that_exif_turns_are_turned() -> None:
-    exif = Pillow.Exif()
-    exif[0x0112] = 6  # a quarter to the right
+    """Whatever else exif says, such as a width that is no number."""
+    turned_right = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0\0\x01\x02\0\x04\0\0\0abc\0" + turned_right + bytes(4)
     (part,) = upright(chat(image_part(picture("jpeg", exif=exif), "jpeg"))).messages[0].images
     turned = Pillow.open(io.BytesIO(part.data))
     assert turned.size == (12, 16)
@@ -168,9 +169,10 @@ def test_images_that_exif_turns_are_turned() -> None:
     assert top[2] > 150 > bottom[2]  # what was left is on top
 
 
+@pytest.mark.parametrize("exif", [b"", b"Exif\0\0nothing", b"Exif\0\0MM\0*" + b"\xff" * 40])
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
-def test_common_modes_are_accepted(mode: str) -> None:
-    prompt = chat(image_part(picture(mode=mode)))
+def test_common_modes_are_accepted_whatever_exif_says(mode: str, exif: bytes) -> None:
+    prompt = chat(image_part(picture(mode=mode, exif=exif)))
     assert upright(prompt) == prompt
 
 
