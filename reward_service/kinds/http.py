@@ -55,8 +55,8 @@ class Server:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def post(self, body: dict[str, Any], most_bytes: int) -> tuple[int, bytes]:
-        """Status and content, which is empty if it is longer than `most_bytes`.
+    async def post(self, body: str, most_bytes: int) -> tuple[int, bytes]:
+        """Send JSON; status and content, which is empty if it is longer than `most_bytes`.
 
         Raises:
             Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
@@ -64,12 +64,12 @@ class Server:
         caller_s = time_left_s()
         left_s = self._timeout_s if caller_s is None else max(0.0, min(self._timeout_s, caller_s))
         headers = {name: secret.get() for name, secret in self._secrets.items()}
-        headers[_TIMEOUT_HEADER] = str(round(left_s * 1000))
+        headers |= {_TIMEOUT_HEADER: str(round(left_s * 1000)), "Content-Type": "application/json"}
         content = bytearray()
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._client.stream("POST", self._url, json=body, headers=headers) as response,
+                self._client.stream("POST", self._url, content=body, headers=headers) as response,
             ):
                 async for part in response.aiter_raw():
                     content += part  # bytes would be copied for each part
@@ -115,10 +115,12 @@ class HTTPReward(RemoteReward):
             "messages": [chat_message(turn) for turn in prompt.turns],
             "responses": [candidate.text for candidate in candidates],
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
-            **({"data": json.loads(data)} if data else {}),
         }
+        body = json.dumps(request, ensure_ascii=False)
+        if data:  # as it is: to read and write it again could fail
+            body = f'{body[:-1]}, "data": {data}}}'
         most_bytes = max(_MAX_ANSWER_BYTES, 64 * len(candidates))
-        return self._scores(*await self._server.post(request, most_bytes))
+        return self._scores(*await self._server.post(body, most_bytes))
 
     def _scores(self, status: int, answer: bytes) -> Scores:
         try:

@@ -141,9 +141,9 @@ class JudgeReward(RemoteReward):
         structured = {**body, "response_format": _response_format(criteria, low, high)}
         status, content = 400, b""
         if self._is_structured:
-            status, content = await self._server.post(structured, _MAX_REPLY_BYTES)
+            status, content = await self._server.post(json.dumps(structured), _MAX_REPLY_BYTES)
         if status == 400:
-            status, content = await self._server.post(body, _MAX_REPLY_BYTES)
+            status, content = await self._server.post(json.dumps(body), _MAX_REPLY_BYTES)
             self._is_structured &= status != 200
         try:
             if status != 200:

@@ -341,9 +341,17 @@ def _check_structured_output(sampling: c.Sampling, path: str) -> Iterator[Violat
             yield Violation(f"{path}.{name}", "must be absent: structured_output decides the end")
 
 
+def _parsed(text: str) -> Any:
+    """The value of JSON. Raises ValueError, RecursionError: it is none, or has what other programs
+    and tokenizers refuse: NaN, infinite numbers, single surrogates."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(_parsed(text), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -510,7 +518,7 @@ def check_data(data: str, path: str) -> Iterator[Violation]:
         yield Violation(path, f"must have at most {MAX_DATA_BYTES} bytes, has {size}")
     elif data:
         try:
-            json.loads(data)
+            _parsed(data)
         except (ValueError, RecursionError):
             yield Violation(path, "must be JSON")
 

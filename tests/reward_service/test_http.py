@@ -47,7 +47,7 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
             Candidate(1, "", 0, 0.0, FinishReason.STOP),
             Candidate(2, "é", 0, 0.0, FinishReason.LENGTH),
         ]
-        async with worker.open(PROMPT) as session:
+        async with worker.open(PROMPT, "[1e999]") as session:
             assert (await session.score(candidates)).values == (3.0, 0.0, 1.0)
         (request,) = endpoint.requests
         # The server's reward may change: its version is in the fingerprint.
@@ -64,6 +64,7 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         "responses": ["abc", "", "é"],
         "finished": [False, True, False],
+        "data": [float("inf")],  # as it was: json cannot write it
     }
 
 

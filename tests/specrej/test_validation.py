@@ -68,7 +68,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
 ]
 A = c.WeightedReward("a")
 BATCH = c.WeightedReward("a", normalization=c.Normalization("batch"))
-LONG = c.WeightedReward("a", data=json.dumps("\u00e9" * 40_000, ensure_ascii=False))
+LONG = json.dumps("\u00e9" * 40_000, ensure_ascii=False)
 BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"n": CAP + 1}, "n"),
     ({"min_answers": CAP + 1}, "min_answers"),
@@ -92,8 +92,10 @@ BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
     ({"vote": c.Vote("regex")}, "vote.argument"),
     ({"vote": c.Vote("number", "a")}, "vote.argument"),
     ({"rewards": (c.WeightedReward("a", stage="cuts"),)}, "rewards"),
-    ({"rewards": (c.WeightedReward("a", data="{"),)}, "rewards[0].data"),
-    ({"rewards": (LONG,)}, "rewards[0].data"),
+    *(
+        ({"rewards": (c.WeightedReward("a", data=data),)}, "rewards[0].data")
+        for data in ("{", "NaN", "[1e999]", '"\\ud83d"', LONG)
+    ),
     ({"branching": c.Branching(CAP + 1)}, "branching.width"),
     ({"branching": c.Branching(16, 16)}, "branching.keep"),
     ({"branching": c.Branching(), "algorithm": c.Algorithm.BEST_OF_N}, "branching"),
