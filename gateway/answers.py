@@ -68,7 +68,7 @@ def _text_logprobs(candidate: c.RankedCandidate) -> JSON:
         "tokens": [*map(wire.text_of, candidate.tokens)],
         "token_logprobs": list(candidate.logprobs),
         "top_logprobs": tops or None,
-        "text_offset": [*accumulate(lengths[:-1], initial=0)],
+        "text_offset": [*accumulate(lengths, initial=0)][:-1],
     }
 
 

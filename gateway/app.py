@@ -118,11 +118,12 @@ class Gateway:
         ignored = set[str]()
         body = await self._bodies.read(http)
         request = parsed(kind, body, ignored)
-        calls = [(await images.upright(prompt), texts) for prompt, texts in request.calls()]
+        calls = request.calls()
         how: dict[str, Any] = {"reward": request.model or "", "data": request.data}
         how |= {"unfinished": bool(request.unfinished), "timeout_s": request.timeout_s}
-        works = [self._client.score(*call, **how, token=token) for call in calls]
         try:
+            calls = [(await images.upright(prompt), texts) for prompt, texts in calls]
+            works = [self._client.score(*call, **how, token=token) for call in calls]
             results = await until_disconnected(http.receive, all_of(works))
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), request.name_of)

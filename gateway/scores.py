@@ -37,9 +37,9 @@ class Scoring(Checked):
     _fields: ClassVar[Mapping[str, str]]  # by the first names of the orchestrator's paths
 
     def name_of(self, path: str) -> str:
-        """The caller's field for a path of the orchestrator."""
+        """The caller's field for a path of the orchestrator; a prompt is one text."""
         name = re.split(r"[.\[]", path, maxsplit=1)[0]
-        return self._fields.get(name, name) + path[len(name) :]
+        return self._fields.get(name, name) + ("" if name == "prompt" else path[len(name) :])
 
     def _about(self, results: Sequence[Scores]) -> JSON:
         tokens = sum(scores.computed_tokens for scores in results)
@@ -66,7 +66,8 @@ class ScoreRequest(Scoring):
 
     def name_of(self, path: str) -> str:
         """As of the base class; `messages` have their own paths."""
-        return super().name_of(path.removeprefix("prompt.") if self.messages else path)
+        name = re.sub(r"^prompt(\.messages)?\b", "messages", path) if self.messages else path
+        return super().name_of(name.replace("].parts", "].content", 1))
 
     def calls(self) -> list[Call]:
         """Each prompt with its answers.

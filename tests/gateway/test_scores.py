@@ -13,10 +13,12 @@ from gateway.__main__ import Server
 from specrej import contracts as c
 from specrej.contracts import errors, wire
 from tests.gateway.gateways import BODY, CHAT, STREAM, post, whole_reply
+from tests.images import image_part
 from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"
 WHY = {"role": "user", "content": "why?"}
+CHAT_BODY = {"messages": [WHY], "text_2": "b"}
 VERIFIER = {"name": "answer", "data": {"answer": ["4", None]}}
 
 
@@ -65,6 +67,7 @@ async def test_answers_are_ranked(gateway: Server) -> None:
         (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
         (SCORE, {"text_1": ["a"] * 17, "text_2": ["c"] * 17}, "text_1"),
         (SCORE, {"text_1": "a", "text_2": 3}, "text_2"),
+        (SCORE, {"messages": [{**WHY, "content": [image_part(b"a")]}], "text_2": "a"}, "messages"),
         (RERANK, {"query": "a", "documents": []}, "documents"),
         (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
@@ -80,8 +83,9 @@ async def test_bodies_that_cannot_be_scored(
     ("path", "body", "field", "param"),
     [
         (SCORE, {"text_1": "a", "text_2": "b"}, "responses[1]", "text_2[1]"),
-        (SCORE, {"messages": [WHY], "text_2": "b"}, "prompt.messages[0]", "messages[0]"),
-        (RERANK, {"query": "a", "documents": ["b"]}, "prompt", "query"),
+        (SCORE, CHAT_BODY, "prompt.messages[0].parts[1]", "messages[0].content[1]"),
+        (SCORE, CHAT_BODY, "prompt", "messages"),
+        (RERANK, {"query": "a", "documents": ["b"]}, "prompt.messages[0].content", "query"),
     ],
 )
 async def test_errors_of_scores_have_the_callers_field(

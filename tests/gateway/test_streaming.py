@@ -44,9 +44,13 @@ def test_no_text_is_sent_twice() -> None:
 
 
 def test_the_usage_counts_all_choices() -> None:
-    answer = CompletionAnswer("toy", 2, is_chat=True, logprobs=False)
+    answer = CompletionAnswer("toy", 2, is_chat=False, logprobs=True)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
-    assert json.loads("".join(answer.body(GENERATION)))["usage"] == usage
+    best, other = GENERATION.candidates
+    other = replace(other, tokens=(), logprobs=(), top_logprobs=())
+    made = json.loads("".join(answer.body(replace(GENERATION, candidates=(best, other)))))
+    assert made["usage"] == usage
+    assert [one["logprobs"]["text_offset"] for one in made["choices"]] == [[0, 2, 3], []]
 
 
 async def test_a_client_that_leaves_ends_its_call_at_once() -> None:
