@@ -148,8 +148,7 @@ def test_they_cost_little_memory(tmp_path: Path) -> None:
 
 def test_parts_keep_their_order() -> None:
     red, blue = picture(), picture("jpeg")
-    text = {"type": "text", "text": "and"}
-    prompt = chat(image_part(red), text, image_part(blue, "jpeg"))
+    prompt = chat(image_part(red), {"type": "text", "text": "and"}, image_part(blue, "jpeg"))
     parts = (c.Image(red), c.TextPart("and"), c.Image(blue, "image/jpeg"))
     assert prompt.messages == (c.Message("user", parts=parts),)
     assert upright(prompt) == prompt
@@ -164,8 +163,7 @@ def test_images_that_exif_turns_are_turned() -> None:
     assert turned.size == (12, 16)
     assert not turned.getexif()
     top, bottom = turned.getpixel((6, 1)), turned.getpixel((6, 14))
-    assert isinstance(top, tuple)
-    assert isinstance(bottom, tuple)
+    assert isinstance(top, tuple) and isinstance(bottom, tuple)
     assert top[2] > 150 > bottom[2]  # what was left is on top
 
 

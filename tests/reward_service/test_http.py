@@ -51,11 +51,8 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
             assert (await session.score(candidates)).values == (3.0, 0.0, 1.0)
         (request,) = endpoint.requests
         # The server's reward may change: its version is in the fingerprint.
-        changes: list[dict[str, Any]] = [{"version": "2"}, {"headers": {"X-Team": "b"}}]
-        for change in changes:
-            other = load(
-                "http", url=endpoint.url, **dict[str, Any](headers={"X-Team": "a"}) | change
-            )
+        for version, team in (("2", "a"), ("", "b")):
+            other = load("http", url=endpoint.url, version=version, headers={"X-Team": team})
             assert other.fingerprint != worker.description.fingerprint
             await other.aclose()
     assert request.headers["x-team"] == "a"

@@ -22,7 +22,6 @@ from tests.specrej.test_wire import REQUESTS
 CONTEXT = 2048
 CAP = 128
 VOCABULARY = 300
-INT32_MAX = 2**31 - 1
 GOOD = c.GenerationRequest(prompt=c.Prompt.from_user("why?"), selection=c.Selection(n=8))
 
 
@@ -134,8 +133,8 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     ):
         begun = with_turns(*turns)
         yield replace(begun, prompt=replace(begun.prompt, continue_final=True)), f"prompt.{field}"
-    turns = ("user", " "), ("assistant", "b"), ("user", "c")
-    yield with_turns(*turns), "prompt.messages[0].content"
+    blank = with_turns(("user", " "), ("assistant", "b"), ("user", "c"))
+    yield blank, "prompt.messages[0].content"
 
 
 @pytest.mark.parametrize(("request_", "path"), list(bad_requests()))
@@ -162,8 +161,8 @@ def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
         ],
         with_sampling(stop_token_ids=(0, VOCABULARY - 1)),
         with_sampling(logit_bias=(c.TokenBias(0, -100.0), c.TokenBias(VOCABULARY - 1, 100.0))),
-        with_selection(schedule=c.Schedule("tokens", tokens=(1, 2, INT32_MAX))),
-        *[with_selection(schedule=c.Schedule("memory", first=first)) for first in (1, INT32_MAX)],
+        with_selection(schedule=c.Schedule("tokens", tokens=(1, 2, c.MAX_INT32))),
+        *[with_selection(schedule=c.Schedule("memory", first=first)) for first in (1, c.MAX_INT32)],
         with_selection(rewards=(c.WeightedReward("a", 1.0, c.Normalization("batch"), 0.0),)),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
         with_turns(("system", ""), ("user", "b"), ("assistant", ""), ("user", "d")),
