@@ -154,10 +154,11 @@ export function codeOf(language, body, url) {
     return `curl -sN ${url} \\\n  ${options.join(' \\\n  ')} \\\n  -d ${quoted(json)}`;
   }
   if (language === 'grpcurl') return grpcurl(body, new URL(url));
+  // Not as Python: JSON's true, false and null are other words there.
   return `import json
 import urllib.request
 
-body = ${json}
+body = json.loads(r"""${json}""")
 headers = ${JSON.stringify(headers)}
 call = urllib.request.Request("${url}", json.dumps(body).encode(), headers)
 with urllib.request.urlopen(call) as events:

@@ -9,6 +9,8 @@ const { cost, initial, isLive, level, reduce, scoreOf, shown } = await import(ne
 const { columnsOf } = await import(new URL('columns.js', page));
 const { checkOf, described, lossOf, sentence, stopOf } = await import(new URL('words.js', page));
 const { Player } = await import(new URL('replay.js', page));
+globalThis.matchMedia = () => ({}); // a browser's
+const { codeOf } = await import(new URL('ask.js', page));
 
 const folder = new URL('streams/', import.meta.url);
 const names = readdirSync(folder).map((file) => file.replace('.json', ''));
@@ -27,6 +29,12 @@ function frozen(value) {
 
 const fold = (events) => events.reduce((state, event) => frozen(reduce(state, frozen(event))), frozen(initial()));
 const rowsOf = (state) => state.lanes.map(({ id, row, parent, from, tokens, fate, scores }) => ({ id, row, parent, from, tokens, fate, scores }));
+
+test('in Python a body is text of JSON, whatever is in it', () => {
+  const body = { a: [true, null], b: 'a """\\" \n\\', '': '' };
+  const [, json] = codeOf('python', body, 'http://a/').match(/^body = json\.loads\(r"""(.*?)"""\)$/ms);
+  assert.deepEqual(JSON.parse(json), body);
+});
 
 // Fates as the service reports them, round by round; the answer is the winner.
 function fatesOf(finished) {
