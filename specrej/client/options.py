@@ -58,10 +58,10 @@ def parse_reward(text: str) -> c.WeightedReward:
     stage = parts.pop("stage", "both")
     if stage not in ("both", "cuts", "end"):
         raise ValueError("unknown stage")
-    is_batch = parts.pop("batch", None) == ""
-    if parts:
+    batch = parts.pop("batch", None)
+    if parts or batch:  # a batch has no value
         raise ValueError("unknown part")
-    normalization = c.Normalization("batch" if is_batch else "none")
+    normalization = c.Normalization("none" if batch is None else "batch")
     return c.WeightedReward(name, float(weight or 1), normalization, veto_below, cast(Any, stage))
 
 
@@ -201,10 +201,10 @@ def _flag_type(name: str) -> Callable[[str], object]:
 
 def _with_file(text: str) -> str:
     """A structured output with the text of a file in place of `@FILE`."""
-    kind, at, path = text.partition(":@")
-    if not at:
+    kind, _, given = text.partition(":")
+    if not given.startswith("@"):
         return text
-    given = Path(path).read_text().removesuffix("\n")  # an editor's, not the regex's
+    given = Path(given[1:]).read_text().removesuffix("\n")  # an editor's, not the regex's
     return f"{kind}:{given}"
 
 

@@ -273,7 +273,7 @@ def test_structured_output(tmp_path: Path) -> None:
     assert parsed(f"grammar:@{file}") == c.Grammar('start: "a:b"')
     file.write_text("[0-9]+\n")
     assert parsed(f"regex:@{file}") == c.Regex("[0-9]+")
-    assert parsed("regex:a:b") == c.Regex("a:b")
+    assert parsed("regex:a:@b") == c.Regex("a:@b")
     assert parsed("json_object") == c.JsonObject()
     assert parser.parse_args(["--no-prefer-complete"]).prefer_complete is False
     for bad in ("", "json", "json_schema", "regex:", "json_object:{}", f"regex:@{tmp_path}/none"):

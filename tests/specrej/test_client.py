@@ -117,12 +117,14 @@ def test_options_take_what_flags_and_the_gateway_take(name: Any, text: Any, valu
 
 
 def test_a_wrong_text_is_answered_with_the_texts_to_use() -> None:
-    with pytest.raises(errors.InvalidRequest, match="one of use, bypass, refresh"):
-        build_request("why?", cache="on")
-    with pytest.raises(errors.InvalidRequest, match="must be a number, is 'hot'"):
-        build_request("why?", temperature="hot")
-    with pytest.raises(errors.InvalidRequest, match="must be one of use, bypass, refresh, is True"):
-        build_request("why?", cache=True)
+    for option, text, use in (
+        ("cache", "on", "one of use, bypass, refresh"),
+        ("temperature", "hot", "must be a number, is 'hot'"),
+        ("cache", True, "must be one of use, bypass, refresh, is True"),
+        ("rewards", "a,batch=2", "use NAME"),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=use):
+            build_request("why?", **{option: text})
 
 
 @pytest.mark.parametrize("prompt", [None, 3, ["why?"], [{"role": "user", "text": "why?"}]])
