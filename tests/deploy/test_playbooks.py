@@ -46,7 +46,7 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, successor = authority.issue("orchestrator"), authority.issue("successor")
     own, own_line = new_token("operator")
-    acme, acme_line = new_token("acme")
+    acme, acme_line = new_token("acmé's")
     tokens = tmp_path / "tokens"
     place(tokens, f"{own_line}\n{acme_line}\n")
     environment = {
@@ -62,7 +62,7 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
     ):
         variables = {
             "TOKENS": str(tokens),
-            "TENANT": "acme",
+            "TENANT": "acmé's",
             "GENERATOR": str(stack.processes["generator"]),
             "CERT": str(pair.cert),
             "KEY": str(pair.key),
@@ -75,7 +75,7 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
         }
         await client.generate("why?", n=2, max_tokens=16)
         digest = await shell("Which tenant is it?", variables, tmp_path)
-        assert digest.strip() == tenant_digest("acme")
+        assert digest.strip() == tenant_digest("acmé's")
         assert "toy" in await shell("Rotate a token", variables, tmp_path)
         await shell("Rotate a certificate", variables, tmp_path)
         assert pair.cert.read_bytes() == successor.cert.read_bytes()
