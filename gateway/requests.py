@@ -277,8 +277,11 @@ class ChatRequest(CompletionFields):
         return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
 
     def paths(self) -> dict[str, str]:
-        tools = range(len(self.tools or ()))
-        named = {f"prompt.tools[{n}]": f"tools[{n}].function" for n in tools}
+        functions = [f"tools[{n}]" for n in range(len(self.tools or ()))]
+        for number, message in enumerate(self.messages):
+            calls = range(len(message.tool_calls or ()))
+            functions += (f"messages[{number}].tool_calls[{n}]" for n in calls)
+        named = {f"prompt.{field}": f"{field}.function" for field in functions}
         return {**super().paths(), **named, "prompt": "messages"}
 
 

@@ -242,13 +242,15 @@ def test_what_is_not_supported_is_named(model: Any, fields: dict[str, Any], fiel
 
 
 def test_errors_of_prompts_have_the_callers_field() -> None:
-    call = call_of(chat(tools=F), PRESETS)
+    calls = [{"id": "x", "function": {"name": "f", "arguments": "{"}}]
+    call = call_of(chat(tools=F, messages=[{"role": "assistant", "tool_calls": calls}]), PRESETS)
     names = {
         "prompt": "messages",
+        "prompt.messages[0].tool_calls[0].name": "messages[0].tool_calls[0].function.name",
         "prompt.tools[0].parameters": "tools[0].function.parameters",
         "prompt.tools": "tools",
         "prompt.tool_name": "tool_choice",
-        "prompt.messages[1].tool_call_id": "messages[1].tool_call_id",
+        "prompt.messages[0].tool_call_id": "messages[0].tool_call_id",
     }
     assert {path: call.name_of(path) for path in names} == names
     assert call_of(made(CompletionRequest), PRESETS).name_of("prompt") == "prompt"
