@@ -62,10 +62,9 @@ def _cut(webp: bytes) -> bytes:
 
 def large() -> list[tuple[str, bytes]]:
     """Accepted ones that take most memory, with their types."""
-    size, half = (2048, 2048), (2048, 1024)
-    jpeg = picture("jpeg", size=size, progressive=True, subsampling=0)
-    webp = picture("webp", "RGBA", half, lossless=True)
-    return [("png", picture("png", "RGBA", size)), ("jpeg", jpeg), ("webp", webp)]
+    jpeg = picture("jpeg", size=(2048, 2048), progressive=True, subsampling=0)
+    webp = picture("webp", "RGBA", (2048, 1024), lossless=True)
+    return [("png", picture("png", "RGBA", (2048, 2048))), ("jpeg", jpeg), ("webp", webp)]
 
 
 def hostile() -> Iterator[tuple[str, str, Callable[[], bytes]]]:

@@ -262,8 +262,7 @@ def test_parsed_answers_can_be_turns(value: Any) -> None:
     answer: Any = chat_types.ParsedChatCompletionMessage(
         role="assistant", content='{"a":1}', parsed=value
     )
-    user = {"role": "user", "content": "x"}
-    call = call_of(chat(messages=[user, answer.model_dump(), user]), PRESETS)
+    call = call_of(chat(messages=[USER, answer.model_dump(), USER]), PRESETS)
     assert call.prompt.messages[1] == c.Message("assistant", '{"a":1}')
 
 

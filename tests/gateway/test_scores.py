@@ -116,8 +116,8 @@ async def test_data_stages_and_stops_arrive(
     assert (status, reply["error"]["param"]) == (400, "specrej.rewards")
     assert "verifier" in reply["error"]["message"]
     for choices in (1, 5):
-        named = {**verified, "n": choices, "specrej": {"rewards": [VERIFIER]}}
-        await post(gateway.port, CHAT, named)
+        verified |= {"n": choices, "specrej": {"rewards": [VERIFIER]}}
+        await post(gateway.port, CHAT, verified)
     own, voting, usual, verify, several = (
         wire.request_from_message(sent, []).selection for sent in orchestrator.requests
     )
@@ -133,18 +133,13 @@ async def test_data_stages_and_stops_arrive(
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_verified"),
-    [
-        ({}, True),
-        ({"score": 0.75}, False),
-        ({"finish": c.FinishReason.LENGTH}, False),
-        ({"vetoed": True}, False),
-    ],
+    "changes", [{}, {"score": 0.75}, {"finish": c.FinishReason.LENGTH}, {"vetoed": True}]
 )
 async def test_an_answer_says_whether_it_is_verified(
-    gateway: Server, orchestrator: FakeOrchestrator, changes: dict[str, Any], is_verified: bool
+    gateway: Server, orchestrator: FakeOrchestrator, changes: dict[str, Any]
 ) -> None:
     """Guards against a truncated or vetoed text as a verified one, and NaN in JSON."""
+    is_verified = not changes
     best = replace(GENERATION.best, score=1.0, rewards=(1.0, math.nan), vote="4")
     votes = (c.VoteShare("4", 1.0, 2),)
     made = replace(GENERATION, candidates=(replace(best, **changes),), votes=votes, num_begun=4)

@@ -46,9 +46,9 @@ def test_no_text_is_sent_twice() -> None:
 def test_the_usage_counts_all_choices() -> None:
     answer = CompletionAnswer("toy", 2, is_chat=False, logprobs=True)
     usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
-    best, other = GENERATION.candidates
-    other = replace(other, tokens=(), logprobs=(), top_logprobs=())
-    made = json.loads("".join(answer.body(replace(GENERATION, candidates=(best, other)))))
+    bare = replace(GENERATION.candidates[1], tokens=(), logprobs=(), top_logprobs=())
+    two = replace(GENERATION, candidates=(GENERATION.best, bare))
+    made = json.loads("".join(answer.body(two)))
     assert made["usage"] == usage
     assert [one["logprobs"]["text_offset"] for one in made["choices"]] == [[0, 2, 3], []]
 

@@ -313,13 +313,12 @@ def test_data_is_any_json_and_in_no_error() -> None:
     rewards = [{"name": "a", "data": {"answer": ["4", None]}}, {"name": "b", "data": "[1]"}]
     sent = build_request("why?", rewards=rewards).selection.rewards
     assert [reward.data for reward in sent] == ['{"answer":["4",null]}', "[1]"]
-    wrong: tuple[Any, ...] = (
+    for value in (
         [{"name": "a", "data": {"quokka": {1}}}],
         [{"name": "a", "dada": "quokka"}],
         {"name": "a", "data": {"answer": "quokka"}},
         [{"name": 3, "data": "quokka"}],
-    )
-    for value in wrong:
+    ):
         with pytest.raises(errors.InvalidRequest) as refused:
             build_request("why?", rewards=value)
         assert "quokka" not in str(refused.value)

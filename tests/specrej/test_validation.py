@@ -19,9 +19,7 @@ from specrej.contracts.errors import Violation
 from specrej.contracts.validation import MAX_PROMPT_CHARACTERS, check_request
 from tests.specrej.test_wire import REQUESTS
 
-CONTEXT = 2048
-CAP = 128
-VOCABULARY = 300
+CONTEXT, CAP, VOCABULARY = 2048, 128, 300
 GOOD = c.GenerationRequest(prompt=c.Prompt.from_user("why?"), selection=c.Selection(n=8))
 
 
