@@ -151,10 +151,6 @@ class Admission:
             try:
                 yield permit
             finally:
-                unused = min(permit.unused, tokens) / own.weight * permit.is_charged
-                own.start -= unused
-                if permit.is_first:
-                    self._give_back(own, unused)
                 self._note(tenant, self._clock() - permit.began_s, tokens)
                 self._release(own, tokens, permit)
         finally:
@@ -251,7 +247,8 @@ class Admission:
         except (asyncio.CancelledError, Overloaded):
             own.line.pop(permit, None)
             if permit.done() and not (permit.cancelled() or permit.exception()):
-                self._release(own, tokens, permit.result())  # cancelled before it resumed
+                permit.result().unused = tokens  # cancelled before it resumed
+                self._release(own, tokens, permit.result())
             elif own.dues:  # of the first in line, which this one may have been
                 before, own.dues = own.dues, next(iter(own.line.values()), 0) / own.weight
                 self._give_back(own, before - own.dues)
@@ -282,7 +279,11 @@ class Admission:
         return Permit(bool(lines), is_beyond, is_first, began_s)
 
     def _release(self, own: _Tenant, tokens: int, permit: Permit) -> None:
-        """Return a permit, and give those that are free to the next in line."""
+        """Return a permit and what it did not use; give those that are free to the next in line."""
+        unused = min(permit.unused, tokens) / own.weight * permit.is_charged
+        own.start -= unused
+        if permit.is_first:
+            self._give_back(own, unused)
         own.running -= 1
         self.running -= 1
         self._beyond -= permit.is_beyond

@@ -136,15 +136,21 @@ async def test_a_new_request_does_not_overtake_the_queue() -> None:
 
 
 async def test_a_request_cancelled_as_it_gets_its_permit_passes_it_on() -> None:
-    """Guards against a permit that is lost because its new holder is cancelled before it runs."""
-    requests = Requests(1, 2)
-    await requests.arrive(3)
+    """Guards against a permit that is lost because its new holder is cancelled before it runs, and
+    a tenant against paying for it."""
+    requests = Requests(1, 3)
+    await requests.serve("a", "b")
+    for tenant, tokens in (("", 1), ("a", 100), ("b", 50)):
+        await requests.arrive(tenant=tenant, tokens=tokens)
     requests.finish(0)
     await until(lambda: requests.admission.queued == 1, every_s=0)
     assert requests.entered == [0]  # the permit is granted, the task has not resumed
     requests.tasks[1].cancel()
     await turns()
     assert requests.tasks[1].cancelled() and requests.entered == [0, 2]
+    for tenant in "ba":  # 3, 4
+        await requests.arrive(tenant=tenant, tokens=10)
+    assert await requests.next() == 4
     await requests.finish_all()
     assert requests.counts == (0, 0)
 
