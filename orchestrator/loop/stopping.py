@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import accumulate
 
 from orchestrator.loop.votes import Choice, is_decided, votes_needed
@@ -64,4 +65,5 @@ def least_confidence(confidences: Sequence[float], window: int) -> float:
 def threshold(confidences: Sequence[float], keep: float) -> float:
     """The greatest one that at least the fraction `keep` of them reaches; -inf of none."""
     ordered = sorted(confidences, reverse=True)
-    return ordered[math.ceil(keep * len(ordered)) - 1] if ordered else -math.inf
+    # In binary, 0.28 * 25 is above 7.
+    return ordered[math.ceil(Decimal(repr(keep)) * len(ordered)) - 1] if ordered else -math.inf

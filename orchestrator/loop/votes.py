@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,8 +84,11 @@ def is_decided(choices: list[Choice], vote: Vote, num_left: int) -> bool:
 def votes_needed(choices: list[Choice], vote: Vote, num_left: int) -> int:
     """The fewest of `num_left` further votes that decide, if all are for the leading answer."""
     first, second = _leaders(choices)
-    fewer = range(1, num_left)
-    return next((k for k in fewer if _is_safe(first + k, second, vote, num_left - k)), num_left)
+
+    def decide(more: int) -> bool:
+        return _is_safe(first + more, second, vote, num_left - more)
+
+    return min(num_left, 1 + bisect_left(range(1, num_left), True, key=decide))
 
 
 def _leaders(choices: list[Choice]) -> tuple[int, int]:
@@ -108,5 +112,8 @@ def probability_ahead(count: int, other: int) -> float:
     In closed form: at most `count` heads in count + other + 1 tosses of a fair coin.
     """
     tosses = count + other + 1
-    heads = sum(math.comb(tosses, number) for number in range(count + 1))
-    return heads / (1 << tosses)
+    ways = all_ways = 1  # of tosses with so many heads, and with at most so many
+    for heads in range(count):
+        ways = ways * (tosses - heads) // (heads + 1)
+        all_ways += ways
+    return all_ways / (1 << tosses)
