@@ -136,7 +136,8 @@ async def run(
             metrics.add(names.REQUESTS_RESTARTED, result=result)
         if second.is_lost:
             second.end_without_generator(None)
-    generation = replace(answering.generation(), reduced=is_reduced)
+    answering.state.reduced |= is_reduced
+    generation = answering.generation()
     if progress and has_restarted and not generation.best.text.startswith(progress.sent):
         raise errors.Unavailable("a generator was lost, and the text of the other one differs")
     if progress:

@@ -767,31 +767,37 @@ async def test_a_wave_that_would_be_late_does_not_begin() -> None:
     assert len(generation.candidates) == 4
 
 
-@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("away")])
-async def test_a_wave_without_a_session_leaves_the_answers_so_far(error: Exception) -> None:
-    class Full(ToyGenerator):
-        @asynccontextmanager
-        async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
-            if spec.first_id:
-                raise error
-            async with super().open(spec) as session:
-                yield session
+class Losing(FaultyGenerator):
+    """Loses so many first sessions of a later wave; others of these raise `full`."""
 
-    generation = await answers_of(Full(), n=8, waves=2, algorithm=BEST_OF_N)
+    def __init__(self, num_lost: int, full: Exception | None = None) -> None:
+        super().__init__(error=c.GeneratorLost)
+        self.num_lost, self.full = num_lost, full
+
+    @asynccontextmanager
+    async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
+        loses = spec.first_id > 0 and self.num_broken < self.num_lost
+        if self.full and spec.first_id and not loses:
+            raise self.full
+        self.breaks_at = 5 if loses else 10**9
+        async with super().open(spec) as session:
+            yield session
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("away")])
+async def test_a_wave_without_a_session_leaves_the_answers_so_far(
+    error: Exception, num_lost: int
+) -> None:
+    """Such an answer is not stored, so it must say so."""
+    generator = Losing(num_lost, error)
+    generation = await answers_of(generator, n=8, waves=2, algorithm=BEST_OF_N)
     assert (generation.num_begun, generation.reduced) == (2, True)
 
 
 async def test_a_generator_lost_in_a_later_wave_is_replaced() -> None:
     """Guards against waves that begin again after the one that was lost."""
-
-    class Losing(FaultyGenerator):
-        @asynccontextmanager
-        async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
-            self.breaks_at = 5 if spec.first_id and not self.num_broken else 10**9
-            async with super().open(spec) as session:
-                yield session
-
-    generator = Losing(error=c.GeneratorLost)
+    generator = Losing(1)
     whole = await answers_of(n=4, waves=2, algorithm=BEST_OF_N)
     generation = await answers_of(generator, n=4, waves=2, algorithm=BEST_OF_N)
     assert generator.num_broken == 1
