@@ -286,9 +286,13 @@ class RunState:
 
     def _vote_of(self, row: Row) -> str | None:
         """By the parsed calls, if the prompt has tools, and else by its text without reasoning."""
-        if row.parts and self.form.tool_format and self.vote and self.vote.extractor == "tool_call":
-            return vote_of_calls(row.parts.tool_calls)
-        return self.extract(answer_text(row.latest.text, self.form))
+        is_by_calls = self.vote and self.vote.extractor == "tool_call" and self.form.tool_format
+        try:
+            if row.parts and is_by_calls:
+                return vote_of_calls(row.parts.tool_calls)
+            return self.extract(answer_text(row.latest.text, self.form))
+        except RecursionError:  # of JSON that is nested too deep to be written again
+            return None
 
     def unconfident(self, cut: c.ConfidenceCut) -> set[int]:
         """Live candidates of a later wave that are less confident than the first wave's threshold.
@@ -300,7 +304,8 @@ class RunState:
             return least_confidence(self.rows[number].confidences, cut.window)
 
         first = [least(n) for n in range(self.num_first) if self.rows[n].has_ended]
-        return {n for n in self.live if least(n) < threshold(first, cut.keep)}
+        lowest = threshold(first, cut.keep)
+        return {n for n in self.live if least(n) < lowest}
 
     def _ranked(self, scores: Mapping[int, float]) -> list[int]:
         vetoed = {number for number in scores if self.rows[number].is_vetoed}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from generator_service.engine.commands import ReportRate
 from generator_service.toy import ToyGenerator, ToySession
+from orchestrator.edge.extractors import extractor
 from orchestrator.loop import run_state
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import RunState
@@ -660,9 +661,16 @@ async def test_candidates_without_a_vote_are_answers_of_last_resort() -> None:
     generation = await answers_of(**voting, extract=lambda t: "short" if len(t) < 60 else None)
     assert generation.best.vote == "short"
     assert max(one.score for one in generation.candidates) > generation.best.score
-    none = await answers_of(**voting, extract=lambda _: None)
-    assert (none.best.vote, none.votes, none.num_distinct) == (None, (), 0)
-    assert none.best.score == max(one.score for one in none.candidates)
+
+    def too_deep(_: str) -> None:
+        """JSON that can be read and not written."""
+        for depth in range(700, 1050, 50):
+            extractor(c.Vote("json"), {})("[" * depth + "]" * depth)
+
+    for nothing in (lambda _: None, too_deep):
+        none = await answers_of(**voting, extract=nothing)
+        assert (none.best.vote, none.votes, none.num_distinct) == (None, (), 0)
+        assert none.best.score == max(one.score for one in none.candidates)
 
 
 async def test_a_reward_of_the_end_scores_only_what_ends_without_a_veto() -> None:
