@@ -579,23 +579,29 @@ class _Run:
                 return False
             return bool(candidate.finish) or not self._is_check or index in vetoing
 
-        await self._score_by([*fresh, *self._compared_again(fresh)], fresh, comes_first)
+        compared = [*fresh, *self._compared_again(fresh)]
+        await self._score_by(compared, fresh, comes_first)
         rows = self.state.rows
-        last = [one for one in fresh if one.finish and not rows[one.id].is_vetoed]
+        last = [one for one in compared if one.finish and not rows[one.id].is_vetoed]
         await self._score_by(last, fresh, lambda index, _: self.rewards[index].stage == "end")
 
     async def _score_by(
         self, candidates: Sequence[c.Candidate], fresh: Sequence[c.Candidate], wants: Wants
     ) -> None:
-        """Score those of the candidates that a reward wants; `fresh`: of this round."""
-        began, rewards = self.clock(), range(len(self.rewards))
-        candidates = [one for one in candidates if any(wants(index, one) for index in rewards)]
-        if not candidates:
+        """Score those of the candidates that a reward wants; `fresh`: of this round. Others, with
+        these, by the rewards that compare."""
+        began, rewards, new = self.clock(), range(len(self.rewards)), {one.id for one in fresh}
+
+        def wanted(index: int, one: c.Candidate) -> bool:
+            return wants(index, one) and (one.id in new or index in self.state.compare)
+
+        candidates = [one for one in candidates if any(wanted(index, one) for index in rewards)]
+        if new.isdisjoint(one.id for one in candidates):
             return
         with telemetry.span(names.SPAN_SCORE):
             try:
                 patience_s = self.deadline.score_patience_s
-                scored = await self.scorer.score(candidates, patience_s, wants)
+                scored = await self.scorer.score(candidates, patience_s, wanted)
             except TimeoutError as error:
                 if self._ends_without(fresh):
                     raise OutOfTime from None
@@ -615,7 +621,7 @@ class _Run:
             return []
         most = max(state.n, branching.width if branching else 0)
         earlier = state.ended - {candidate.id for candidate in fresh}
-        best = state.ranking(earlier)[: max(0, most - len(fresh))]
+        best = [n for n in state.answers() if n in earlier][: max(0, most - len(fresh))]
         return [state.rows[number].latest for number in best]
 
     def _ends_without(self, fresh: Sequence[c.Candidate]) -> bool:

@@ -97,7 +97,7 @@ class RunState:
     open_ms: float = 0.0
     first_round_ms: float = 0.0
     hurried: bool = False
-    compare: bool = False  # whether a reward compares the candidates of a batch only
+    compare: frozenset[int] = frozenset()  # rewards that compare the candidates of a batch only
     num_tokens: int = 0  # of every live candidate
     num_started: int = 0  # live when the latest round began
     num_generated: int = 0  # tokens of the latest round
@@ -205,7 +205,7 @@ class RunState:
         Raises:
             RewardInvalid: a weighted sum is not finite.
         """
-        self.compare = (self.compare or scored.compare) and not scored.is_fallback
+        self.compare = frozenset() if scored.is_fallback else self.compare | scored.compare
         if scored.is_fallback and c.Degradation.REWARD not in self.degradations:
             self.degradations.append(c.Degradation.REWARD)
             self.rewards = (c.WeightedReward(LIKELIHOOD),)
@@ -434,7 +434,7 @@ class RunState:
             degradations=tuple(self.degradations),
             hurried=self.hurried,
             reduced=self.reduced,
-            relative_scores=self.compare or self._is_relative,
+            relative_scores=bool(self.compare) or self._is_relative,
             stopped_by=self.stopped_by,
             votes=tuple(
                 c.VoteShare(choice.answer[:_MAX_VOTE], choice.weight / total, choice.count)

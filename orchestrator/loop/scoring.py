@@ -55,7 +55,7 @@ class RawScores:
     computed_tokens: int = 0
     fingerprints: tuple[str, ...] = ()
     is_fallback: bool = False
-    compare: bool = False  # whether a reward compares the candidates of a batch only
+    compare: frozenset[int] = frozenset()  # rewards that compare the candidates of a batch only
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +135,7 @@ class RequestScorer:
             tuple(zip(*columns, strict=True)),
             sum(part.computed_tokens for part in parts),
             () if None in known else tuple(str(one) for one in known),
-            compare=any(part.compare for part in parts),
+            compare=frozenset(n for n, part in zip(wanted, parts, strict=True) if part.compare),
         )
 
     def _begun(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

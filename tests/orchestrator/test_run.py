@@ -451,15 +451,25 @@ class ComparingScorer(FixedScorer):
         return c.Scores(tuple(shares) if len(own) > 1 else (0.5,), compare=True)
 
 
-@pytest.mark.parametrize("branching", [None, c.Branching(8, 4)])
-async def test_answers_of_all_rounds_are_compared(branching: c.Branching | None) -> None:
+@pytest.mark.parametrize(
+    ("branching", "stages"),
+    [(None, ["both"]), (c.Branching(8, 4), ["both"]), (None, ["end"]), (None, ["cuts", "end"])],
+)
+async def test_answers_of_all_rounds_are_compared(
+    branching: c.Branching | None, stages: list[Any]
+) -> None:
     """Guards against scores of different batches in one ranking: the last candidate, which is
     better than all, would have 0.5, and an early answer of a weak batch more."""
+    rewards = tuple(c.WeightedReward(stage, stage=stage) for stage in stages)
     for seed in range(12):
-        scorer = ComparingScorer(seed)
+        scorer, lengths = ComparingScorer(seed), FixedScorer()
         schedule = c.Schedule(first=6, factor=1.5)
-        asked = request(16, branching=branching, schedule=schedule, prefer_complete=True)
-        generation = await answer(asked, ToyGenerator(end_every=12), scorer)
+        asked = request(
+            16, branching=branching, schedule=schedule, prefer_complete=True, rewards=rewards
+        )
+        scorers = [lengths, scorer][-len(stages) :]
+        generation = await answer(asked, ToyGenerator(end_every=12), scorers)
+        assert len({*lengths.seen}) == len(lengths.seen), "it compares nothing"
         finished = [made for made in generation.candidates if made.finish is c.FinishReason.STOP]
         assert len(finished) > 1 and generation.relative_scores
         assert generation.best.id == max(
