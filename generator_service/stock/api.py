@@ -267,9 +267,10 @@ def part_of(
         if has_ids:
             ids = ids or [_count(one) for one in choice.get("token_ids") or ()]
         else:
-            text = (text_of_choice or _text)(choice)
+            text, delta = (text_of_choice or _text)(choice), choice.get("delta", choice) or {}
             is_whole = "message" in choice or (choice.get("finish_reason") and usage and not made)
-            counted = usage["completion_tokens"] if is_whole and not logprobs else bool(text)
+            is_said = text and any(delta.values())  # else it ends a call or reasoning
+            counted = usage["completion_tokens"] if is_whole and not logprobs else bool(is_said)
             logprobs = logprobs or [0.0] * _count(counted)
             ids = [*range(made, made + len(logprobs))]
         if len(logprobs) != len(ids) or len(top) != (len(ids) if most and has_ids else 0):

@@ -241,6 +241,20 @@ async def test_chats_have_tools_as_the_server_takes_them(servers: Servers, strea
         assert body["tool_choice"] == {"type": "function", "function": {"name": "count"}}
 
 
+async def test_a_call_that_is_cut_off_has_no_more_tokens(servers: Servers) -> None:
+    """Guards a session: the end of the call, which is written here, was counted as a token."""
+    deltas: list[Any] = [{"index": 0, "function": {"name": "count", "arguments": '{"a": "'}}]
+    deltas += [{"index": 0, "function": {"arguments": "x"}}] * 23
+    choices: list[Any] = [{"delta": {"tool_calls": [call]}} for call in deltas]
+    choices += [{"delta": {"content": ""}, "finish_reason": "length"}]
+    lines = [*(line_of({"choices": [choice]}) for choice in choices), b"data: [DONE]\n\n"]
+    model = Completions(servers.directory, "chat", tools=True)
+    async with started(model) as server:
+        model.behave(script=lambda *_: replace(events(*lines), keeps=True))
+        parts, _ = await answered(server, c.Prompt(TURNS, tools=TOOLS))
+        assert parts and not parts.tool_calls and parts.content.count("x") == 23
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("finish", ["stop", "length"])
