@@ -4,9 +4,8 @@ Every token is a hash of (seed, candidate, step), so a survivor's text never dep
 neighbours. Of the sampling it follows ends, stop tokens and log-probabilities, ignores what would
 change the draws, and refuses structured outputs. With tools it makes the calls that the last turn
 of the user names, such as `call add {"a": 1}`, those after a "then" in a turn of their own, and
-answers with their results; with `Prompt.thinking` it reasons first. No model, no torch; a session
-that does not fit is refused and never waits. Options make its steps slow or fail, so that tests can
-interrupt a request under way.
+answers with their results; with `Prompt.thinking` it reasons first. No model, no torch. Options
+make its steps slow or fail, so that tests can interrupt a request under way.
 """
 
 from __future__ import annotations
@@ -314,7 +313,7 @@ class ToyGenerator:
     def load(self) -> Load:
         """Slots and sessions as of now."""
         slots = c.SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
-        return Load(slots, self.ledger.num_sessions, 0)
+        return Load(slots, self.ledger.num_sessions, len(self.queue))
 
     async def describe(self) -> c.GeneratorDescription:
         load = self.load()
@@ -329,6 +328,7 @@ class ToyGenerator:
             device="none",
             slots=load.slots,
             sessions=load.sessions,
+            waiting=load.waiting,
             can_fork=True,
             tool_format=_TOOL_FORMAT,
         )

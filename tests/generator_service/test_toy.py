@@ -86,7 +86,7 @@ async def test_sessions_wait_for_slots_until_a_cut_or_an_end_frees_them() -> Non
         waiting = [asyncio.create_task(one()) for _ in range(2)]
         await until(lambda: len(toy.queue) == 2)
         await first.extend(4)
-        assert not opened
+        assert not opened and (await toy.describe()).waiting == 2
         with pytest.raises(Overloaded):
             async with toy.open(spec):
                 pass
