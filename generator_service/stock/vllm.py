@@ -6,8 +6,10 @@ A round is a request of vLLM's, whose prompt ends with a candidate's tokens so f
 prefix cache keeps their keys and values in whole blocks, so a survivor computes at most one block
 again per round. Draws are vLLM's, by a seed per request. Log-probabilities are vLLM's
 `raw_logprobs`: temperature 1, the whole distribution. With them scheduling, input and output take
-half as much again, so it is not asked for those that nobody reads. Structured outputs are vLLM's,
-too, by llguidance, after the generator has compiled and tried them.
+half as much again, so it is not asked for those that nobody reads. Then nothing shows logits that
+are not finite: vLLM draws token 0 from them, with a structured output the first one that conforms.
+They usually stay so, so where a request ends with token 0 the token's log-probability is looked at.
+Structured outputs are vLLM's, too, by llguidance, after the generator has compiled and tried them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from generator_service.admission import SPARE_BLOCKS
-from generator_service.engine.commands import OnStep, Top
+from generator_service.engine.commands import OnStep, OpenCommand, Top
 from generator_service.engine.generator import Frontend
 from generator_service.engine.sampling import LEAST_LOGPROB
 from generator_service.engine.text import Text
@@ -88,15 +90,9 @@ class VLLMRequests:
     async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """As `Requests.generate`."""
         command, params = ask.command, self._params(ask)
-        num_prompt = len(command.prompt_ids) + len(ask.token_ids)
+        num_prompt, made = len(command.prompt_ids) + len(ask.token_ids), [*ask.token_ids]
         async with self._places.take(ask.session, command.cache_salt):
-            prompt: Any
-            if command.images:
-                prompt = await command.images.rendered(ask.token_ids)
-            else:
-                ids = [*command.prompt_ids, *ask.token_ids]
-                prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
-            outputs = self.llm.generate(prompt, params, next(self._names))
+            outputs = await self._outputs(command, made, params)
             if not self._num_running:
                 self._last_part = time.monotonic()
             self._num_running += 1
@@ -107,6 +103,11 @@ class VLLMRequests:
                     part = _part(output.outputs[0], command.sampling.top_logprobs)
                     if not ask.with_logprobs:
                         part.logprobs = [0.0] * len(part.token_ids)
+                    made += part.token_ids
+                    if part.finish and params.logprobs is None and made[-1:] == [0]:
+                        one = SamplingParams(max_tokens=1, logprobs=0, flat_logprobs=True)
+                        async for last in await self._outputs(command, made[:-1], one):
+                            _part(last.outputs[0], 0)
                     if is_first:
                         part.prompt_tokens = num_prompt
                         part.cached_tokens = output.num_cached_tokens
@@ -122,6 +123,18 @@ class VLLMRequests:
             finally:
                 self._num_running -= 1
                 await outputs.aclose()
+
+    async def _outputs(
+        self, command: OpenCommand, made: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Any, None]:
+        """A request of the tokens after those that a candidate has."""
+        if command.images:
+            prompt = await command.images.rendered(made)
+        else:
+            ids = [*command.prompt_ids, *made]
+            prompt = tokens_input(ids, cache_salt=command.cache_salt or None)
+        outputs: AsyncGenerator[Any, None] = self.llm.generate(prompt, params, next(self._names))
+        return outputs
 
     def heartbeat_s(self) -> float:
         """Seconds since the last part while requests run; infinite if vLLM has ended."""

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
 from generator_service.admission import Blocks
 from generator_service.stock.generator import StockGenerator
-from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
+from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec, TokenBias
 from specrej.contracts.errors import InternalError, Unavailable
 from tests.conformance.conftest import Started
 from tests.conformance.sessions import drawn
-from tests.conformance.subjects import CAPACITY, PROMPT, metric, own, vllm
+from tests.conformance.subjects import CAPACITY, PROMPT, metric, own, save_model, vllm
 from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
 from tests.serving import until
 
@@ -71,6 +72,25 @@ async def fill(generator: Generator) -> None:
 
     assert min(await asyncio.gather(run("one"), run("other"))) > 0
     assert metric("vllm:num_preemptions_total") == preempted
+
+
+async def test_logits_that_become_nan_end_their_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against text of token 0, which vLLM draws from them without an error."""
+    save_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][200] = math.nan  # which is refused, but for this patch
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr("generator_service.stock.vllm.check_tensors", lambda *_, **__: None)
+    async with vllm(tmp_path) as subject:
+        for token, is_finite in ((0, True), (200, False)):
+            sampling = Sampling(24, ignore_eos=True, logit_bias=(TokenBias(token, 100.0),))
+            spec = SessionSpec(PROMPT, 2, sampling, 1, without_likelihood=True)
+            async with subject.generator.open(spec) as session:
+                await session.extend(1)
+                with nullcontext() if is_finite else pytest.raises(InternalError, match="finite"):
+                    await session.extend(8)
 
 
 async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
