@@ -27,22 +27,30 @@ class Outcome(NamedTuple):
 async def outcome_of(
     *command: str | Path, folder: Path = ROOT, bound_s: float = 240, **environment: str
 ) -> Outcome:
-    """The outcome of a command in `folder`."""
+    """The outcome of a command in `folder`.
+
+    Raises:
+        AssertionError: it did not end; with its output, and the stacks of a program of Python.
+    """
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
         stdin=DEVNULL,
         stdout=PIPE,
         stderr=PIPE,
         start_new_session=True,
     )
+    ending = asyncio.ensure_future(process.communicate())
     try:
-        output, errors = await asyncio.wait_for(process.communicate(), bound_s)
+        is_late = not (await asyncio.wait({ending}, timeout=bound_s))[0]
     finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # also what holds its pipes open
-            await process.wait()
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            if not ending.done():
+                os.killpg(process.pid, number)  # also what holds its pipes open
+                await asyncio.wait({ending}, timeout=2)
+    output, errors = await ending
+    assert not is_late, f"no end within {bound_s:g} s: {output.decode()}{errors.decode()}"
     assert process.returncode is not None
     return Outcome(process.returncode, output.decode(), errors.decode())
 
