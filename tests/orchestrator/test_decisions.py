@@ -18,23 +18,8 @@ from orchestrator.loop.composition import combine
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.rejection import cut, forks_of, num_kept, num_released, rank, width_at
 from orchestrator.loop.schedule import most_rounds, next_decision_token
-from orchestrator.loop.votes import (
-    Ballot,
-    Choice,
-    is_decided,
-    probability_ahead,
-    tally,
-    votes_needed,
-)
-from specrej.contracts import (
-    Branching,
-    Normalization,
-    Schedule,
-    Selection,
-    StopReason,
-    Vote,
-    WeightedReward,
-)
+from orchestrator.loop.votes import Ballot, is_decided, probability_ahead, tally, votes_needed
+from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, RewardInvalid
 from tests.orchestrator.caching import Clock
 
@@ -164,18 +149,14 @@ def test_forks_fill_a_width_evenly(survivors: list[int], width: int) -> None:
 
 @pytest.mark.parametrize(
     ("taper", "expected"),
-    [
-        (0.0, [32] * 6),
-        (0.5, [32, 23, 16, 11, 8, 6]),
-        (1.0, [32, 16, 8, 4, 2, 2]),  # never below `keep`
-    ],
+    [(0.0, [32] * 6), (0.5, [32, 23, 16, 11, 8, 6]), (1.0, [32, 16, 8, 4, 2, 2])],
 )
 def test_a_taper_bounds_the_tokens_of_a_round(taper: float, expected: list[int]) -> None:
     """Guards against a last round that generates more than all others, and against an exponent on
-    the wrong side. The rounds begin at 16, 32, 64, ... tokens."""
-    widths = [width_at(Branching(32, 2, taper), 16, 16 * 2**number) for number in range(6)]
+    the wrong side. The rounds begin at 16, 32, 64, ... tokens; `keep` is 2."""
+    widths = [width_at(c.Branching(32, 2, taper), 16, 16 * 2**number) for number in range(6)]
     assert widths == expected
-    assert width_at(Branching(32, 2, taper), 16, 4) == 32
+    assert width_at(c.Branching(32, 2, taper), 16, 4) == 32
 
 
 # Decision tokens: where rounds end
@@ -184,17 +165,17 @@ def test_a_taper_bounds_the_tokens_of_a_round(taper: float, expected: list[int])
 @pytest.mark.parametrize(
     ("schedule", "max_tokens", "decision_tokens"),
     [
-        (Schedule("memory"), 100, [100]),
-        (Schedule("tokens", tokens=(5, 20, 60)), 100, [5, 20, 60, 100]),
-        (Schedule("tokens", tokens=(5, 200)), 100, [5, 100]),
-        (Schedule(first=16, factor=2.0), 128, [16, 32, 64, 128]),
-        (Schedule(first=16, factor=2.0), 10, [10]),
+        (c.Schedule("memory"), 100, [100]),
+        (c.Schedule("tokens", tokens=(5, 20, 60)), 100, [5, 20, 60, 100]),
+        (c.Schedule("tokens", tokens=(5, 200)), 100, [5, 100]),
+        (c.Schedule(first=16, factor=2.0), 128, [16, 32, 64, 128]),
+        (c.Schedule(first=16, factor=2.0), 10, [10]),
         # floor(1.1**i) stays 1 for long: repeated tokens would be rounds of no tokens.
-        (Schedule(first=1, factor=1.1), 8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (c.Schedule(first=1, factor=1.1), 8, [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
 )
 def test_decision_tokens_of_each_kind_of_schedule(
-    schedule: Schedule, max_tokens: int, decision_tokens: list[int]
+    schedule: c.Schedule, max_tokens: int, decision_tokens: list[int]
 ) -> None:
     for last, following in pairwise([0, *decision_tokens]):
         assert next_decision_token(schedule, last, max_tokens) == following
@@ -207,7 +188,7 @@ def test_a_geometric_schedule_has_no_empty_rounds_and_no_more_than_it_is_charged
     first: int, factor: float, max_tokens: int, cached: int
 ) -> None:
     """Where rounds cost, each ends one token behind a whole block."""
-    schedule = Schedule(first=first, factor=factor)
+    schedule = c.Schedule(first=first, factor=factor)
     num_tokens = num_rounds = 0
     while num_tokens < max_tokens:
         planned = next_decision_token(schedule, num_tokens, max_tokens)
@@ -223,8 +204,8 @@ def test_a_geometric_schedule_has_no_empty_rounds_and_no_more_than_it_is_charged
 
 
 # Raw values of each candidate, one per reward, and the rewards.
-ScoredValues = tuple[dict[int, tuple[float, ...]], list[WeightedReward]]
-BATCH = Normalization("batch")
+ScoredValues = tuple[dict[int, tuple[float, ...]], list[c.WeightedReward]]
+BATCH = c.Normalization("batch")
 RAW_VALUES = st.floats(-1e6, 1e6)
 WEIGHTS = st.floats(-1e6, 1e6).filter(lambda weight: abs(weight) > 1e-9)
 
@@ -234,10 +215,10 @@ def scored(draw: st.DrawFn, values: st.SearchStrategy[float] = RAW_VALUES) -> Sc
     """Up to 12 candidates' raw values of up to 4 rewards."""
     count = draw(st.integers(1, 4))
     rewards = [
-        WeightedReward(
+        c.WeightedReward(
             f"r{index}",
             draw(WEIGHTS),
-            draw(st.sampled_from([Normalization(), BATCH])),
+            draw(st.sampled_from([c.Normalization(), BATCH])),
             draw(st.none() | st.floats(-1e6, 1e6)),
         )
         for index in range(count)
@@ -246,10 +227,10 @@ def scored(draw: st.DrawFn, values: st.SearchStrategy[float] = RAW_VALUES) -> Sc
     return draw(st.dictionaries(st.integers(0, 99), rows, min_size=1, max_size=12)), rewards
 
 
-def single(values: Sequence[float], reward: WeightedReward | None = None) -> list[float]:
+def single(values: Sequence[float], reward: c.WeightedReward | None = None) -> list[float]:
     """The scores from one reward's values."""
     rows = {number: (value,) for number, value in enumerate(values)}
-    verdicts = combine(rows, [reward or WeightedReward("r", normalization=BATCH)])
+    verdicts = combine(rows, [reward or c.WeightedReward("r", normalization=BATCH)])
     return [verdicts[number].score for number in rows]
 
 
@@ -292,7 +273,7 @@ def test_equal_values_are_normalised_to_0(value: float, count: int) -> None:
 @given(st.lists(RAW_VALUES, min_size=1, max_size=10), WEIGHTS)
 def test_a_single_reward_scores_by_its_weight(values: list[float], weight: float) -> None:
     """Guards against a weight that applies only among several rewards."""
-    assert single(values, WeightedReward("r", weight)) == [weight * value for value in values]
+    assert single(values, c.WeightedReward("r", weight)) == [weight * value for value in values]
 
 
 @given(scored())
@@ -326,7 +307,7 @@ def test_batch_normalisation_accepts_every_float(values: list[float]) -> None:
 def test_a_sum_that_is_not_finite_is_refused(values: Mapping[int, Sequence[float]]) -> None:
     """Guards against ranking by infinity, and against OverflowError as INTERNAL."""
     with pytest.raises(RewardInvalid, match="not finite"):
-        combine(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
+        combine(values, [c.WeightedReward("a", 1e6), c.WeightedReward("b", 1e6)])
 
 
 MAX_TOKENS = 128
@@ -338,7 +319,7 @@ def controller(
     """A controller that has measured 16 steps of 64 rows, 0.1 s each, after a prompt of 3 s."""
 
     def next_token(position: int) -> int:
-        return next_decision_token(Schedule(), position, MAX_TOKENS)
+        return next_decision_token(c.Schedule(), position, MAX_TOKENS)
 
     deadline = DeadlineController(next_token, MAX_TOKENS, time_left_s, clock or Clock())
     deadline.note_stride(64, 1, 0, 3.0)
@@ -487,7 +468,7 @@ BALLOTS = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0])), max_size=12
 ).map(lambda votes: [Ballot(i, of, 1.0, score) for i, (of, score) in enumerate(votes)])
 VOTES = st.builds(
-    Vote,
+    c.Vote,
     weight=st.sampled_from(["one", "reward"]),
     stop_probability=st.sampled_from([0.7, 0.9, 0.95, 1.0]),
 )
@@ -504,7 +485,7 @@ def test_a_decided_vote_cannot_be_lost(ballots: list[Ballot], num_seen: int) -> 
         rest = [Ballot(100 + number, answer, 1.0, 2.0) for number in range(num_left)]
         leaders.add(tally([*seen, *rest])[0].answer if seen or rest else "")
     is_sure = num_left > 0 and bool(seen) and leaders == {choices[0].answer}
-    assert is_decided(choices, Vote(), num_left) == is_sure
+    assert is_decided(choices, c.Vote(), num_left) == is_sure
 
 
 @given(BALLOTS)
@@ -542,27 +523,27 @@ def test_the_probability_ahead_is_that_of_the_beta_posterior(count: int, other: 
 
 def test_a_probable_leader_ends_a_vote_before_a_sure_one() -> None:
     choices = tally(Ballot(number, "a", 1.0, 0.0) for number in range(5))
-    assert not is_decided(choices, Vote(stop_probability=1.0), 10)
-    assert is_decided(choices, Vote(), 4) and not is_decided(choices, Vote(), 5), "a tie can lose"
-    assert is_decided(choices, Vote(stop_probability=0.95), 10), "(1 - 1/2^6) = 0.984"
-    assert not is_decided(choices, Vote(stop_probability=0.99), 10)
-    weighted = Vote(weight="reward")
+    assert not is_decided(choices, c.Vote(stop_probability=1.0), 10)
+    assert [is_decided(choices, c.Vote(), n) for n in (4, 5)] == [True, False], "a tie can lose"
+    assert is_decided(choices, c.Vote(stop_probability=0.95), 10), "(1 - 1/2^6) = 0.984"
+    assert not is_decided(choices, c.Vote(stop_probability=0.99), 10)
+    weighted = c.Vote(weight="reward")
     assert not is_decided(choices, weighted, 1), "a vote of unknown weight could win"
 
 
 def test_many_votes_are_counted_in_no_time() -> None:
     """Guards the event loop: it took minutes."""
-    choices = [Choice(answer, 8192.0, tuple(range(8192)), 0, 0.0) for answer in "ab"]
-    assert 0 < votes_needed(choices, Vote(stop_probability=1 - 1e-15), 16_384) < 2048
+    choices = tally(Ballot(number, "ab"[number % 2], 1.0, 0.0) for number in range(16_384))
+    assert 0 < votes_needed(choices, c.Vote(stop_probability=1 - 1e-15), 16_384) < 2048
 
 
 @given(st.integers(1, 100), st.integers(0, 100), BALLOTS, st.none() | VOTES)
 def test_waves_at_most_double_up_to_n(
-    n: int, first: int, seen: list[Ballot], vote: Vote | None
+    n: int, first: int, seen: list[Ballot], vote: c.Vote | None
 ) -> None:
     """Guards against a candidate that begins twice or never."""
     choices = tally(seen)
-    selection = Selection(n=n, waves=first, vote=vote)
+    selection = c.Selection(n=n, waves=first, vote=vote)
     waves: list[range] = []
     while wave := stopping.next_wave(selection, waves[-1].stop if waves else 0, choices):
         waves.append(wave)
@@ -574,7 +555,7 @@ def test_waves_at_most_double_up_to_n(
 
 
 @given(BALLOTS, VOTES, st.integers(1, 12))
-def test_no_fewer_votes_than_needed_decide(seen: list[Ballot], vote: Vote, num_left: int) -> None:
+def test_no_fewer_votes_than_needed_decide(seen: list[Ballot], vote: c.Vote, num_left: int) -> None:
     """Guards against waves that are larger than what decides, and smaller than what can."""
     choices = tally(seen)
     leader = choices[0].answer if choices else "a"
@@ -591,15 +572,15 @@ FEW_SCORES = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=6)
 @given(
     FEW_SCORES,
     st.builds(
-        Selection,
+        c.Selection,
         stop_at=st.none() | st.sampled_from([0.5, 1.0, 2.0]),
         first=st.integers(0, 4),
         min_answers=st.integers(1, 3),
     ),
     st.integers(0, 3),
 )
-@example([1.0], Selection(stop_at=0.5, min_answers=2), 1)
-def test_nothing_stops_early(scores: list[float], selection: Selection, num_left: int) -> None:
+@example([1.0], c.Selection(stop_at=0.5, min_answers=2), 1)
+def test_nothing_stops_early(scores: list[float], selection: c.Selection, num_left: int) -> None:
     """Guards against fewer answers than were promised, and a stop without its reason."""
     reason = stopping.reason_to_stop(selection, scores, [], num_left)
     is_enough = len(scores) >= selection.min_answers and bool(scores) and num_left > 0
@@ -607,7 +588,7 @@ def test_nothing_stops_early(scores: list[float], selection: Selection, num_left
     has_first = selection.first > 0 and len(scores) >= selection.first
     assert (reason is not None) == (is_enough and (has_score or has_first))
     if reason:
-        assert reason is (StopReason.SCORE if has_score else StopReason.FIRST)
+        assert reason is (c.StopReason.SCORE if has_score else c.StopReason.FIRST)
 
 
 @given(st.lists(st.floats(-5, 5), max_size=12), st.integers(1, 6))
@@ -635,51 +616,52 @@ def test_a_confident_step_has_improbable_alternatives() -> None:
 @pytest.mark.parametrize(
     ("vote", "text", "expected"),
     [
-        (Vote(), "first 3, then 1,234.50 apples.", "1234.5"),
-        (Vote(), "it is +1000.0", "1000"),
-        (Vote(), "1e3", "1000"),
-        (Vote(), "-0.0", "0"),
-        (Vote(), "half is .5", "0.5"),
-        (Vote(), "about 5 %", "5"),
-        (Vote(), "on 2024-05-01.", "1"),
-        (Vote(), "-3", "-3"),
-        (Vote(), "\u22123", "-3"),
-        (Vote(), "5-3", "3"),
-        (Vote(), "5%", "5%"),
-        (Vote(), "123456789012345678901234567890.10", "123456789012345678901234567890.1"),
-        (Vote(), "none", None),
-        (Vote("boxed"), r"\boxed{1} so \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (Vote("boxed"), r"\boxed{3} and \boxed{4", "3"),
-        (Vote("boxed"), r"{ \boxed{a{b}} } c}", "a{b}"),
-        (Vote("boxed"), r"\boxed{ 1,000 }", "1000"),
-        (Vote("regex", r"Answer: (\w+)"), "Answer: a. Answer: b", "b"),
-        (Vote("regex", r"[ab]"), "a b", "b"),
-        (Vote("regex", r"Answer: (\w+)"), "no", None),
-        (Vote("json", "/a/1"), 'text {"a": [1, {"y": 1, "x": 2.0}]}', '{"x":2.0,"y":1}'),
-        (Vote("json", ""), "4.0", "4.0"),
-        (Vote("json", "/a~1b"), '{"a/b": "x"}', "x"),
-        (Vote("json", "/c"), '{"a": 1}', None),
-        (Vote("json", "/c"), "{" * 100_000, None),
+        (c.Vote(), "first 3, then 1,234.50 apples.", "1234.5"),
+        (c.Vote(), "it is +1000.0", "1000"),
+        (c.Vote(), "1e3", "1000"),
+        (c.Vote(), "-0.0", "0"),
+        (c.Vote(), "half is .5", "0.5"),
+        (c.Vote(), "about 5 %", "5"),
+        (c.Vote(), "on 2024-05-01.", "1"),
+        (c.Vote(), "-3", "-3"),
+        (c.Vote(), "\u22123", "-3"),
+        (c.Vote(), "5-3", "3"),
+        (c.Vote(), "5%", "5%"),
+        (c.Vote(), "123456789012345678901234567890.10", "123456789012345678901234567890.1"),
+        (c.Vote(), "none", None),
+        (c.Vote("boxed"), r"\boxed{1} so \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (c.Vote("boxed"), r"\boxed{3} and \boxed{4", "3"),
+        (c.Vote("boxed"), r"{ \boxed{a{b}} } c}", "a{b}"),
+        (c.Vote("boxed"), r"\boxed{ 1,000 }", "1000"),
+        (c.Vote("regex", r"Answer: (\w+)"), "Answer: a. Answer: b", "b"),
+        (c.Vote("regex", r"[ab]"), "a b", "b"),
+        (c.Vote("regex", r"Answer: (\w+)"), "no", None),
+        (c.Vote("json", "/a/1"), 'text {"a": [1, {"y": 1, "x": 2.0}]}', '{"x":2.0,"y":1}'),
+        (c.Vote("json", ""), "4.0", "4.0"),
+        (c.Vote("json", "/a~1b"), '{"a/b": "x"}', "x"),
+        (c.Vote("json", "/c"), '{"a": 1}', None),
+        (c.Vote("json", "/c"), "{" * 100_000, None),
         (
-            Vote("tool_call"),
+            c.Vote("tool_call"),
             '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": 2}}\n</tool_call>',
             '{"arguments":{"a":2,"b":1},"name":"f"}',
         ),
-        (Vote("tool_call"), '{"name": "f"}', '{"arguments":{},"name":"f"}'),
-        (Vote("tool_call"), "I would call f", None),
-        (Vote("function", "length"), "four", "4"),
-        (Vote("function", "fails"), "four", None),
+        (c.Vote("tool_call"), '{"name": "f"}', '{"arguments":{},"name":"f"}'),
+        (c.Vote("tool_call"), "I would call f", None),
+        (c.Vote("function", "length"), "four", "4"),
+        (c.Vote("function", "fails"), "four", None),
     ],
 )
-def test_what_a_text_votes_for(vote: Vote, text: str, expected: str | None) -> None:
+def test_what_a_text_votes_for(vote: c.Vote, text: str, expected: str | None) -> None:
     functions = functions_of({"length": "builtins:len", "fails": "builtins:int"})
     assert extractor(vote, functions)(text) == expected
 
 
 @pytest.mark.parametrize(
-    "vote", [Vote("regex", "("), Vote("regex", r"(a)\1"), Vote("json", "a"), Vote("function", "x")]
+    "vote",
+    [c.Vote("regex", "("), c.Vote("regex", r"(a)\1"), c.Vote("json", "a"), c.Vote("function", "x")],
 )
-def test_what_cannot_be_extracted_is_refused(vote: Vote) -> None:
+def test_what_cannot_be_extracted_is_refused(vote: c.Vote) -> None:
     with pytest.raises(InvalidRequest) as raised:
         extractor(vote, {})
     (violation,) = raised.value.violations
@@ -690,11 +672,11 @@ def test_what_cannot_be_extracted_is_refused(vote: Vote) -> None:
 def test_a_hostile_expression_takes_no_time() -> None:
     """Guards the event loop: by backtracking the first would take exponential time, and all matches
     of the second take quadratic time."""
-    assert extractor(Vote("regex", "(a*)*b"), {})("a" * 60_000) is None
-    assert extractor(Vote("regex", "(?s)a.*b|a"), {})("a" * 1_000_000) == "a"
+    assert extractor(c.Vote("regex", "(a*)*b"), {})("a" * 60_000) is None
+    assert extractor(c.Vote("regex", "(?s)a.*b|a"), {})("a" * 1_000_000) == "a"
 
 
 @pytest.mark.parametrize(("kind", "opening"), [("boxed", r"\boxed{"), ("tool_call", "<tool_call>")])
 def test_openings_that_never_close_take_no_time(kind: Any, opening: str) -> None:
     """Guards the event loop: each opening was read to the end of the text, for minutes."""
-    assert extractor(Vote(kind), {})(opening * 100_000) is None
+    assert extractor(c.Vote(kind), {})(opening * 100_000) is None

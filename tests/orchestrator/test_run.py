@@ -151,13 +151,9 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
 async def test_the_candidates_in_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against 1,024 rounds of 1,024 candidates each: 100 MB in answer, cache and record."""
     monkeypatch.setattr(run_state, "MAX_TRACED", 100)
-    whole = await answer(
-        request(
-            8, alpha=0.0, schedule=c.Schedule("tokens", tokens=tuple(range(1, 21))), max_tokens=20
-        ),
-        ToyGenerator(end_every=10**9),
-        FixedScorer(),
-    )
+    every_token = c.Schedule("tokens", tokens=tuple(range(1, 21)))
+    asked = request(8, 20, alpha=0.0, schedule=every_token)
+    whole = await answer(asked, ToyGenerator(end_every=10**9), FixedScorer())
     traced = [len(trace.candidates) for trace in whole.rounds]
     assert len(traced) == 20
     assert sum(traced) == 100 // 8 * 8
@@ -246,12 +242,8 @@ async def test_a_taper_narrows_later_rounds() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        [math.nan] * 16,
-        [math.inf] * 16,
-        [-math.inf] * 16,
-        [0.5] * 15 + [math.nan],
-        [1.0] * 15,
-        [1.0] * 17,
+        *([bad] * 16 for bad in (math.nan, math.inf, -math.inf)),
+        *([0.5] * 15 + more for more in ([math.nan], [], [0.5, 0.5])),
     ],
 )
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["alone", "in a weighted sum"])
@@ -415,15 +407,10 @@ async def test_batch_normalisation_covers_all_candidates_that_count() -> None:
     """Guards against scores of finished candidates that stay normalised over an earlier batch.
 
     All candidates finish after the only cut, so the scores can be computed here."""
-    rewards = (
-        c.WeightedReward("a", 1.0, c.Normalization("batch")),
-        c.WeightedReward("e", -0.5, c.Normalization("batch")),
-    )
-    generation = await answer(
-        request(16, schedule=c.Schedule("tokens", tokens=(8,)), rewards=rewards),
-        ToyGenerator(end_every=20),
-        [LetterScorer("a"), LetterScorer("e")],
-    )
+    weights, by_batch = {"a": 1.0, "e": -0.5}, c.Normalization("batch")
+    rewards = tuple(c.WeightedReward(*of, by_batch) for of in weights.items())
+    asked = request(16, schedule=c.Schedule("tokens", tokens=(8,)), rewards=rewards)
+    generation = await answer(asked, ToyGenerator(end_every=20), [*map(LetterScorer, weights)])
     first, last = generation.rounds
     assert last.num_rejected == 0
     assert first.num_finished + first.num_live > 8, "no finished candidate was ranked out"
@@ -461,12 +448,10 @@ async def test_answers_of_all_rounds_are_compared(
     """Guards against scores of different batches in one ranking: the last candidate, which is
     better than all, would have 0.5, and an early answer of a weak batch more."""
     rewards = tuple(c.WeightedReward(stage, stage=stage) for stage in stages)
+    options = {"branching": branching, "prefer_complete": True, "rewards": rewards}
     for seed in range(12):
         scorer, lengths = ComparingScorer(seed), FixedScorer()
-        schedule = c.Schedule(first=6, factor=1.5)
-        asked = request(
-            16, branching=branching, schedule=schedule, prefer_complete=True, rewards=rewards
-        )
+        asked = request(16, schedule=c.Schedule(first=6, factor=1.5), **options)
         scorers = [lengths, scorer][-len(stages) :]
         generation = await answer(asked, ToyGenerator(end_every=12), scorers)
         assert len({*lengths.seen}) == len(lengths.seen), "it compares nothing"
@@ -504,15 +489,12 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
     any_request: c.GenerationRequest, end_every: int
 ) -> None:
     """Guards against text of a candidate that does not win, or that the answer does not have."""
-    scorers = [LetterScorer(reward.name) for reward in any_request.selection.rewards]
-    plain = await answer(any_request, ToyGenerator(end_every=end_every), scorers or FixedScorer())
+    scorers = [LetterScorer(one.name) for one in any_request.selection.rewards] or FixedScorer()
     within: list[c.Progress | c.TextDelta] = []
-    generation = await answer(
-        any_request,
-        ToyGenerator(end_every=end_every),
-        scorers or FixedScorer(),
-        within=WithinRounds(within.append),
-    )
+    plain, generation = [
+        await answer(any_request, ToyGenerator(end_every=end_every), scorers, within=sent)
+        for sent in (None, WithinRounds(within.append))
+    ]
     assert generation.candidates == plain.candidates
     assert generation.usage == plain.usage
     deltas = [event for event in within if isinstance(event, c.TextDelta)]
@@ -557,11 +539,9 @@ async def test_the_last_live_candidate_is_not_certain_to_win() -> None:
     """Guards against sent text that a shorter answer, which has ended before, then beats."""
     within: list[c.Progress | c.TextDelta] = []
     shortest = FixedScorer(lambda candidate: -float(len(candidate.text)))
+    asked, sent = request(4, 64, alpha=0.0, schedule=c.Schedule(first=4, factor=1.1)), within.append
     generation = await answer(
-        request(4, 64, alpha=0.0, schedule=c.Schedule(first=4, factor=1.1)),
-        ToyGenerator(end_every=12),
-        shortest,
-        within=WithinRounds(within.append),
+        asked, ToyGenerator(end_every=12), shortest, within=WithinRounds(sent)
     )
     last = [trace.candidates[0].id for trace in generation.rounds if trace.num_started == 1]
     assert last and generation.best.id not in last, "the case did not occur"
@@ -584,12 +564,8 @@ async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
     """Guards against sent text that a stop text then takes back."""
     sent: list[c.Progress | c.TextDelta] = []
     reporter = ProgressReporter(WithinRounds(sent.append), ["END", "\n\n"])
-    for text, finish in (
-        ("a", None),
-        ("a b EN", None),
-        ("a b ENd", None),
-        ("a b ENd.", c.FinishReason.STOP),
-    ):
+    for text in ("a", "a b EN", "a b ENd", "a b ENd."):
+        finish = c.FinishReason.STOP if text.endswith(".") else None
         candidate = c.Candidate(0, text, 1, 0.0, finish)
         grown = c.Round((candidate,), c.RoundEnd.DECISION_TOKEN, 1, c.SlotGauge(1, 1, 1))
         reporter.report(grown, is_certain=True)
@@ -764,13 +740,8 @@ async def test_less_confident_candidates_of_later_waves_end(
         return replace(ended, candidates=tuple(candidates))
 
     monkeypatch.setattr(ToySession, "extend", doubting)
-    generation = await answers_of(
-        ToyGenerator(end_every=200),
-        n=8,
-        waves=4,
-        alpha=0.0,
-        confidence_cut=c.ConfidenceCut(0.9, 8),
-    )
+    generator, cut = ToyGenerator(end_every=200), c.ConfidenceCut(0.9, 8)
+    generation = await answers_of(generator, n=8, waves=4, alpha=0.0, confidence_cut=cut)
     ended = {one.id for one in generation.candidates}
     assert {0, 1, 2, 3} <= ended, "the first wave is whole"
     assert {5, 7} <= rejected_of(generation)
