@@ -27,11 +27,7 @@ class Outcome(NamedTuple):
 async def outcome_of(
     *command: str | Path, folder: Path = ROOT, bound_s: float = 240, **environment: str
 ) -> Outcome:
-    """The outcome of a command in `folder`.
-
-    Raises:
-        AssertionError: it did not end; with its output, and the stacks of a program of Python.
-    """
+    """The outcome of a command; an AssertionError, with its output and stacks, if it has none."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=folder,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -109,11 +107,10 @@ async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
             assert (await session.prune([0, 3, 5])).freed_slots > 0
             last = await session.extend(24)
             made.append([*first.candidates, *last.candidates])
-    assert [(c.id, c.text, c.finish) for c in made[0]] == [
-        (c.id, c.text, c.finish) for c in made[1]
-    ]
-    for ours, theirs in zip(*made, strict=True):
-        assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
+    ours, theirs = ([(c.id, c.text, c.finish) for c in candidates] for candidates in made)
+    assert ours == theirs
+    for own_one, other in zip(*made, strict=True):
+        assert own_one.new_logprobs == pytest.approx(other.new_logprobs, abs=1e-3)
 
 
 async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path) -> None:
@@ -127,19 +124,15 @@ async def test_a_killed_engine_ends_sessions_with_a_status(model_directory: Path
         async with generator.open(SessionSpec(PROMPT, 5, sampling, 8)) as session:
             extending = asyncio.create_task(session.extend(150))
             await until(lambda: generator.heartbeat_s() > 0, bound_s=_BOUND_S)
-            _kill({*psutil.Process().children(recursive=True)} - before)
+            for process in {*psutil.Process().children(recursive=True)} - before:
+                with suppress(psutil.Error):  # it has ended with its parent
+                    process.kill()
             async with asyncio.timeout(_BOUND_S):
                 with pytest.raises((Unavailable, InternalError)):
                     await extending
         await until(lambda: generator.heartbeat_s() == math.inf, bound_s=_BOUND_S)
         with pytest.raises(Unavailable):
             await drawn(generator, _GREEDY)
-
-
-def _kill(processes: Iterable[Any]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):  # it has ended with its parent
-            process.kill()
 
 
 async def test_a_tenant_does_not_wait_for_all_rows_of_another(model_directory: Path) -> None:

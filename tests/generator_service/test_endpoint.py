@@ -350,16 +350,12 @@ async def test_what_a_continued_prompt_would_change_goes_by_streams(
     servers: Servers, name: str, value: Any, num_tokens: int
 ) -> None:
     server = await servers.get()
-    async with server.generator.open(
-        replace(SPEC, sampling=replace(SAMPLING, **{name: value}))
-    ) as session:
+    spec = replace(SPEC, sampling=replace(SAMPLING, **{name: value}))
+    async with server.generator.open(spec) as session:
         assert {one.num_tokens for one in (await session.extend(5)).candidates} == {5}
         assert (await session.prune([0, 2], {4: 0})).refused == (4,)
         ended = await session.extend(24)
-    assert [(one.id, one.num_tokens) for one in ended.candidates] == [
-        (0, num_tokens),
-        (2, num_tokens),
-    ]
+    assert {one.id: one.num_tokens for one in ended.candidates} == {0: num_tokens, 2: num_tokens}
     assert [body["max_tokens"] for body in server.sent] == [24] * 4
     field = "structured_outputs" if name == "structured_output" else name
     assert all(body[field] for body in server.sent)
@@ -844,11 +840,7 @@ async def test_a_deadline_ends_what_hangs_and_what_waits(servers: Servers) -> No
 
 @pytest.mark.parametrize(
     ("kind", "settings", "form"),
-    [
-        ("vllm", {}, ROUNDS),
-        ("chat", {}, STREAMS),
-        ("chat", {"streams": False}, WHOLE),
-    ],
+    [("vllm", {}, ROUNDS), ("chat", {}, STREAMS), ("chat", {"streams": False}, WHOLE)],
 )
 async def test_the_loop_rejects_early_where_the_server_allows_it(
     servers: Servers, kind: str, settings: Any, form: c.CandidateForm

@@ -132,9 +132,7 @@ def test_vetoed_candidates_are_rejected_unless_no_other_is_left(
 
 def test_full_slots_release_the_worst_live_candidate() -> None:
     """Rejecting a finished one would free no slots."""
-    scores = {0: 5.0, 1: 4.0, 2: 3.0, 3: 1.0}
-    kept = cut(scores, {0, 1}, 0.0, release=1)
-    assert kept == {0, 2, 3}
+    assert cut({0: 5.0, 1: 4.0, 2: 3.0, 3: 1.0}, {0, 1}, 0.0, release=1) == {0, 2, 3}
 
 
 @given(st.lists(st.integers(0, 99), unique=True, max_size=20), st.integers(2, 40))
@@ -197,8 +195,7 @@ def test_a_geometric_schedule_has_no_empty_rounds_and_no_more_than_it_is_charged
         if not cached:
             assert until == planned
         elif until < max_tokens:
-            assert (cached + until) % 16 == 1
-            assert 0 <= until - planned < 16
+            assert (cached + until) % 16 == 1 and 0 <= until - planned < 16
         num_tokens, num_rounds = until, num_rounds + 1
     assert num_rounds <= most_rounds(schedule, max_tokens)
 
@@ -353,9 +350,7 @@ def test_without_a_deadline_nothing_changes() -> None:
     assert deadline.stride_tokens(16, 128, 64) == 112
     assert not deadline.must_cut(16, 128, 64)
     assert deadline.alpha(16, 64, 64, 0.5) == 0.5
-    assert not deadline.is_over
-    assert deadline.patience_s == math.inf
-    assert not deadline.hurried
+    assert deadline.patience_s == math.inf and not (deadline.is_over or deadline.hurried)
 
 
 @pytest.mark.parametrize(
@@ -380,9 +375,7 @@ def test_a_short_deadline_raises_alpha_no_more_than_needed() -> None:
         deadline = controller(time_left_s)
         alphas.append(deadline.alpha(16, 64, 64, 0.1))
         assert deadline.hurried == (alphas[-1] > 0.1)
-    assert alphas == sorted(alphas)
-    assert alphas[0] == 0.1
-    assert 0.1 < alphas[2] < alphas[-1]
+    assert alphas == sorted(alphas) and alphas[0] == 0.1 < alphas[2] < alphas[-1]
     assert num_kept(64, alphas[-1]) < 8
 
 
@@ -421,8 +414,7 @@ def test_a_cut_comes_early_where_the_planned_one_would_be_too_late() -> None:
     assert not deadline.must_cut(16, 32, 64)  # 1.6 s, and then 96 steps of one row, 0.05 s each
     assert deadline.must_cut(16, 128, 64)  # 11.2 s
     clock.now_s += 3.5
-    assert deadline.must_cut(16, 32, 64)
-    assert deadline.hurried
+    assert deadline.must_cut(16, 32, 64) and deadline.hurried
     clock.now_s += 1.0
     deadline.note_stride(32, 1, 0, 0.09)  # so another number of rows is measured
     assert not deadline.must_cut(16, 32, 64)  # too late for a cut to help

@@ -63,8 +63,7 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     generator = ToyGenerator(least_slots + room, end_every=end_every)
     scorers: list[FixedScorer] = [LetterScorer(reward.name) for reward in selection.rewards]
     events = await events_of(any_request, generator, scorers or FixedScorer())
-    assert isinstance(events[0], c.Admitted)
-    assert isinstance(events[-1], c.Finished)
+    assert isinstance(events[0], c.Admitted) and isinstance(events[-1], c.Finished)
     generation = events[-1].generation
     check_counts(generation, selection.n)
     _check_ranking(generation, selection)
@@ -155,17 +154,15 @@ async def test_the_candidates_in_rounds_are_bounded(monkeypatch: pytest.MonkeyPa
     asked = request(8, 20, alpha=0.0, schedule=every_token)
     whole = await answer(asked, ToyGenerator(end_every=10**9), FixedScorer())
     traced = [len(trace.candidates) for trace in whole.rounds]
-    assert len(traced) == 20
-    assert sum(traced) == 100 // 8 * 8
+    assert (len(traced), sum(traced)) == (20, 100 // 8 * 8)
     assert [trace.num_started for trace in whole.rounds] == [8] * 20
 
 
 async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     """Live candidates may rank it out, and it can still be the best answer."""
     scorer = FixedScorer(lambda made: -made.id if made.finish else 100.0 - made.id)
-    generation = await answer(
-        request(16, schedule=c.Schedule(first=4), alpha=0.75), ToyGenerator(end_every=9), scorer
-    )
+    asked = request(16, schedule=c.Schedule(first=4), alpha=0.75)
+    generation = await answer(asked, ToyGenerator(end_every=9), scorer)
     assert len(scorer.seen) == len(set(scorer.seen))
     assert generation.best.score == max(made.score for made in generation.candidates)
     early = [trace.num_finished for trace in generation.rounds[:-1]]
@@ -495,8 +492,7 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
         await answer(any_request, ToyGenerator(end_every=end_every), scorers, within=sent)
         for sent in (None, WithinRounds(within.append))
     ]
-    assert generation.candidates == plain.candidates
-    assert generation.usage == plain.usage
+    assert (generation.candidates, generation.usage) == (plain.candidates, plain.usage)
     deltas = [event for event in within if isinstance(event, c.TextDelta)]
     progress = [event for event in within if isinstance(event, c.Progress)]
     positions = [event.num_tokens for event in progress]
@@ -611,8 +607,7 @@ async def test_waves_that_end_at_the_first_right_answer(seed: int, n: int, waves
     assert some.usage.generated_tokens <= every.usage.generated_tokens
     if some.best.score < 1:
         assert (some.num_begun, texts_of(some)) == (n, texts_of(every))
-    assert some.n == n
-    assert some.num_begun <= n
+    assert some.num_begun <= some.n == n
 
 
 async def test_an_answer_ends_the_request_within_one_stride() -> None:
