@@ -8,7 +8,6 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Self, TypeAlias
 
 from specrej import fingerprint
@@ -178,7 +177,6 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
     return scores
 
 
-@lru_cache(maxsize=256)  # most requests name the same rewards
 def fingerprint_of(rewards: tuple[WeightedReward, ...], fingerprints: tuple[str, ...]) -> str:
     """Fingerprint of weighted rewards together, independent of their order. Without their data:
     callers see it, and could find a short reference by trying."""

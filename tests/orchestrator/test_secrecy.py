@@ -103,10 +103,15 @@ async def test_bugs_that_quote_prompts_leave_no_text(traces: Callable[[], str]) 
 
 
 def test_the_fingerprint_of_rewards_has_no_data() -> None:
-    """Guards a short reference against a caller who tries all and compares digests."""
+    """Guards a short reference against a caller who tries all and compares digests, and memory
+    against the data of requests that have ended."""
     given = [(WeightedReward("toy", data=data),) for data in ("", '"204"')]
-    assert fingerprint_of(given[0], ("a",)) == fingerprint_of(given[1], ("a",))
-    assert fingerprint_of(given[0], ("a",)) != fingerprint_of(given[0], ("b",))
+    num_held = sys.getrefcount(given[1])
+    without, with_data, other = (
+        fingerprint_of(given[number], (own,)) for number, own in ((0, "a"), (1, "a"), (0, "b"))
+    )
+    num_held -= sys.getrefcount(given[1])  # not in an assertion, which holds what it compares
+    assert without == with_data != other and not num_held
 
 
 def test_the_fingerprint_of_rewards_has_no_order() -> None:
