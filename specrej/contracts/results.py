@@ -186,7 +186,7 @@ class Generation:
     """An answer with its rounds and cost; `candidates[0]` is the answer.
 
     `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
-    `reduced`: n was 0, and would have been larger without the slots of other requests.
+    `reduced`: slots of others made n = 0 smaller, or no generator had room for a further wave.
     `relative_scores`: scores rank the candidates of this answer, and compare with no other's.
     `votes` are by descending weight; `num_begun` candidates of n began before it ended.
     """

@@ -162,7 +162,7 @@ HURRIED = _counter(
 )
 CANDIDATES = _counter(
     "specrej.candidates", "{candidate}", "candidates of opened sessions, by fate", "fate"
-)  # finished, truncated, rejected; abandoned: live when its request ended
+)  # finished, truncated, rejected; live at the end: stopped, as enough was known, or abandoned
 ROUNDS = _counter("specrej.rounds", "{round}", "rounds by reason of their end", "ended_by")
 TOKENS = _counter(
     "specrej.tokens",
@@ -184,7 +184,7 @@ CACHE_RESULTS = _counter(
 )  # hit, miss, invalid, error; off: there is no Redis
 CACHE_FAILURES = _counter(
     "specrej.cache.failures", "{exchange}", "failed exchanges with Redis, by what failed", "step"
-)  # connection, pool, loop; or the purpose of a command to which Redis replied with an error
+)  # connection; or the purpose of a command to which Redis replied with an error
 FLIGHT_WAITS = _counter(
     "specrej.flights.waited", "{request}", "requests that waited for an equal one", "where"
 )  # here, elsewhere

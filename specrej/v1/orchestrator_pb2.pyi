@@ -810,7 +810,7 @@ class GenerateResponse(_message.Message):
     hurried: _builtins.bool
     """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
     reduced: _builtins.bool
-    """Whether n was 0 and would have been larger without the slots of other requests."""
+    """Whether other requests' slots made n = 0 smaller, or no generator had room for a further wave."""
     relative_scores: _builtins.bool
     """Whether scores rank the candidates of this answer only, and do not compare with other answers':
     a reward is pairwise, or is normalized by the batch.
