@@ -30,7 +30,7 @@ class CallData(Data):
     it give the allowed values.
 
     required: whether a text without calls scores 0. format: how the model writes calls; "auto": by
-    the mark in the text, and JSON without one.
+    the first mark in the text, and JSON without one.
     """
 
     tools: Annotated[dict[str, Any], Field(min_length=1, max_length=128)]
@@ -68,8 +68,8 @@ class CallReward(Verifier):
             return call.name in schemas and validates(schemas[call.name], call.arguments)
 
         def judge(text: str, is_final: bool) -> float:
-            marked = (name for name, mark in CALL_MARKS.items() if mark in text)
-            kind = next(marked, "") if data.format == "auto" else data.format
+            marked = [(text.find(mark), name) for name, mark in CALL_MARKS.items() if mark in text]
+            kind = min(marked, default=(0, ""))[1] if data.format == "auto" else data.format
             if not (kind or is_final):
                 return 1.0  # a mark may follow
             form = AnswerForm(kind or "json")

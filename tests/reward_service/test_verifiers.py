@@ -300,7 +300,7 @@ def hermes(*calls: str) -> str:
               '<|python_tag|>{"name": "ping", "parameters": {}}'],
          ["", "text", "<tool_call>", SUB, '{"n": 1}'],
          [hermes(SUB), hermes(NINE), hermes(ONE, SUB), f"[TOOL_CALLS] [{NINE}]",
-          hermes('{"name": "add"}')]),
+          hermes('{"name": "add"}'), "[TOOL_CALLS]{}" + hermes(ONE)]),
         ({"required": False}, ["", "text", '{"n": 1}', hermes(TWO)],
          [ONE[:-1], NINE], [hermes(NINE)]),
         ({"format": "json"}, [ONE], [hermes(ONE)], [SUB, NINE, '{"name": 1}']),
