@@ -192,7 +192,7 @@ loadtest: $(READY) ## one minute of load on the services of make up: make loadte
 loadtest-ui: $(READY) models ## Locust's page with our users and options; starts all services, or uses SPECREJ_ADDRESS
 	@$(BIN)/python -m loadtest $(ARGS)
 
-loadtest-report: $(READY) models ## what answers cost and buy, by N and users: one page in build/loadtest, 12 minutes, more where answers take minutes
+loadtest-report: $(READY) models ## what answers cost and buy, by N and users: one page in build/loadtest, 18 minutes, more where answers take minutes
 	@$(BIN)/python -m loadtest.report $(ARGS)
 
 tables: $(READY) ## write the figures of README and docs from the result files
