@@ -264,9 +264,7 @@ _OPEN = _BEGIN + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, _CALL)
 _ENDLESS = _BEGIN + h2.frame(h2.HEADERS, 0, 1, _CALL)
 _LONG = request(CHAT, {**BODY, "user": "x" * 9_000})
 _SMUGGLED = request(
-    CHAT,
-    b"0\r\n\r\n" + MODELS + b"connection: close\r\n\r\n",
-    **{"transfer-encoding": "chunked"},
+    CHAT, b"0\r\n\r\n" + MODELS + b"connection: close\r\n\r\n", **{"transfer-encoding": "chunked"}
 )
 _TWICE = request(MESSAGES, _SHORT, **{"authorization": "Bearer a", "x-api-key": "b"})
 _HEALTHZ = MODELS.replace(b"/v1/models", b"/healthz")  # the cheapest answer

@@ -14,11 +14,7 @@ from tests.programs import ROOT, outcome_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ARGUMENTS = {
-    "coding": ("--n", "2"),
-    "vote": ("--n", "4"),
-    "extraction": ("--n", "2", "--no-judge"),
-}
+ARGUMENTS = {"coding": ("--n", "2"), "vote": ("--n", "4"), "extraction": ("--n", "2", "--no-judge")}
 OUTPUT = {
     "coding": "0% of the hidden tests pass",
     "vote": "no answer has a number",

@@ -99,10 +99,7 @@ OFFICIAL: list[tuple[tuple[Any, ...], set[str]]] = [
     (official(chat_types, "ChatCompletionMessageFunctionToolCallParam"), known(ChatCall)),
     (official(chat_types, "ChatCompletionStreamOptionsParam"), known(StreamOptions)),
     (official(chat_params, "ResponseFormat"), known(ResponseFormat)),
-    (
-        (get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"],),
-        known(SchemaFormat),
-    ),
+    ((get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"],), known(SchemaFormat)),
     (official(response_params, "ResponseCreateParams"), known(ResponsesRequest)),
     (official(item_params, "Message", "FunctionCallOutput"), known(Item)),
     (
@@ -116,10 +113,7 @@ OFFICIAL: list[tuple[tuple[Any, ...], set[str]]] = [
     (official(responses, "FunctionToolParam"), known(ResponseTool)),
     (official(shared_params, "Reasoning"), known(Reasoning)),
     (official(responses, "ResponseTextConfigParam"), known(OutputConfig)),
-    (
-        official(TEXTS, "ResponseFormatTextConfigParam"),
-        known(ResponseFormat) | known(SchemaFormat),
-    ),
+    (official(TEXTS, "ResponseFormatTextConfigParam"), known(ResponseFormat) | known(SchemaFormat)),
     (official(response_params, "StreamOptions"), known(StreamOptions)),
 ]
 
@@ -199,11 +193,7 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (ChatRequest, {"tools": [CUSTOM]}, "tools[0].type"),
     (ChatRequest, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-    (
-        ChatRequest,
-        {"chat_template_kwargs": {"thinking": "yes"}},
-        "chat_template_kwargs.thinking",
-    ),
+    (ChatRequest, {"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
     *(
         (ChatRequest, {"structured_outputs": given}, "structured_outputs")
         for given in ({"json": {}, "regex": "a"}, {}, {"regex": 1}, {"choice": []})

@@ -57,11 +57,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 # The field of each kind for structured outputs.
-_STRUCTURED = {
-    "vllm": "structured_outputs",
-    "llamacpp": "json_schema",
-    "chat": "response_format",
-}
+_STRUCTURED = {"vllm": "structured_outputs", "llamacpp": "json_schema", "chat": "response_format"}
 _LETTERS, _SIGNS = ids_of("abcdefgh "), ids_of("!?.,;:-+*/")
 
 

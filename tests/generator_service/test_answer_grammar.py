@@ -155,11 +155,7 @@ def test_answers_conform_exactly_if_their_calls_do(
     calls = [*product(("auto", "required"), (True, False))]
     for choice, several in calls if thinks is None else calls[1:3]:
         states = compiled(
-            form,
-            has_marks=has_marks,
-            tools=TOOLS,
-            tool_choice=choice,
-            parallel_tool_calls=several,
+            form, has_marks=has_marks, tools=TOOLS, tool_choice=choice, parallel_tool_calls=several
         )
         for before, (text, num_calls) in product(reasoning, ANSWERS[tool_format]):
             if num_calls is not None:

@@ -60,15 +60,10 @@ async def test_slots_are_those_of_the_share_of_the_memory(
 
 
 @pytest.mark.parametrize(
-    ("limit", "free_gib", "total_gib"),
-    [("max", 60, 64), (12 * GIB, 6, 12), (100 * GIB, 60, 64)],
+    ("limit", "free_gib", "total_gib"), [("max", 60, 64), (12 * GIB, 6, 12), (100 * GIB, 60, 64)]
 )
 def test_a_containers_limit_is_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    limit: int | str,
-    free_gib: int,
-    total_gib: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int | str, free_gib: int, total_gib: int
 ) -> None:
     """Guards against memory that the container may not use, or that its other processes use."""
     host(monkeypatch, tmp_path, 64 * GIB, 60 * GIB, limit)
@@ -99,11 +94,7 @@ COMPILED, AT_ONCE, BY_ROW = (True, 0), (False, 1 << 25), (False, 1)
 
 @pytest.mark.parametrize(
     ("compiled", "scores_at_once", "changes"),
-    [
-        *((*COMPILED, changes) for changes in CHANGES),
-        (*AT_ONCE, CHANGES[3]),
-        (*BY_ROW, CHANGES[0]),
-    ],
+    [*((*COMPILED, changes) for changes in CHANGES), (*AT_ONCE, CHANGES[3]), (*BY_ROW, CHANGES[0])],
 )
 @pytest.mark.usefixtures("two_threads")
 def test_a_step_stays_within_its_workspace(

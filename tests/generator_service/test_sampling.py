@@ -156,10 +156,7 @@ SAMPLINGS = st.builds(
 
 
 def naive(
-    logits: Sequence[float],
-    sampling: Sampling,
-    prompt: Sequence[int],
-    text: Sequence[int],
+    logits: Sequence[float], sampling: Sampling, prompt: Sequence[int], text: Sequence[int]
 ) -> list[float]:
     """One row's adjusted logits, token by token, from the definitions of each field."""
     adjusted = list(logits)
@@ -183,11 +180,7 @@ def naive(
     st.integers(1, 4),
 )
 def test_adjusted_logits_equal_a_naive_computation(
-    data: st.DataObject,
-    sampling: Sampling,
-    prompt: list[int],
-    length: int,
-    num_rows: int,
+    data: st.DataObject, sampling: Sampling, prompt: list[int], length: int, num_rows: int
 ) -> None:
     """Guards against tokens that are counted twice where prompt and text share them, and against a
     penalty in place of a bias."""

@@ -205,8 +205,7 @@ def test_an_answer_keeps_its_first_space(answer: str) -> None:
 
 # Bytes, as characters and as parts of characters, special tokens, and any others.
 TOKENS = st.lists(
-    st.sampled_from([*torn_tokens("a \n…家🙂"), 0, END, 17]) | st.integers(0, 49_151),
-    max_size=60,
+    st.sampled_from([*torn_tokens("a \n…家🙂"), 0, END, 17]) | st.integers(0, 49_151), max_size=60
 )
 SOME_STOPS = st.lists(st.text("ab \n…家🙂é", min_size=1, max_size=4), min_size=1, max_size=4)
 

@@ -43,11 +43,7 @@ class Requests:
         return self.admission.running, self.admission.queued
 
     def start(
-        self,
-        tenant: str = "",
-        tokens: int = 1,
-        time_left_s: float = math.inf,
-        weight: float = 1.0,
+        self, tenant: str = "", tokens: int = 1, time_left_s: float = math.inf, weight: float = 1.0
     ) -> None:
         end = asyncio.Event()
         work = self._hold(len(self.tasks), end, tenant, tokens, time_left_s, weight)

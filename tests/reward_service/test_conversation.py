@@ -47,11 +47,7 @@ def test_calls_and_their_results_are_text_where_a_template_has_none_for_them() -
     made = conversation(tiny.make_tokenizer(None))
     (tokens,) = made.encode(made.render(CALLED, ["Two."]))
     text = made.tokenizer.decode(tokens).replace(" ", "")
-    for part in (
-        f'{{"name":"add","arguments":{{"n":"{EOS}1"}}}}',
-        f"Resultofadd:2{EOS}",
-        "Two.",
-    ):
+    for part in (f'{{"name":"add","arguments":{{"n":"{EOS}1"}}}}', f"Resultofadd:2{EOS}", "Two."):
         assert part in text
     assert tokens.count(made.tokenizer.eos_token_id) == text.count(EOS) - 2
 

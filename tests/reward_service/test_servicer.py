@@ -129,10 +129,7 @@ BAD_PROMPT = common_pb2.Prompt(messages=[common_pb2.Message(role="assistant", co
     [
         ([open_request(prompt=BAD_PROMPT)], ["open.prompt.messages[0].role"]),
         ([open_request(), batch_request(2)], ["batch.candidates"]),
-        (
-            [open_request(), batch_request(2, *[(i, "a") for i in range(9)])],
-            ["batch.candidates"],
-        ),
+        ([open_request(), batch_request(2, *[(i, "a") for i in range(9)])], ["batch.candidates"]),
         (
             [open_request(), batch_request(2, (0, ""), (-1, "a"), (0, "a"))],
             [f"batch.candidates[{index}].candidate_id" for index in (1, 2)],

@@ -152,9 +152,7 @@ async def test_invalid_scores_are_refused(
         assert failure.value.metadata == {"reward": "toy"}
 
 
-async def test_time_size_and_tokens_are_measured_per_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_time_size_and_tokens_are_measured_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a time per candidate: estimates for a deadline divide it by the size."""
     recorded, reward = mock.Mock(), PiecewiseReward()
     async with started(reward) as worker:
@@ -274,11 +272,7 @@ async def test_calls_that_wait_when_a_worker_is_closed_are_unavailable() -> None
 
 @asynccontextmanager
 async def two_sessions(reward: PiecewiseReward) -> AsyncIterator[tuple[Worker, Any, Any]]:
-    async with (
-        started(reward) as worker,
-        worker.open(PROMPT) as one,
-        worker.open(PROMPT) as two,
-    ):
+    async with started(reward) as worker, worker.open(PROMPT) as one, worker.open(PROMPT) as two:
         yield worker, one, two
 
 

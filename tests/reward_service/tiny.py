@@ -149,9 +149,7 @@ def conversation(
 
 
 def computed(
-    directory: Path,
-    text: str,
-    auto_class: Any = AutoModelForSequenceClassification,
+    directory: Path, text: str, auto_class: Any = AutoModelForSequenceClassification
 ) -> tuple[list[int], Any]:
     """A conversation's token ids, and transformers' output for it alone, nothing padded."""
     tokenizer, model = plain(directory, auto_class)
