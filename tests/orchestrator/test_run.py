@@ -757,6 +757,7 @@ class Losing(FaultyGenerator):
     def __init__(self, num_lost: int, full: Exception | None = None) -> None:
         super().__init__(error=c.GeneratorLost)
         self.num_lost, self.full = num_lost, full
+        self.later = ""  # the version that opens later waves
 
     @asynccontextmanager
     async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
@@ -765,16 +766,18 @@ class Losing(FaultyGenerator):
             raise self.full
         self.breaks_at = 5 if loses else 10**9
         async with super().open(spec) as session:
+            session.fingerprint = self.later if spec.first_id else ""
             yield session
 
 
 @pytest.mark.parametrize("num_lost", [0, 1])
-@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("away")])
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("away"), None])
 async def test_a_wave_without_a_session_leaves_the_answers_so_far(
-    error: Exception, num_lost: int
+    error: Exception | None, num_lost: int
 ) -> None:
-    """Such an answer is not stored, so it must say so."""
+    """Such an answer is not stored, so it must say so. None: there is another version only."""
     generator = Losing(num_lost, error)
+    generator.later = "" if error else "new"
     generation = await answers_of(generator, n=8, waves=2, algorithm=BEST_OF_N)
     assert (generation.num_begun, generation.reduced) == (2, True)
 
