@@ -610,6 +610,14 @@ async def test_waves_that_end_at_the_first_right_answer(seed: int, n: int, waves
     assert some.num_begun <= some.n == n
 
 
+async def test_strides_do_not_decide_where_a_round_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards equal answers of equal requests: strides depend on the time left."""
+    monkeypatch.setattr("orchestrator.loop.run._STRIDE_TOKENS", 8 * 5)
+    generation = await answers_of(n=8, algorithm=BEST_OF_N, stop_at=2.0, max_tokens=64)
+    ends = [trace.decision_token for trace in generation.rounds[:-1]]
+    assert ends and not any(end % 16 for end in ends)
+
+
 async def test_an_answer_ends_the_request_within_one_stride() -> None:
     """Guards slots that are held until the next decision token, 60 tokens away."""
     generator = ToyGenerator(end_every=40)
