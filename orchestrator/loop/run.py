@@ -588,16 +588,21 @@ class _Run:
     async def _score_by(
         self, candidates: Sequence[c.Candidate], fresh: Sequence[c.Candidate], wants: Wants
     ) -> None:
-        """Score those of the candidates that a reward wants; `fresh`: of this round. Others, with
-        these, by the rewards that compare."""
+        """Score those of the candidates that a reward wants; `fresh`: of this round. Others by the
+        rewards that compare, and by those that lack their score since a veto was taken back."""
         began, rewards, new = self.clock(), range(len(self.rewards)), {one.id for one in fresh}
+        rows, compare = self.state.rows, self.state.compare  # which a fallback leaves empty
+
+        def lacks(index: int, one: c.Candidate) -> bool:
+            is_new = one.id in new or bool(compare and math.isnan(rows[one.id].raw[index]))
+            return is_new and wants(index, one)
 
         def wanted(index: int, one: c.Candidate) -> bool:
-            return wants(index, one) and (one.id in new or index in self.state.compare)
+            return lacks(index, one) or (index in compare and wants(index, one))
 
-        candidates = [one for one in candidates if any(wanted(index, one) for index in rewards)]
-        if new.isdisjoint(one.id for one in candidates):
+        if not any(lacks(index, one) for index in rewards for one in candidates):
             return
+        candidates = [one for one in candidates if any(wanted(index, one) for index in rewards)]
         with telemetry.span(names.SPAN_SCORE):
             try:
                 patience_s = self.deadline.score_patience_s
@@ -628,7 +633,7 @@ class _Run:
         """Whether enough complete candidates are scored without those that ended in this round,
         whose scores are late. If so, these become no answers: their verdicts are of prefixes."""
         late = {candidate.id for candidate in fresh if candidate.finish}
-        if len(self.state.ended - late) < self.request.selection.min_answers:
+        if len({*self.state.answers()} - late) < self.request.selection.min_answers:
             return False
         for number in late:
             self.state.rows[number].verdict = self.state.rows[number].final = None

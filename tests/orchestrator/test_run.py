@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -213,18 +214,12 @@ async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run_state, "MAX_FORKS", 100)
     every_token = c.Schedule("tokens", tokens=tuple(range(1, 60)))
     many = request(8, 60, schedule=every_token, branching=c.Branching(16, 1))
-    states: list[RunState] = []
-    keep = RunState.keep
-
-    def noted(state: RunState, kept: frozenset[int]) -> None:
-        states.append(state)
-        keep(state, kept)
-
-    monkeypatch.setattr(RunState, "keep", noted)
+    keeping = mock.Mock(wraps=RunState.keep)
+    monkeypatch.setattr(RunState, "keep", lambda *given: keeping(*given))
     generation = await answer(many, ToyGenerator(end_every=10**9), FixedScorer())
     assert sum(len(trace.forks) for trace in generation.rounds) == 100
     assert generation.rounds[-1].num_started == 1
-    texts = [n for n, row in states[0].rows.items() if row.latest.text]
+    texts = [n for n, row in keeping.call_args[0][0].rows.items() if row.latest.text]
     assert texts == [candidate.id for candidate in generation.candidates]
 
 
@@ -272,18 +267,11 @@ async def test_a_generator_is_told_whether_log_probabilities_are_read(
 ) -> None:
     """Guards rankings by likelihood against generators that leave it out, and these against work
     for nobody."""
-    specs: list[c.SessionSpec] = []
-
-    class Noting(ToyGenerator):
-        @asynccontextmanager
-        async def open(self, spec: c.SessionSpec) -> AsyncIterator[ToySession]:
-            specs.append(spec)
-            async with super().open(spec) as session:
-                yield session
-
+    generator = ToyGenerator()
+    generator.open = mock.Mock(wraps=generator.open)  # type: ignore[method-assign]
     with suppress(RewardInvalid):  # the scores are not as many as the candidates
-        await answer(request(4, 8, **options), Noting(), scorer)
-    assert [spec.without_likelihood for spec in specs[:1]] == [not reads]
+        await answer(request(4, 8, **options), generator, scorer)
+    assert generator.open.call_args_list[0][0][0].without_likelihood is not reads
 
 
 async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +284,19 @@ async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.Monk
     with pytest.raises(Unavailable):
         await answer(request(n=6), ToyGenerator(), FaultyScorer(0, Unavailable("away")))
     assert (names.CANDIDATES, 6, {"fate": "abandoned"}) in counted
+
+
+def extending(
+    monkeypatch: pytest.MonkeyPatch, change: Any, most: Any = lambda session: 10**9
+) -> None:
+    """Let toys grow to at most so many tokens, and change a round that was to end at `until`."""
+    extend = ToySession.extend
+
+    async def changed(session: ToySession, until: int, report: Any) -> c.Round:
+        ended: c.Round = change(await extend(session, min(until, most(session)), report), until)
+        return ended
+
+    monkeypatch.setattr(ToySession, "extend", changed)
 
 
 def live(num_tokens: int) -> tuple[c.Candidate, ...]:
@@ -321,13 +322,8 @@ async def test_a_round_that_is_too_short_or_wrong_is_an_internal_error(
     """Guards against strides without growth until the deadline, and thousands of rounds per second:
     a live candidate at max_tokens or after the end of all, one without new tokens, and one whose
     slots are always full."""
-    extend = ToySession.extend
-
-    async def faulty(session: ToySession, until_tokens: int, _: Any) -> c.Round:
-        ended = replace(await extend(session, until_tokens), ended_by=c.RoundEnd.DECISION_TOKEN)
-        return replace(ended, **fault(until_tokens))
-
-    monkeypatch.setattr(ToySession, "extend", faulty)
+    planned: dict[str, Any] = {"ended_by": c.RoundEnd.DECISION_TOKEN}
+    extending(monkeypatch, lambda ended, until: replace(ended, **planned | fault(until)))
     async with asyncio.timeout(20):
         with pytest.raises(InternalError, match=message):
             await answer(request(1), ToyGenerator(end_every=10**9), FixedScorer())
@@ -335,13 +331,7 @@ async def test_a_round_that_is_too_short_or_wrong_is_an_internal_error(
 
 async def test_a_lost_candidate_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a wait without end for it."""
-    extend = ToySession.extend
-
-    async def losing(session: ToySession, until_tokens: int, _: Any) -> c.Round:
-        ended = await extend(session, min(until_tokens, 16))
-        return replace(ended, candidates=ended.candidates[1:])
-
-    monkeypatch.setattr(ToySession, "extend", losing)
+    extending(monkeypatch, lambda ended, _: replace(ended, candidates=ended.candidates[1:]))
     with pytest.raises(InternalError, match="lost 1 candidates"):
         await answer(request(), ToyGenerator(), FixedScorer())
 
@@ -350,15 +340,13 @@ async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.M
     """Guards long rounds of many candidates, whose message would be refused after its tokens were
     generated; the answer is that of one message."""
     whole = await answer(request(8), ToyGenerator(), FixedScorer())
-    extend, grown = ToySession.extend, list[int]()
+    grown = list[int]()
 
-    async def noted(session: ToySession, until_tokens: int, _: Any) -> c.Round:
-        before = session._num_tokens
-        ended = await extend(session, until_tokens)
-        grown.append(len(ended.candidates) * (ended.num_tokens - before))
+    def noted(ended: c.Round, _: int) -> c.Round:
+        grown.append(sum(len(one.new_token_ids) for one in ended.candidates))
         return ended
 
-    monkeypatch.setattr(ToySession, "extend", noted)
+    extending(monkeypatch, noted)
     monkeypatch.setattr("orchestrator.loop.run._STRIDE_TOKENS", 24)
     parts = await answer(request(8), ToyGenerator(), FixedScorer())
     assert parts.candidates == whole.candidates
@@ -371,14 +359,12 @@ async def test_no_message_of_a_generator_exceeds_the_limit(monkeypatch: pytest.M
 async def test_rounds_of_full_blocks_grow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against rounds that release one candidate, grow by nothing and score all again, also
     where a token may need a block of slots, as on vLLM: here 120 blocks of 8 tokens."""
-    extend = ToySession.extend
 
-    async def in_blocks(session: ToySession, until_tokens: int, _: Any) -> c.Round:
-        most = 8 * (120 // len(session._live))
-        ended = await extend(session, min(until_tokens, most))
-        return replace(ended, ended_by=c.RoundEnd.SLOTS_FULL) if most < until_tokens else ended
+    def in_blocks(ended: c.Round, until: int) -> c.Round:
+        is_full = ended.num_tokens < until
+        return replace(ended, ended_by=c.RoundEnd.SLOTS_FULL) if is_full else ended
 
-    monkeypatch.setattr(ToySession, "extend", in_blocks)
+    extending(monkeypatch, in_blocks, lambda session: 8 * (120 // len(session._live)))
     never = request(40, 60, alpha=0.0, schedule=c.Schedule("memory", first=4))
     rounds = (await answer(never, ToyGenerator(1000 * 30, end_every=10**9), FixedScorer())).rounds
     positions = Counter(trace.decision_token for trace in rounds)
@@ -454,9 +440,19 @@ async def test_answers_of_all_rounds_are_compared(
         assert len({*lengths.seen}) == len(lengths.seen), "it compares nothing"
         finished = [made for made in generation.candidates if made.finish is c.FinishReason.STOP]
         assert len(finished) > 1 and generation.relative_scores
-        assert generation.best.id == max(
-            {made.id for made in finished}, key=scorer.qualities.__getitem__
-        )
+        best = max((made.id for made in finished), key=scorer.qualities.__getitem__)
+        assert generation.best.id == best
+
+
+async def test_a_veto_that_a_later_batch_takes_back_leaves_an_answer() -> None:
+    """Guards answers that a judge of pairs vetoed alone: no reward of the end has scored them."""
+    rewards = (c.WeightedReward("pairs", veto_below=0.6), c.WeightedReward("end", stage="end"))
+    asked = request(8, waves=2, rewards=rewards, schedule=c.Schedule(first=8), alpha=0.9)
+    for seed in range(12):
+        scorers = [ComparingScorer(seed), FixedScorer()]
+        generation = await answer(asked, ToyGenerator(end_every=10**9), scorers)
+        for made in generation.candidates:
+            assert made.vetoed or not any(map(math.isnan, made.rewards))
 
 
 async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
@@ -512,13 +508,8 @@ async def test_the_last_stretch_is_one_extend(n: int, monkeypatch: pytest.Monkey
     """From the moment one candidate is left and none has ended; before that nothing is certain.
     Guards against a call per token, and against all texts again in each report."""
     monkeypatch.setattr(ReportRate, "_PAUSE_S", 0.0)
-    extend, calls = ToySession.extend, []
-
-    async def counted(*arguments: Any) -> c.Round:
-        calls.append(arguments)
-        return await extend(*arguments)
-
-    monkeypatch.setattr(ToySession, "extend", counted)
+    calls: list[int] = []
+    extending(monkeypatch, lambda ended, until: calls.append(until) or ended)
     within: list[c.Progress | c.TextDelta] = []
     long = request(n, 64, schedule=c.Schedule(tokens=(4, 8), kind="tokens"), alpha=1.0)
     endless = ToyGenerator(end_every=10**9)
@@ -729,20 +720,16 @@ async def test_less_confident_candidates_of_later_waves_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Odd candidates of the later waves are not confident."""
-    extend = ToySession.extend
 
-    async def doubting(session: ToySession, *arguments: Any) -> c.Round:
-        assert session._sampling.top_logprobs == 5
-        ended = await extend(session, *arguments)
-        candidates = [
-            replace(made, new_top_logprobs=(0.0,) * len(made.new_top_logprobs))
-            if made.id >= 4 and made.id % 2
-            else made
-            for made in ended.candidates
-        ]
-        return replace(ended, candidates=tuple(candidates))
+    def doubtful(made: c.Candidate) -> c.Candidate:
+        assert len(made.new_top_logprobs) == 5 * len(made.new_token_ids)
+        unsure = (0.0,) * len(made.new_top_logprobs)
+        return replace(made, new_top_logprobs=unsure) if made.id >= 4 and made.id % 2 else made
 
-    monkeypatch.setattr(ToySession, "extend", doubting)
+    def doubting(ended: c.Round, _: int) -> c.Round:
+        return replace(ended, candidates=tuple(map(doubtful, ended.candidates)))
+
+    extending(monkeypatch, doubting)
     generator, cut = ToyGenerator(end_every=200), c.ConfidenceCut(0.9, 8)
     generation = await answers_of(generator, n=8, waves=4, alpha=0.0, confidence_cut=cut)
     ended = {one.id for one in generation.candidates}
