@@ -182,13 +182,9 @@ async def test_images_are_sent_in_messages(servers: Servers, kind: str) -> None:
         if kind == "vllm":
             assert ended.candidates[0].new_token_ids
             assert [len(one.new_top_logprobs) for one in ended.candidates] == [32, 32]
-        urls = [{"url": one.data_uri} for one in (first, second)]
-        content = [
-            {"type": "text", "text": "is "},
-            {"type": "image_url", "image_url": urls[0]},
-            {"type": "text", "text": " or "},
-            {"type": "image_url", "image_url": urls[1]},
-        ]
+        one, other = ({"url": file.data_uri} for file in (first, second))
+        pieces = ("text", "is "), ("image_url", one), ("text", " or "), ("image_url", other)
+        content = [{"type": kind, kind: piece} for kind, piece in pieces]
         turns = [{"role": "user", "content": "Hm."}, {"role": "user", "content": content}]
         assert [body["messages"] for body in server.sent] == [turns] * 3
         assert len({one.text for one in made.candidates}) == 3
