@@ -412,7 +412,7 @@ def _draw(session: Session, logits: Tensor, eos_ids: frozenset[int]) -> tuple[Te
     """The next token of each row [rows], and its log-probability [rows].
 
     Raises:
-        RuntimeError: logits are not finite.
+        RuntimeError: a row's logits are not finite; on CPUs single NaN are never drawn instead.
     """
     sampling, step = session.command.sampling, session.num_tokens
     forbidden = session.command.ends(eos_ids) if step < sampling.min_tokens else ()
