@@ -249,12 +249,13 @@ def part_of(
     most: int,
     *,
     has_ids: bool,
+    left: int = 1024,
     text_of_choice: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> Part:
     """The part in a message of one of the API's forms: of chats or not, whole or of a stream.
 
-    `made`: tokens that the answer has already; `most`: as `top_logprobs`; `text_of_choice`: such as
-    `PartsAsText`.
+    `made`: tokens that the answer has already; `most`: as `top_logprobs`; `left`: tokens that it
+    may still have, of more one is counted; `text_of_choice`: such as `PartsAsText`.
 
     Raises:
         InternalError: it has another form, or numbers that cannot be.
@@ -271,7 +272,7 @@ def part_of(
             is_whole = "message" in choice or (choice.get("finish_reason") and usage and not made)
             is_said = text and any(delta.values())  # else it ends a call or reasoning
             counted = usage["completion_tokens"] if is_whole and not logprobs else bool(is_said)
-            logprobs = logprobs or [0.0] * _count(counted)
+            logprobs = logprobs or [0.0] * min(_count(counted), left + 1)
             ids = [*range(made, made + len(logprobs))]
         if len(logprobs) != len(ids) or len(top) != (len(ids) if most and has_ids else 0):
             raise ValueError("tokens and log-probabilities must be equally many")

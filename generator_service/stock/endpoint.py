@@ -71,8 +71,8 @@ class EndpointRequests:
             async for message in messages:
                 if self._hides_for:
                     message = api.with_hidden(message, self._hides_for.ending_with)
-                ids = self._able.ids
-                part = api.part_of(message, made, top, has_ids=ids, text_of_choice=as_text)
+                how: Any = {"has_ids": self._able.ids, "text_of_choice": as_text}
+                part = api.part_of(message, made, top, left=limit - made, **how)
                 if self._hides_for and made + len(part.token_ids) >= limit:
                     finish = part.finish and c.FinishReason.LENGTH
                     part = replace(part.divided(limit - made)[0], finish=finish)

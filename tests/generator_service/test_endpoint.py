@@ -235,7 +235,13 @@ async def test_chats_have_tools_as_the_server_takes_them(servers: Servers, strea
         parts, (body,) = await answered(server, named)
         assert parts and parts.tool_calls == (CALL,)
         assert body["tool_choice"] == {"type": "function", "function": {"name": "count"}}
-        if streams:  # of a call that is cut off the end, which is written here, is no token
+        if not streams:  # a count that memory does not hold
+            usage = {"prompt_tokens": 9, "completion_tokens": 2**31 - 1}
+            counted = Reply({"choices": [{"message": {"content": "x"}}], "usage": usage})
+            model.behave(script=lambda *_: counted)
+            with pytest.raises(InternalError, match="more tokens than requested"):
+                await answered(server, prompt)
+        else:  # of a call that is cut off the end, which is written here, is no token
             pieces: list[Any] = [{"name": "count", "arguments": '{"a": "'}]
             pieces += [{"arguments": "x"}] * 23
             deltas = [{"tool_calls": [{"index": 0, "function": piece}]} for piece in pieces]
