@@ -155,8 +155,9 @@ class Examiner:
         except InvalidRequest:
             reply = await self._ask(_CHAT)
         api.part_of(reply, 0, 0, has_ids=False)  # raises if the number of tokens is unknown
-        if reply["choices"][0].get("logprobs"):
-            self.able = replace(self.able, least_logprobs=0)
+        with reading():
+            has_logprobs = bool(reply["choices"][0].get("logprobs"))
+        self.able = replace(self.able, least_logprobs=0 if has_logprobs else None)
 
     async def _examine_seeds(self, probe: Mapping[str, Any]) -> None:
         """Whether equal seeds give equal texts, and others other ones."""

@@ -114,6 +114,7 @@ async def test_the_form_is_found_by_what_the_server_does(
         (Reply({}, 401), {}, InternalError, "refuses the key: status 401"),
         (Reply([]), {}, InternalError, "read: TypeError"),
         (Reply({"choices": ["x"], "data": [{"id": "m"}]}), {}, InternalError, "read: Attribute"),
+        (Reply({"choices": [], "data": [{"id": "m"}]}), {}, InternalError, "read: IndexError"),
         (Reply({"data": [{"id": "m", "meta": [1]}]}), {}, InternalError, "read: Attribute"),
     ],
 )
