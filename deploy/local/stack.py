@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -34,10 +34,21 @@ from specrej.security import Credentials, TLSFiles, tls_files
 HOST = "127.0.0.1"
 _READYZ = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
-# Below the kernel's ephemeral ports. A free port is bound only later, so every process starts its
-# search at a random port and continues in order.
-_PORTS = range(16_384, 32_768)
-_walk = itertools.count(secrets.randbelow(len(_PORTS)))
+# Below the kernel's ephemeral ports. A free port is bound only later, often by another process, so
+# each process takes whole blocks: it listens on the first port of each until it ends.
+_BLOCK = 64
+_BLOCKS = range(16_384, 32_768, _BLOCK)
+_held: list[socket.socket] = []
+
+
+def _own_ports() -> Iterator[int]:
+    for first in secrets.SystemRandom().sample(_BLOCKS, len(_BLOCKS)):
+        with suppress(OSError):
+            _held.append(socket.create_server((HOST, first)))
+            yield from range(first + 1, first + _BLOCK)
+
+
+_walk = _own_ports()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class Ports:
     @classmethod
     def free(cls) -> Ports:
         """Ports that nothing listens on right now."""
-        return cls(*_free_ports(len(fields(cls))))
+        return cls(*free_ports(len(fields(cls))))
 
     def check_free(self) -> None:
         """Raises ProcessError if something listens on one of them."""
@@ -120,7 +131,7 @@ class Stack(Processes):
         self._generators = _replicas(ports, "generator", generators)
         self._rewards = _replicas(ports, "reward", reward_services)
         self._has_edge = edge
-        behind = dict(zip(("orchestrator", "gateway"), _free_ports(2), strict=True)) if edge else {}
+        behind = dict(zip(("orchestrator", "gateway"), free_ports(2), strict=True)) if edge else {}
         inner = replace(ports, **behind)
         self._orchestrators = _replicas(inner, "orchestrator", orchestrators)
         self._gateways = _replicas(inner, "gateway", int(gateway))
@@ -187,7 +198,7 @@ class Stack(Processes):
     def _edge(self) -> Program:
         if self._has_tls("orchestrator") or self._has_tls("gateway"):
             raise ProcessError("with the edge the orchestrator and the gateway have no TLS here")
-        probes, admin, without = _free_ports(3)
+        probes, admin, without = free_ports(3)
         gateway = self._gateways[0].port if self._gateways else without
         services = [one.port for one in self._orchestrators], gateway
         file = self.log_dir / "envoy.yaml"
@@ -213,21 +224,23 @@ class Stack(Processes):
 def _replicas(ports: Ports, kind: str, count: int) -> list[_Replica]:
     """The first has ports of `ports`, the others free ones."""
     first = _Replica(kind, kind, getattr(ports, kind), getattr(ports, f"metrics_{kind}"))
-    more = (_Replica(f"{kind}-{number}", kind, *_free_ports(2)) for number in range(2, count + 1))
+    more = (_Replica(f"{kind}-{number}", kind, *free_ports(2)) for number in range(2, count + 1))
     return [first, *more][:count]
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now, each returned once."""
-    ports: list[int] = []
-    for _ in _PORTS:
-        if len(ports) == count:
-            return ports
-        port = _PORTS[next(_walk) % len(_PORTS)]
-        with suppress(OSError):
-            socket.create_server((HOST, port)).close()
-            ports.append(port)
-    raise ProcessError(f"none of the ports {_PORTS[0]} .. {_PORTS[-1]} is free")
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now and no other process is given, each returned once."""
+    ports = list(itertools.islice(filter(_is_free, _walk), count))
+    if len(ports) < count:
+        raise ProcessError(f"none of the ports {_BLOCKS[0]} .. {_BLOCKS[-1]} is free")
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_server((HOST, port)).close()
+        return True
+    return False
 
 
 def _valkey_server() -> str:

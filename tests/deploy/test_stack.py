@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from subprocess import PIPE
 
 import pytest
 
@@ -19,6 +23,24 @@ async def test_a_taken_port_raises_before_anything_starts() -> None:
         with pytest.raises(ProcessError, match=rf"port {port} \(reward\)"):
             async with Stack(replace(Ports.free(), reward=port)):
                 pytest.fail("entered")
+
+
+def test_no_two_processes_are_given_a_port() -> None:
+    """Guards against a service that finds its port bound by a stack of another process: a port is
+    chosen long before anything listens on it."""
+    code = "from deploy.local import stack; stack._BLOCKS = range(16_000, 16_384, 64); "
+    code += "print(*stack.free_ports({}), flush=True); input()"
+    with ExitStack() as running:
+        given = list[str]()
+        for count in (120, 250):
+            command = (sys.executable, "-c", code.format(count))
+            child = running.enter_context(
+                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+            )
+            running.callback(child.kill)
+            assert child.stdout is not None
+            given += child.stdout.readline().split()
+    assert len({*given}) == 370
 
 
 @pytest.mark.parametrize("flag", ["--port", "--redis-port", "--metrics-port"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from deploy.local.stack import free_ports
 from specrej_models.embedded import packaged
 from tests.programs import ROOT
 from tests.serving import until
@@ -57,7 +57,7 @@ def router(*servers: str) -> AbstractAsyncContextManager[str]:
     """The base URL, without /v1, of vllm-router before servers, which are ready."""
     program = _found(".router/bin/vllm-router", "make conformance-servers")
     command = [program, "--port", _PORT, "--policy", "consistent_hash", "--disable-retries"]
-    command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(_free_port())]
+    command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_ports(1)[0])]
     return _running([*command, "--worker-urls", *servers], "/readiness")
 
 
@@ -67,7 +67,7 @@ async def _running(command: list[str], path: str, **variables: str) -> AsyncIter
 
     AssertionError with the end of its output: it ends before, or is not ready in time.
     """
-    port = str(_free_port())
+    port = str(free_ports(1)[0])
     url = f"http://127.0.0.1:{port}"
     environment = {**os.environ, **variables}
     given = [port if word == _PORT else word for word in command]
@@ -104,9 +104,3 @@ def _found(program: str, target: str) -> str:
     if not path.exists():
         pytest.skip(f"no {program}: {target} installs it")
     return str(path)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
