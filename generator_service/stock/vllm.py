@@ -6,9 +6,10 @@ A round is a request of vLLM's, whose prompt ends with a candidate's tokens so f
 prefix cache keeps their keys and values in whole blocks, so a survivor computes at most one block
 again per round. Draws are vLLM's, by a seed per request. Log-probabilities are vLLM's
 `raw_logprobs`: temperature 1, the whole distribution. With them scheduling, input and output take
-half as much again, so it is not asked for those that nobody reads. Then nothing shows logits that
-are not finite: vLLM draws token 0 from them, with a structured output the first one that conforms.
-They usually stay so, so where a request ends with token 0 the token's log-probability is looked at.
+half as much again, in a batch with one row that needs its own the sampler, too, so it is not asked
+for those that nobody reads. Then nothing shows logits that are not finite: vLLM draws token 0 from
+them, with a structured output the first one that conforms. They usually stay so: at the end of a
+session's first request, and of each that ends with token 0, a log-probability is looked at.
 Structured outputs are vLLM's, too, by llguidance, after the generator has compiled and tried them.
 """
 
@@ -91,6 +92,7 @@ class VLLMRequests:
         """As `Requests.generate`."""
         command, params = ask.command, self._params(ask)
         num_prompt, made = len(command.prompt_ids) + len(ask.token_ids), [*ask.token_ids]
+        begins = ask.candidate == command.first_id and not ask.token_ids
         async with self._places.take(ask.session, command.cache_salt):
             outputs = await self._outputs(command, made, params)
             if not self._num_running:
@@ -104,7 +106,7 @@ class VLLMRequests:
                     if not ask.with_logprobs:
                         part.logprobs = [0.0] * len(part.token_ids)
                     made += part.token_ids
-                    if part.finish and params.logprobs is None and made[-1:] == [0]:
+                    if part.finish and params.logprobs is None and (begins or made[-1:] == [0]):
                         one = SamplingParams(max_tokens=1, logprobs=0, flat_logprobs=True)
                         async for last in await self._outputs(command, made[:-1], one):
                             _part(last.outputs[0], 0)
@@ -150,8 +152,6 @@ class VLLMRequests:
 
     def _params(self, ask: Ask) -> SamplingParams:
         sampling = ask.command.sampling
-        # Log-probabilities of the first request show whether the model's logits are finite.
-        is_first = ask.candidate == ask.command.first_id and not ask.token_ids
         output = sampling.structured_output
         ends = sampling.stop_token_ids
         return SamplingParams(
@@ -164,7 +164,7 @@ class VLLMRequests:
             logit_bias={item.token_id: item.bias for item in sampling.logit_bias} or None,
             structured_outputs=output and StructuredOutputsParams(**structured_fields(output)),
             detokenize=False,
-            logprobs=sampling.top_logprobs if ask.with_logprobs or is_first else None,
+            logprobs=sampling.top_logprobs if ask.with_logprobs else None,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
             stream_interval=ask.interval,
