@@ -144,12 +144,7 @@ async def ask_services(
 
 
 async def ask_peer(
-    http: httpx.AsyncClient,
-    rewards: Client,
-    reward: str,
-    item: Item,
-    n: int,
-    max_tokens: int,
+    http: httpx.AsyncClient, rewards: Client, reward: str, item: Item, n: int, max_tokens: int
 ) -> Answer:
     """A `System`: a server with OpenAI's API; `reward` chooses."""
     turns = [asdict(turn) for turn in item.prompt.turns]

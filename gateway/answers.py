@@ -120,13 +120,7 @@ class Answer:
 
     end = b""  # of a stream
 
-    def __init__(
-        self,
-        model: str,
-        num_choices: int = 1,
-        *,
-        stop_at: float | None = None,
-    ) -> None:
+    def __init__(self, model: str, num_choices: int = 1, *, stop_at: float | None = None) -> None:
         self._model = model
         self._num_choices = num_choices
         self._stop_at = stop_at

@@ -34,10 +34,7 @@ from specrej import telemetry
 from specrej.client import Client
 from specrej.client.client import answer_of
 from specrej.contracts import ServiceDescription, wire
-from specrej.contracts.errors import (
-    SpecrejError,
-    Unauthenticated,
-)
+from specrej.contracts.errors import SpecrejError, Unauthenticated
 from specrej.threads import all_of
 
 T = TypeVar("T")

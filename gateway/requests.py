@@ -339,9 +339,7 @@ class Call:
 
 
 def call_of(
-    request: Request,
-    presets: Mapping[str, Any],
-    names: Mapping[str, str] = MappingProxyType({}),
+    request: Request, presets: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
 ) -> Call:
     """The call for a request; `names` are other names of models.
 

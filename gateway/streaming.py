@@ -82,11 +82,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        events: Events,
-        parts: Parts,
-        call: Call,
-        failure: Callable[[int, JSON], bytes],
+        self, events: Events, parts: Parts, call: Call, failure: Callable[[int, JSON], bytes]
     ) -> None:
         # Proxies such as nginx must not collect events.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}

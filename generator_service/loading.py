@@ -65,9 +65,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     device = device_of(settings.device)
     files = settings.files
     examined = examine(
-        files.directory,
-        tool_format=settings.tool_format,
-        thinking_marks=settings.thinking_marks,
+        files.directory, tool_format=settings.tool_format, thinking_marks=settings.thinking_marks
     )
     model = CausalLM.load(examined, device)
     context_tokens = settings.context_of(model.sizes.context_tokens)

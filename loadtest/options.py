@@ -46,9 +46,6 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, default=0.5, help="fraction rejected per round")
     parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens per candidate")
     parser.add_argument(
-        "--prompts",
-        type=_prompts,
-        default=str(OWN_PROMPTS),
-        help="file with one prompt per line",
+        "--prompts", type=_prompts, default=str(OWN_PROMPTS), help="file with one prompt per line"
     )
     parser.add_argument("--request-timeout", type=float, default=120.0, help="deadline in seconds")

@@ -95,9 +95,7 @@ class Worker:
 
     @classmethod
     async def start(
-        cls,
-        load: Callable[[], Reward | RemoteReward],
-        queue_limit: int = 64,
+        cls, load: Callable[[], Reward | RemoteReward], queue_limit: int = 64
     ) -> Worker:
         """A worker that has loaded the reward with `load` in its thread, and scored once.
 

@@ -74,8 +74,7 @@ class ProcessSettings(BaseSettings):
         " subject alternative name; empty: every certificate of tls_client_ca",
     )
     allow_anonymous: CliImplicitFlag[bool] = Field(
-        False,
-        description="serve callers without tokens or certificates; the default on loopback",
+        False, description="serve callers without tokens or certificates; the default on loopback"
     )
     private_network: CliImplicitFlag[bool] = Field(
         False,

@@ -40,11 +40,7 @@ class PackedLinear(nn.Module):
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
         job = job_record(
-            PRODUCT,
-            rows=count,
-            input=rows.data_ptr(),
-            output=output.data_ptr(),
-            **self.job,
+            PRODUCT, rows=count, input=rows.data_ptr(), output=output.data_ptr(), **self.job
         )
         product.run(job, count * self.in_features * self.out_features)
         return output

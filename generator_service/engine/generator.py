@@ -13,13 +13,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from generator_service.engine.answer_grammar import constrained
-from generator_service.engine.commands import (
-    Load,
-    OpenCommand,
-    Opened,
-    PrefixBatch,
-    named_tokens,
-)
+from generator_service.engine.commands import Load, OpenCommand, Opened, PrefixBatch, named_tokens
 from generator_service.engine.grammar import path_of, refusal
 from generator_service.engine.text import Text
 from generator_service.engine.thread import EngineThread

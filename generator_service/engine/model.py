@@ -9,11 +9,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from specrej_models.attention import Segment
 from specrej_models.model import SegmentedModel

@@ -84,11 +84,7 @@ class Cache:
     """Stored answers. No method raises anything but CancelledError, as `redis` bounds each call."""
 
     def __init__(
-        self,
-        redis: RedisClient,
-        *,
-        ttl_s: float = 3600,
-        secret: Secret | None = None,
+        self, redis: RedisClient, *, ttl_s: float = 3600, secret: Secret | None = None
     ) -> None:
         """Answers stay for `ttl_s` seconds, plus or minus 10 %."""
         self.redis = redis

@@ -127,11 +127,7 @@ class Admission:
 
     @asynccontextmanager
     async def enter(
-        self,
-        tenant: str = "",
-        tokens: int = 1,
-        time_left_s: float = math.inf,
-        weight: float = 1.0,
+        self, tenant: str = "", tokens: int = 1, time_left_s: float = math.inf, weight: float = 1.0
     ) -> AsyncIterator[Permit]:
         """Wait for a permit and hold it while the context lasts; `time_left_s`: to the deadline.
         What is `unused` at its end is given back to the tenant.

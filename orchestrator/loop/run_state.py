@@ -352,11 +352,7 @@ class RunState:
             of = self.rows[parent]
             latest, inherited = replace(of.latest, id=number), of.latest.num_tokens
             self.rows[number] = replace(
-                of,
-                latest=latest,
-                parent=parent,
-                inherited=inherited,
-                confidences=[*of.confidences],
+                of, latest=latest, parent=parent, inherited=inherited, confidences=[*of.confidences]
             )
 
     def best_text(self) -> str:

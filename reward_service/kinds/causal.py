@@ -223,10 +223,7 @@ class CausalReward(SegmentedModel, Reward):
         assert self.kept_tokens <= self._capacity
 
     def _task(
-        self,
-        session: KeptSession,
-        sequences: Mapping[int, Tokens],
-        where: Sequence[int],
+        self, session: KeptSession, sequences: Mapping[int, Tokens], where: Sequence[int]
     ) -> Task:
         """A task for these texts by their keys; what the session keeps of other texts is freed.
 

@@ -27,12 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej import contracts as c
 from specrej.client import Client, view
 from specrej.client.channel import check_address, open_channel
-from specrej.client.options import (
-    add_credentials,
-    add_options,
-    credentials_of,
-    options_of,
-)
+from specrej.client.options import add_credentials, add_options, credentials_of, options_of
 from specrej.contracts import errors, wire
 from specrej.contracts.status import has_details
 from specrej.security import Role, new_token, time_of

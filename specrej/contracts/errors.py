@@ -106,11 +106,7 @@ class RetryableError(SpecrejError):
     """May succeed after `retry_after_s` seconds."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        retry_after_s: float = 1.0,
-        metadata: Mapping[str, str] | None = None,
+        self, message: str, *, retry_after_s: float = 1.0, metadata: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message, metadata=metadata)
         self.retry_after_s = retry_after_s

@@ -255,9 +255,7 @@ class Server:
 
 
 def _grpc_server(
-    settings: ServiceSettings,
-    interceptor: StatusInterceptor,
-    max_deadline_s: float | None,
+    settings: ServiceSettings, interceptor: StatusInterceptor, max_deadline_s: float | None
 ) -> grpc.aio.Server:
     grace_s = math.inf if max_deadline_s is None else max_deadline_s + 60
     return grpc.aio.server(
