@@ -12,7 +12,7 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -31,7 +31,9 @@ MIN_SIDE, MAX_RATIO = 8, 100  # models' processors cannot read smaller or longer
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _ENDS = {"image/png": b"IEND\xaeB`\x82", "image/jpeg": b"\xff\xd9", "image/gif": b";"}
 # Beginnings of metadata in a JPEG. For each piece of EXIF Pillow copies those before it.
-_METADATA, _MAX_METADATA = re.compile(rb"\xff[\xe0-\xef\xfe]"), 1024
+_METADATA = re.compile(rb"\xff[\xe0-\xef\xfe]")
+# Of a file. Pillow takes 40 bytes or more for each block of a comment in a GIF.
+_MAX_PIECES = {"image/jpeg": (1024, "pieces of metadata"), "image/gif": (2**16, "blocks")}
 _ORIENTATION, _TURN = 0x0112, Pillow.Transpose  # of EXIF, and what makes an image upright
 _TURNS = {
     **{2: _TURN.FLIP_LEFT_RIGHT, 3: _TURN.ROTATE_180, 4: _TURN.FLIP_TOP_BOTTOM},
@@ -97,13 +99,13 @@ def opened(image: Image, path: str, *, decodes: bool = True) -> Any:
         InvalidRequest: it is damaged, of another type, too large or small, or has several frames.
     """
     problem = ""
-    pieces = _METADATA.finditer(image.data) if image.media_type == "image/jpeg" else iter(())
-    if next(islice(pieces, _MAX_METADATA, None), None):
-        text = f"must have at most {_MAX_METADATA} pieces of metadata"
-        raise InvalidRequest([Violation(path, text)])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its size and metadata
+            most, pieces = _MAX_PIECES.get(image.media_type, (0, ""))
+            if pieces and next(islice(_pieces(image), most, None), None):
+                problem = f"must have at most {most} {pieces}"
+                raise InvalidRequest([Violation(path, problem)])
             # Of the file's type alone: a file may be one of several types at once.
             kind = image.media_type.removeprefix("image/")
             decoded = Pillow.open(io.BytesIO(image.data), formats=[kind])
@@ -118,6 +120,33 @@ def opened(image: Image, path: str, *, decodes: bool = True) -> Any:
     except Pillow.DecompressionBombError:
         problem = f"must have at most {MAX_PIXELS[image.media_type]} pixels"
     raise InvalidRequest([Violation(path, problem)])
+
+
+def _pieces(image: Image) -> Iterator[object]:
+    """Of a JPEG the pieces of metadata, of a GIF all blocks.
+
+    Raises:
+        IndexError, ValueError: a GIF is damaged.
+    """
+    data = image.data
+    if image.media_type == "image/jpeg":
+        yield from _METADATA.finditer(data)
+        return
+    at = 13 + _table_bytes(data[10])
+    while data[at] != ord(";"):
+        if data[at] not in b"!,":
+            raise ValueError
+        at += 2 if data[at] == ord("!") else 11 + _table_bytes(data[at + 9])
+        while data[at]:
+            at += 1 + data[at]
+            yield at
+        at += 1
+        yield at
+
+
+def _table_bytes(flags: int) -> int:
+    """The size of the table of colors that follows in a GIF."""
+    return 3 << 1 + (flags & 7) if flags & 0x80 else 0
 
 
 def _problem(opened: Any, image: Image) -> str:

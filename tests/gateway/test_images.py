@@ -108,6 +108,14 @@ def hostile() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
     yield "png with a wrong checksum", "png", lambda: _with_size(png, 30, b"\0\0\0")
     segment = b"\xff\xe1\0\x12Exif\0\0" + bytes(10)  # each is appended to all before it
     yield "many pieces of exif", "jpeg", lambda: jpeg[:2] + segment * 300_000 + jpeg[2:]
+    image, comment = gif.rindex(b",", 0, -10), b"!\xfe\1a\0"
+    for name, more in {
+        "many comments": comment * 800_000,
+        "a comment of many blocks": comment[:2] + comment[2:4] * 2_000_000 + b"\0",
+        "many empty comments": (comment[:2] + b"\0") * 1_000_000,
+        "comments behind what is no block": b"-" + comment * 800_000,
+    }.items():
+        yield f"gif with {name}", "gif", lambda more=more: gif[:image] + more + gif[image:]
 
 
 def chat(*parts: Any, role: str = "user") -> c.Prompt:
