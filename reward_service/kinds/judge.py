@@ -230,7 +230,9 @@ def _grades_of(text: str, names: Sequence[str]) -> list[float]:
         grades = [values.get(name) for name in names]
         if set(map(type, grades)) <= {int, float}:
             return grades
-    # Of "8/10" and "8 out of 10" it is 8.
+    # Of "8/10", "8 out of 10" and "8 on a scale of 1 to 10" it is 8.
+    end = r"\d{1,9}(?:\.\d{1,9})?"
+    text = re.sub(rf"{end} ?(?:[-\u2013]|\.\.|to) ?{end}", "", text)
     numbers = re.findall(r"(?<![\w.])(-?\d{1,9}(?:\.\d+)?)(?!\w)(?:\s*(?:/|out of)\s*\d+)?", text)
     if len(names) == 1 and numbers:
         return [float(numbers[-1])]

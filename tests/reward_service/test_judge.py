@@ -130,6 +130,8 @@ async def test_pairs_are_compared_in_both_orders() -> None:
         ('Well. {"quality": 3} or rather {"quality": 7}', 7),
         ("<think>9 or 10?</think> I give it an 8/10.", 8),
         ("It is 4 out of 10.", 4),
+        ("It is 7 on a scale of 0-10.", 7),
+        ("Between 0 and 10 it is 6.5 (of 0 to 10).", 6.5),
         ("Grade: 7.5", 7.5),
     ],
 )
