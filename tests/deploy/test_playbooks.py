@@ -73,7 +73,11 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
             "SPECREJ_TLS_CA": str(authority.path),
             "SPECREJ_ORCHESTRATOR_REDIS_URL": stack.redis_url,
         }
-        await client.generate("why?", n=2, max_tokens=16)
+
+        async def is_stored() -> bool:  # not at once on a slow machine: Redis has 0.25 s
+            return (await client.generate("why?", n=2, max_tokens=16)).cached
+
+        await until(is_stored)
         digest = await shell("Which tenant is it?", variables, tmp_path)
         assert digest.strip() == tenant_digest("acmé's")
         assert "toy" in await shell("Rotate a token", variables, tmp_path)
