@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from generator_service.engine.grammar import JSON_OPTIONS, VALUES, checked_schema
+from generator_service.engine.grammar import JSON_OPTIONS, checked_schema, converted
 from specrej import contracts as c
 from specrej.answer_form import CALL_MARKS
 
@@ -187,7 +187,7 @@ def _moved(part: Any, root: str) -> Any:
         return [_moved(item, root) for item in part]
     if not isinstance(part, dict):
         return part
-    moved = {name: v if name in VALUES else _moved(v, root) for name, v in part.items()}
+    moved = converted(part, _moved, root)
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference[1:]

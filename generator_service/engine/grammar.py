@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
@@ -74,7 +74,8 @@ _EXCLUSIVE = {
 }
 # Keywords of bounds, and the sign of one that may be narrowed.
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # whose have schemas by name
 _NO_SYNTAX = ("binary", "password", "path", "file-path", "directory-path")  # formats of pydantic
 _UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
 
@@ -444,7 +445,7 @@ def _supported(part: Any) -> Any:
         return [_supported(item) for item in part]
     if not isinstance(part, dict):
         return part
-    part = {name: v if name in VALUES else _supported(v) for name, v in part.items()}
+    part = converted(part, _supported)
     _bound(part)
     form = part.get("format")
     if isinstance(form, str) and form in _NO_SYNTAX:
@@ -453,6 +454,19 @@ def _supported(part: Any) -> Any:
         part["pattern"] = _UUID.format(version=form[-1])
         del part["format"]
     return part
+
+
+def converted(
+    schema: dict[str, Any], convert: Callable[..., Any], *arguments: Any
+) -> dict[str, Any]:
+    """A schema with its parts converted, which may have names of keywords."""
+    made = dict(schema)
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            made[name] = {key: convert(part, *arguments) for key, part in value.items()}
+        elif name not in _VALUES:
+            made[name] = convert(value, *arguments)
+    return made
 
 
 def _bound(part: dict[str, Any]) -> None:

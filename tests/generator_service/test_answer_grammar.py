@@ -23,9 +23,9 @@ from specrej.answer_form import MARKS, parts_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 THINKING = ("<think>", "</think>")
-# A reference, so that parameters have definitions of their own.
+# References, so that parameters have definitions of their own; a name is that of a keyword.
 CITY = {
-    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "properties": {"city": {"$ref": "#/$defs/City"}, "default": {"$ref": "#/$defs/City"}},
     "required": ["city"],
     "additionalProperties": False,
     "$defs": {"City": {"enum": ["Oslo", "Rome"]}},

@@ -129,6 +129,7 @@ UPLOAD = {"type": "string", "format": "binary"}
         ({"type": "string", "format": "uuid4"}, [f'"{UUID4}"'], ['"a"', f'"{UUID4[:-1]}"']),
         ({"type": "string", "format": "file-path"}, ['"/a b"'], ["1"]),
         ({"properties": {"format": UPLOAD}, "required": ["format"]}, ['{"format": "x"}'], ["{}"]),
+        ({"properties": {"default": UPLOAD}, "required": ["default"]}, ['{"default": ""}'], ["{}"]),
         ({"enum": [{"format": "binary"}]}, ['{"format": "binary"}'], ["{}"]),
     ],
 )
