@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import astuple, dataclass, fields
-from decimal import Decimal
+from decimal import ROUND_DOWN, Context, Decimal
 from math import trunc
 from pathlib import Path
 from random import Random
@@ -68,6 +68,8 @@ _BITS = 32  # of a mask's words
 _FIRST_S, _TOKEN_S = 1.0, 0.002
 
 _DIGITS = 15  # of numbers that float64 holds exactly
+_LARGEST = Decimal(10**_DIGITS - 1)
+_TOWARDS_ZERO = Context(_DIGITS, ROUND_DOWN, Emin=-286)  # to 0 below 1e-300
 _EXCLUSIVE = {
     "exclusiveMinimum": ("maximum", "exclusiveMaximum"),
     "exclusiveMaximum": ("minimum", "exclusiveMinimum"),
@@ -475,7 +477,8 @@ def _bound(part: dict[str, Any]) -> None:
     for name, sign in _BOUNDS.items():
         bound = part.get(name)
         if isinstance(bound, Decimal) and (bound > 0) is (sign > 0):
-            part[name] = sign * (10**_DIGITS - 1)
+            nearer = _TOWARDS_ZERO.plus(min(max(bound, -_LARGEST), _LARGEST))
+            bound = part[name] = int(nearer) if nearer == int(nearer) else float(nearer)
         if isinstance(bound, int | float) and not isinstance(bound, bool):
             numbers[name] = bound
             if bound < 0 and "multipleOf" in part:

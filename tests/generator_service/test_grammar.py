@@ -118,6 +118,7 @@ def test_tokens_that_may_come_next(
 
 UUID4 = "f47ac10b-58cc-4372-a567-0e02b2c3d479"
 BOUNDS = {"minimum": -(2**63), "exclusiveMaximum": 2**63 - 1}
+FRACTIONS = {"minimum": -0.30000000000000004, "maximum": 3.141592653589793}
 UPLOAD = {"type": "string", "format": "binary"}
 
 
@@ -125,6 +126,7 @@ UPLOAD = {"type": "string", "format": "binary"}
     ("schema", "conforming", "others"),
     [
         ({"type": "integer", **BOUNDS}, ["-7", "0", "9" * 14 + "8"], [str(2**63), "-1" + "0" * 19]),
+        ({"type": "number", **FRACTIONS}, ["-0.29", "2.5"], ["-0.31", "3.2"]),
         ({"type": "integer", "minimum": 0, "multipleOf": 3}, ["0", "12"], ["4", "-3"]),
         ({"type": "string", "format": "uuid4"}, [f'"{UUID4}"'], ['"a"', f'"{UUID4[:-1]}"']),
         ({"type": "string", "format": "file-path"}, ['"/a b"'], ["1"]),
