@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import astuple, dataclass, fields
-from decimal import ROUND_DOWN, Context, Decimal
+from decimal import ROUND_DOWN, Context, Decimal, InvalidOperation
 from math import trunc
 from pathlib import Path
 from random import Random
@@ -437,6 +437,8 @@ def checked_schema(schema: str) -> str:
         return json.dumps(_supported(parsed), default=refuse)
     except json.JSONDecodeError:
         return schema
+    except InvalidOperation:
+        raise ValueError("a number has too many digits in its exponent") from None
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 

@@ -57,6 +57,7 @@ SCHEMAS = {
     '{"anyOf": [{"const": {"a": [9007199254740993]}}]}': "9007199254740993",
     '{"const": 123456789.12345679}': "123456789.12345679",
     '{"const": 1' + 400 * "0" + "}": "too large",
+    '{"const": 0e99999999999999999999}': "in its exponent",
     '{"type": "number", "maximum": 1, "exclusiveMaximum": -1e9999999}': "-1E+9999999",
     '{"type": "number", "exclusiveMinimum": 4, "maximum": 4.5}': "exclusiveMinimum 4 beside",
     '{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}': "exclusiveMaximum 0 beside",
