@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -91,8 +91,12 @@ class Frontend:
         ]
         is_long = sum(map(len, texts)) > _LONG_CHARACTERS
         turn = self._turns.setdefault(spec.cache_salt, asyncio.Lock())
-        async with turn if is_long else nullcontext():
-            encoded, form = await self._in_thread(lambda: text.read(spec.prompt))
+        if is_long:
+            await turn.acquire()
+        reading = asyncio.ensure_future(self._in_thread(lambda: text.read(spec.prompt)))
+        if is_long:  # the thread reads on where its caller has left
+            reading.add_done_callback(lambda _: turn.release())
+        encoded, form = await asyncio.shield(reading)
         prompt_ids: Sequence[int] = encoded
         read: Any = None
         if images and self._read_images:

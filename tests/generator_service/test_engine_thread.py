@@ -18,6 +18,7 @@ from generator_service.engine.generator import Frontend
 from generator_service.engine.thread import EngineThread
 from specrej.contracts import PLAIN, GeneratorDescription, Prompt, SessionSpec, SlotGauge
 from specrej.contracts.errors import InternalError, Unavailable
+from specrej.threads import ended
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
 from tests.serving import until
 
@@ -153,11 +154,13 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
 GRAMMARS = SimpleNamespace(is_supported=False, special_ids={})
 
 
-async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
-    """Guards templates and tokenizers, which work outside of the engine's thread."""
-    released = threading.Event()
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_the_heartbeat_ages_while_a_prompt_is_tokenized(is_cancelled: bool) -> None:
+    """Guards templates and tokenizers, which work outside of the engine's thread, and tenants whose
+    callers leave: their next long prompt is read after the one before."""
+    released, read = threading.Event(), list[Prompt]()
     text: Any = SimpleNamespace(
-        read=lambda prompt: (released.wait() and PROMPT, PLAIN),
+        read=lambda prompt: (read.append(prompt) or (released.wait() and PROMPT), PLAIN),
         stop_texts=lambda stop: None,
         answers=lambda sampling: None,
         grammars=lambda vocabulary: GRAMMARS,
@@ -167,9 +170,15 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     )
     card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))
     frontend = Frontend(text, card)
-    spec = SessionSpec(Prompt(text="x"), 2, ENDLESS, 4)
+    spec = SessionSpec(Prompt(text="x" * 100_000), 2, ENDLESS, 4)
     running = asyncio.ensure_future(frontend.command(spec))
     await until(lambda: frontend.heartbeat_s() > 0.05)
+    if is_cancelled:
+        await ended(running)
+        running = asyncio.ensure_future(frontend.command(spec))
+        await asyncio.sleep(0.2)
+    num_read = len(read)
     released.set()
+    assert num_read == 1
     assert (await running).prompt_ids == PROMPT
     assert frontend.heartbeat_s() == 0
