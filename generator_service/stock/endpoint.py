@@ -17,6 +17,7 @@ from typing import Any
 
 from generator_service.engine.commands import Load, OnStep, OpenCommand, PrefixBatch
 from generator_service.engine.generator import Frontend
+from generator_service.engine.grammar import path_of, refusal
 from generator_service.engine.text import Text
 from generator_service.settings import GeneratorSettings
 from generator_service.stock import api
@@ -26,7 +27,13 @@ from generator_service.stock.requests import Ask, Part
 from generator_service.stock.server import Server
 from specrej import contracts as c
 from specrej import fingerprint
-from specrej.contracts.errors import InternalError, Overloaded, Unavailable, Violation
+from specrej.contracts.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    Violation,
+)
 from specrej.contracts.validation import check_images, refuse_images
 from specrej_models.tools import JSON_CALLS
 
@@ -112,6 +119,11 @@ class TextFrontend:
 
     async def command(self, spec: c.SessionSpec) -> OpenCommand:
         """As `Frontend.command`, without tokens."""
+        if output := spec.sampling.structured_output:
+            try:
+                api.structured_field(output, self._able.structured)
+            except ValueError as error:
+                raise InvalidRequest([refusal(path_of(output), error)]) from None
         return OpenCommand(
             (),
             spec.n,

@@ -16,7 +16,8 @@ import pytest
 from generator_service.__main__ import open_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.stock import server as server_module
-from generator_service.stock.endpoint import open_endpoint
+from generator_service.stock.api import Abilities
+from generator_service.stock.endpoint import TextFrontend, open_endpoint
 from generator_service.stock.generator import StockGenerator
 from orchestrator.loop.run import run
 from specrej import contracts as c
@@ -553,6 +554,16 @@ async def test_what_a_server_lacks_is_refused(
             pass
     fields = {violation.field for violation in refused.value.violations}
     assert fields == {f"sampling.{name}" for name in names} and not server.endpoint.requests
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "json_schema"])
+async def test_a_schema_that_would_be_misread_is_refused_without_a_tokenizer(name: str) -> None:
+    """Guards against an internal error when the candidates are requested."""
+    output = c.JsonSchema('{"type": "integer", "minimum": -9, "multipleOf": 3}')
+    spec = replace(SPEC, sampling=replace(SAMPLING, structured_output=output))
+    card = c.GeneratorDescription("m", "", 256, 8, 97, 8, "", c.SlotGauge(0, 0, 0))
+    with pytest.raises(InvalidRequest, match="negative multiples"):
+        await TextFrontend(card, Abilities(structured=name)).command(spec)
 
 
 async def test_slots_bound_the_tokens_that_are_sent(servers: Servers) -> None:
