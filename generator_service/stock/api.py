@@ -180,6 +180,8 @@ def _sampling_fields(sampling: c.Sampling, able: Abilities) -> dict[str, Any]:
         value = getattr(sampling, name)
         if value != getattr(default, name) or (able.kind in KNOWN and name in more):
             body[theirs] = value
+    if "top_k" in body and not is_llama:  # SGLang, and vLLM before 0.9, refuse 0
+        body["top_k"] = body["top_k"] or -1
     if is_llama and (sampling.repetition_penalty != 1 or not continues_exactly(sampling)):
         body["repeat_last_n"] = _LLAMA_WINDOW
     if sampling.ignore_eos:

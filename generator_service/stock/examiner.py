@@ -165,7 +165,7 @@ class Examiner:
             return  # its logits depend on the batch, which this would not notice each time
         draw: dict[str, Any] = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 2 * _PROBE_TOKENS}
         if self.able.kind in api.KNOWN:
-            draw |= {"top_k": 0, "min_p": 0.0}
+            draw |= {"top_k": -1, "min_p": 0.0}
         with suppress(InvalidRequest):
             asks = (self._ask({**probe, **draw, "seed": seed}) for seed in _SEEDS)
             *equal, other = map(api.text_of, await asyncio.gather(*asks))

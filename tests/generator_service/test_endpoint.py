@@ -532,7 +532,8 @@ async def test_every_field_of_the_sampling_reaches_the_server(servers: Servers, 
         theirs = "repeat_penalty" if is_llama and name == "repetition_penalty" else name
         assert body.get(theirs, 0) == value or not value
     assert ("stop" in body) == (kind == "chat") and body["model"] == "m"
-    assert ("top_k" in plain) == (kind != "chat") and plain["temperature"] == plain["top_p"] == 1
+    assert plain.get("top_k") == {"vllm": -1, "llamacpp": 0, "chat": None}[kind]
+    assert plain["temperature"] == plain["top_p"] == 1
 
 
 @pytest.mark.parametrize(
