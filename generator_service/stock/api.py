@@ -225,7 +225,8 @@ class PartsAsText:
             text, self._is_thinking = _THINKING[0] + text, True
         if self._is_thinking and (content or calls or choice.get("finish_reason") == "stop"):
             text, self._is_thinking = text + _THINKING[1], False
-        text = encodable(text) + content
+        # Text behind calls, as vLLM's parser for LFM2 streams it; white space may be of a call.
+        text = encodable(text) + (self._close() if content.strip() and not calls else "") + content
         for number, call in enumerate(calls):
             function, index = call["function"], _count(call.get("index", number))
             if index != self._index:

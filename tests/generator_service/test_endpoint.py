@@ -246,13 +246,19 @@ async def test_chats_have_tools_as_the_server_takes_them(servers: Servers, strea
         else:  # of a call that is cut off the end, which is written here, is no token
             pieces: list[Any] = [{"name": "count", "arguments": '{"a": "'}]
             pieces += [{"arguments": "x"}] * 23
-            deltas = [{"tool_calls": [{"index": 0, "function": piece}]} for piece in pieces]
-            choices: list[Any] = [{"delta": delta} for delta in deltas]
-            choices.append({"delta": {"content": ""}, "finish_reason": "length"})
-            lines = [*(line_of({"choices": [choice]}) for choice in choices), b"data: [DONE]\n\n"]
-            model.behave(script=lambda *_: replace(events(*lines), keeps=True))
-            parts, _ = await answered(server, prompt)
-            assert parts and not parts.tool_calls and parts.content.count("x") == 23
+            whole: list[Any] = [{"name": "count", "arguments": CALL.arguments}]
+            for functions, content, finish in ((pieces, "", "length"), (whole, "Done.", "stop")):
+                deltas = [{"tool_calls": [{"index": 0, "function": one}]} for one in functions]
+                choices: list[Any] = [{"delta": one} for one in (*deltas, {"content": content})]
+                choices[-1]["finish_reason"] = finish
+                lines = [line_of({"choices": [choice]}) for choice in choices]
+                reply = replace(events(*lines, b"data: [DONE]\n\n"), keeps=True)
+                model.behave(script=lambda *_, reply=reply: reply)
+                parts, _ = await answered(server, prompt)
+                if functions == whole:
+                    assert parts == c.AnswerParts("Done.", "", (CALL,))
+                else:
+                    assert parts and not parts.tool_calls and parts.content.count("x") == 23
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
