@@ -17,7 +17,7 @@ from specrej.contracts.errors import Unauthenticated
 from specrej.security import Credentials, new_token
 from tests.certificates import Authority, place
 from tests.programs import ROOT, run
-from tests.serving import until
+from tests.serving import until, until_read
 from tests.toys import TOYS
 
 _PART = (ROOT / "docs/operations.md").read_text().partition("\n## Playbooks\n")[2]
@@ -73,11 +73,8 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
             "SPECREJ_TLS_CA": str(authority.path),
             "SPECREJ_ORCHESTRATOR_REDIS_URL": stack.redis_url,
         }
-
-        async def is_stored() -> bool:  # not at once on a slow machine: Redis has 0.25 s
-            return (await client.generate("why?", n=2, max_tokens=16)).cached
-
-        await until(is_stored)
+        # Not stored at once on a slow machine: Redis has 0.25 s.
+        await until_read(lambda: client.generate("why?", n=2, max_tokens=16), lambda it: it.cached)
         digest = await shell("Which tenant is it?", variables, tmp_path)
         assert digest.strip() == tenant_digest("acmé's")
         assert "toy" in await shell("Rotate a token", variables, tmp_path)

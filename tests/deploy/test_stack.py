@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from subprocess import PIPE
 
 import pytest
@@ -26,20 +27,15 @@ async def test_a_taken_port_raises_before_anything_starts() -> None:
 
 
 def test_no_two_processes_are_given_a_port() -> None:
-    """Guards against a service that finds its port bound by a stack of another process: a port is
-    chosen long before anything listens on it."""
+    """Guards against a service whose port another stack has bound before it listens."""
     code = "from deploy.local import stack; stack._BLOCKS = range(16_000, 16_384, 64); "
     code += "print(*stack.free_ports({}), flush=True); input()"
+    child, given = partial(subprocess.Popen, stdin=PIPE, stdout=PIPE, text=True), list[str]()
     with ExitStack() as running:
-        given = list[str]()
         for count in (120, 250):
-            command = (sys.executable, "-c", code.format(count))
-            child = running.enter_context(
-                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
-            )
-            running.callback(child.kill)
-            assert child.stdout is not None
-            given += child.stdout.readline().split()
+            process = running.enter_context(child((sys.executable, "-c", code.format(count))))
+            running.callback(process.kill)
+            given += process.stdout.readline().split()
     assert len({*given}) == 370
 
 
