@@ -94,8 +94,7 @@ async def browser(profile: Path) -> AsyncIterator[Page]:
 
 
 async def _started() -> tuple[asyncio.subprocess.Process, int]:
-    """A driver and its port. It ends at once where the port that it picks for IPv4 is another
-    process's for IPv6."""
+    """A driver and its port. It ends at once where that is another process's for IPv6."""
     for _ in range(5):
         process = await asyncio.create_subprocess_exec(
             str(DRIVER), "--port=0", stdout=asyncio.subprocess.PIPE

@@ -22,8 +22,7 @@ def window(num_bytes: int) -> bytes:
 
 
 def headers(method: str, authority: str, **more: str) -> bytes:
-    """The headers of a call, in HPACK as uncompressed literals without indexing; `more` with _ for
-    -."""
+    """The headers of a call, as HPACK's plain literals without indexing; `more` with _ for -."""
     pairs = {
         ":method": "POST",
         ":scheme": "http",

@@ -8,6 +8,7 @@ this process included. Used by `specrej up`, `specrej demo` and end-to-end tests
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 import secrets
@@ -38,13 +39,12 @@ _READYZ = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n
 # each process takes whole blocks: it listens on the first port of each until it ends.
 _BLOCK = 64
 _BLOCKS = range(16_384, 32_768, _BLOCK)
-_held: list[socket.socket] = []
 
 
 def _own_ports() -> Iterator[int]:
     for first in secrets.SystemRandom().sample(_BLOCKS, len(_BLOCKS)):
         with suppress(OSError):
-            _held.append(socket.create_server((HOST, first)))
+            atexit.register(socket.create_server((HOST, first)).close)
             yield from range(first + 1, first + _BLOCK)
 
 

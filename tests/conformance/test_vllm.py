@@ -37,8 +37,7 @@ async def test_memory_decides_n_and_nothing_is_preempted(started: Started) -> No
 
 
 async def test_layers_with_a_window_take_the_same_slots(tmp_path: Path) -> None:
-    """Guards against slots that vLLM stores in several blocks, so that it has room for a part of
-    them only."""
+    """Guards against slots in several of vLLM's blocks, so that it has room for a part of them."""
     config = Gemma3TextConfig(
         **(SIZES | {"num_hidden_layers": 6, "head_dim": 32}),
         num_key_value_heads=1,

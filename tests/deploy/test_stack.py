@@ -35,6 +35,7 @@ def test_no_two_processes_are_given_a_port() -> None:
         for count in (120, 250):
             process = running.enter_context(child((sys.executable, "-c", code.format(count))))
             running.callback(process.kill)
+            assert process.stdout
             given += process.stdout.readline().split()
     assert len({*given}) == 370
 

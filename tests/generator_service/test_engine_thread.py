@@ -20,7 +20,7 @@ from specrej.contracts import PLAIN, GeneratorDescription, Prompt, SessionSpec, 
 from specrej.contracts.errors import InternalError, Unavailable
 from specrej.threads import ended
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
-from tests.serving import until
+from tests.serving import turns, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,7 +176,7 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized(is_cancelled: bool
     if is_cancelled:
         await ended(running)
         running = asyncio.ensure_future(frontend.command(spec))
-        await asyncio.sleep(0.2)
+        await turns(500)
     num_read = len(read)
     released.set()
     assert num_read == 1

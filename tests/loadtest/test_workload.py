@@ -49,8 +49,7 @@ def test_workers_use_different_seeds() -> None:
 
 
 def test_users_send_no_equal_requests() -> None:
-    """Guards against answers of the cache. In a process of its own: Locust replaces functions of
-    the standard library."""
+    """Guards against answers of the cache. In its own process: Locust patches Python's library."""
     seeds = subprocess.check_output((sys.executable, "-c", _USERS), text=True, timeout=60).split()
     assert len(set(seeds)) == len(seeds) == 4
 

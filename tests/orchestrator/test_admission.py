@@ -336,8 +336,7 @@ async def test_a_tenant_of_consecutive_large_requests_is_not_served_first() -> N
 
 @pytest.mark.parametrize("way", ["served at once", "served in turn", "refused", "cancelled"])
 async def test_the_state_of_tenants_that_left_is_dropped(way: str) -> None:
-    """Guards against memory that grows with every tenant while requests run and wait all the
-    time."""
+    """Guards against memory that grows with every tenant while requests always run and wait."""
     requests = Requests(2 if way == "served at once" else 1, 0 if way == "refused" else 10)
     await requests.arrive(tenant="always here")
     for number in range(300):

@@ -240,8 +240,7 @@ async def test_a_taper_narrows_later_rounds() -> None:
 )
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["alone", "in a weighted sum"])
 async def test_invalid_scores_are_refused(values: list[float], is_weighted: bool) -> None:
-    """Guards against ranking by NaN, which would reject at random, and against a weighted sum
-    that hides it."""
+    """Guards against ranking by NaN, at random, and against a weighted sum that hides it."""
     generator = ToyGenerator()
     rewards = (c.WeightedReward("likelihood"), c.WeightedReward("invalid"))[not is_weighted :]
     scorers = (LikelihoodScorer(), FixedScorer(values))[not is_weighted :]

@@ -231,8 +231,7 @@ async def test_cuts_leave_alone_who_still_reasons(is_spared: bool) -> None:
 
 
 async def test_cuts_of_reasoning_alone_reject_none_unless_slots_are_full() -> None:
-    """Guards against a division by the number of ranked candidates, which is 0, and a run that
-    never ends."""
+    """Guards against a division by no ranked candidates, and a run that never ends."""
     texts = ["<think>" + "hm " * 30 + "</think>yes"] * 4
     options: dict[str, Any] = {"algorithm": c.Algorithm.SPECULATIVE_REJECTION}
     options |= {"schedule": EVERY_8}

@@ -89,8 +89,7 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
 
 
 def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
-    """The prompt is computed once, each text once, with what closes it; equal texts are computed
-    once."""
+    """The prompt is computed once, as is each different text, with what closes it."""
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     prompt = len(tiny.computed(models["llama"], "")[0]) - CLOSING
