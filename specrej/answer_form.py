@@ -70,12 +70,6 @@ def answer_text(text: str, form: AnswerForm) -> str:
     return text.partition(form.thinking_end)[2].lstrip()
 
 
-def call_ids(index: int, candidate: int = 0) -> str:
-    """The id of a candidate's call: equal requests get equal answers. The orchestrator adds the
-    request's id before a caller receives it."""
-    return f"call_{candidate}_{index}"
-
-
 def written(calls: Sequence[ToolCall], form: AnswerForm) -> str:
     """Calls as a model of this form writes them."""
     key = "parameters" if form.tool_format == "llama3" else "arguments"
@@ -208,7 +202,9 @@ class PartsReader:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             return self._spoil(end)
         index = self._num_calls
-        self._calls.append(ToolCallDelta(index, call_ids(index, self._candidate), name, arguments))
+        # Equal requests get equal answers. The orchestrator adds the request's id to a call's.
+        one = ToolCallDelta(index, f"call_{self._candidate}_{index}", name, arguments)
+        self._calls.append(one)
         self._num_calls += 1
         self._space = ""
         self._rest, self._state = self._rest[end:], self._after

@@ -100,8 +100,7 @@ def opened(image: Image, path: str, *, decodes: bool = True) -> Any:
     """
     problem = ""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its size and metadata
+        with warnings.catch_warnings(action="ignore"):  # of its size and metadata
             most, pieces = _MAX_PIECES.get(image.media_type, (0, ""))
             if pieces and next(islice(_pieces(image), most, None), None):
                 problem = f"must have at most {most} {pieces}"
