@@ -104,13 +104,15 @@ async def toy(_: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def own(directory: Path, device: str = "cpu") -> AsyncIterator[Subject]:
+async def own(
+    directory: Path, device: str = "cpu", kv_slots: int = CAPACITY
+) -> AsyncIterator[Subject]:
     """The own engine."""
     settings = GeneratorSettings(
         engine="own",
         model=str(directory),
         device=device,
-        kv_slots=CAPACITY,
+        kv_slots=kv_slots,
         max_candidates=MAX_CANDIDATES,
     )
     yield Subject(load_generator(settings))
@@ -215,7 +217,8 @@ async def gateway(directory: Path) -> AsyncIterator[Subject]:
     """The gateway, before an orchestrator whose generator is the own engine: a server of text."""
     from tests.world import world
 
-    async with own(directory) as subject:
+    # Each request has candidates of its own; what is cut for want of slots depends on the others.
+    async with own(directory, kv_slots=MAX_CANDIDATES * CAPACITY) as subject:
         own_engine = subject.generator
         generator: Any = SimpleNamespace(
             open=own_engine.open, check=own_engine.check, describe=own_engine.describe, is_idle=True
