@@ -6,7 +6,7 @@ By the model's chat template. Uses the tokenizer, no weights.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from reward_service.specs import ClassifierSpec
@@ -44,6 +44,7 @@ class Conversation:
         self.tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer, vocabulary)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
+        self.takes_images = template.takes_images
 
     def response(self, candidate: Candidate) -> str:
         """A candidate's text; of one that is too long, the end."""
@@ -87,24 +88,36 @@ class Tokens(NamedTuple):
 
 
 class Turns:
-    """One prompt's conversation; responses become its last turn.
+    """One prompt's conversation; responses become its last turn. `images`: what else is read of the
+    prompt, all of it however long a response is.
 
     Raises:
         InvalidRequest: the prompt is too long, or the template rejects it.
     """
 
-    def __init__(self, conversation: Conversation, prompt: Prompt) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        prompt: Prompt,
+        count: Callable[[Sequence[int]], int] = len,
+        images: Any = None,
+    ) -> None:
+        """count: the number of tokens that the model reads for a text's."""
         self._conversation = conversation
         self._prompt = prompt
+        self.images = images
         empty, some = conversation.render(prompt, ["", _ANY_RESPONSE])
         if _ANY_RESPONSE not in some:
             raise ValueError(f"reward {conversation.name}: its template leaves the response out")
         opening = some.rpartition(_ANY_RESPONSE)[0]
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
         length, limit = len(empty_ids), conversation.max_tokens
+        if length <= limit:
+            length = count(empty_ids)
         if length > limit:
             reason = f"has {length} tokens, reward {conversation.name} takes {limit}"
             raise InvalidRequest([Violation("prompt", reason)])
+        self._most = limit - (length - len(empty_ids))
         # A long prompt is tokenized here, and not again for each response.
         split = conversation.split_opening(opening, self.prompt_ids)
         self._head, self._head_ids, self._added = split
@@ -115,12 +128,15 @@ class Turns:
     def tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         """Each text as a turn, which ends with what the template writes then."""
         tokenized: list[Tokens] = []
-        most = self._conversation.max_tokens
+        most, kept = self._most, len(self.prompt_ids) if self.images else 0
         for at in range(0, len(texts), _AT_ONCE):
             rendered = self._conversation.render(self._prompt, texts[at : at + _AT_ONCE])
             head_ids, tails = self._encode(rendered)
             conversations = [head_ids + tail for tail in tails]
-            tokenized += [Tokens(ids[-most:], len(ids) > most) for ids in conversations]
+            tokenized += [
+                Tokens(ids[:kept] + ids[max(kept, len(ids) - most + kept) :], len(ids) > most)
+                for ids in conversations
+            ]
         return tokenized
 
     def _encode(self, rendered: Sequence[str]) -> tuple[list[int], list[list[int]]]:

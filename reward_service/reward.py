@@ -203,9 +203,11 @@ def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """A tokenized text that is computed whole, and the head's output for it once it is."""
+    """A tokenized text that is computed whole, and the head's output for it once it is; `images`:
+    those that its engine reads with it."""
 
     token_ids: Sequence[int]
+    images: Any = None
     result: Any = None
     num_computed: int = 0
 

@@ -150,6 +150,7 @@ class ClassifierSpec(LocalSpec):
     """
 
     loader = "classifier:load_classifier"
+    can_read_images = True
     kind: Literal["classifier"] = "classifier"
     special_tokens: Literal["template", "both"] = "template"
     head_file: Path | None = None
@@ -163,6 +164,8 @@ class ClassifierSpec(LocalSpec):
             raise ValueError("has one label: label must be 0")
         if self.vllm_options and self.engine != "vllm":
             raise ValueError('vllm_options require engine "vllm"')
+        if self.images == "read" and self.engine != "vllm":
+            raise ValueError('images "read" requires engine "vllm"')
         return self
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from tests.reward_service.tiny import make_tokenizer
@@ -36,15 +37,9 @@ def save_vision_model(directory: Path) -> Path:
     start, end, image, video = (tokenizer.convert_tokens_to_ids(mark) for mark in _MARKS)
     ends = [2, *(tokenizer.convert_tokens_to_ids(mark) for mark in _ENDS)]
     text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": CONTEXT,
-        "eos_token_id": ends,
-        "pad_token_id": 0,
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": CONTEXT, "eos_token_id": ends, "pad_token_id": 0,
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]
         },
@@ -74,18 +69,26 @@ def save_vision_model(directory: Path) -> Path:
     return directory
 
 
+def save_vision_classifier(directory: Path) -> Path:
+    """The same model with a head of one label."""
+    config = json.loads((save_vision_model(directory) / "config.json").read_text())
+    config |= {"architectures": ["Qwen2VLForSequenceClassification"], "num_labels": 1}
+    config |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = load_file(directory / "model.safetensors")
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(8))
+    del weights["lm_head.weight"]
+    weights |= {"language_model.score.weight": head}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 def _save_processor(directory: Path) -> None:
     options = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "min_pixels": 28 * 28,
-        "max_pixels": 112 * 112,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.25, 0.25, 0.25],
-    }
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor",
+        "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 28 * 28,
+        "max_pixels": 112 * 112, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25],
+    }  # fmt: skip
     (directory / "preprocessor_config.json").write_text(json.dumps(options))
     video = {**options, "video_processor_type": "Qwen2VLVideoProcessor"}
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))

@@ -15,20 +15,18 @@ Structured outputs are vLLM's, too, by llguidance, after the generator has compi
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from typing import Any
 
 import vllm
 from transformers import AutoConfig
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
-from vllm.inputs import TokensPrompt, tokens_input
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -42,10 +40,10 @@ from generator_service.settings import GeneratorSettings
 from generator_service.stock.generator import StockGenerator
 from generator_service.stock.requests import Ask, Part, Places, structured_fields
 from specrej import contracts as c
-from specrej.contracts.errors import InternalError, InvalidRequest, Unavailable, Violation
-from specrej.images import checked, opened
+from specrej.contracts.errors import InternalError, Unavailable
 from specrej_models.probe import check_tensors, examine
 from specrej_models.sizes import ModelSizes
+from specrej_models.vllm_images import PromptImages, takes_images
 from specrej_models.vllm_options import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
@@ -195,65 +193,6 @@ def _top(flat: Any, start: int, most: int) -> Top:
     return flat.token_ids[best], [max(one, LEAST_LOGPROB) for one in flat.logprobs[best]]
 
 
-class PromptImages:
-    """The images of a prompt, for vLLM. `ids`: the prompt's tokens, with one for each image.
-
-    An image's name is a digest of the tenant's salt and the file. vLLM decodes, processes and
-    encodes an image of a name that it does not have, once for all requests.
-    """
-
-    def __init__(
-        self, renderer: Any, ids: Sequence[int], images: Collection[c.Image], salt: str
-    ) -> None:
-        self._renderer = renderer
-        self._ids, self._images, self._salt = ids, images, salt
-        key = salt.encode()
-        self._names = [sha256(key + b" " + image.data).hexdigest() for image in images]
-
-    async def rendered(self, token_ids: Sequence[int] = (), **options: Any) -> Any:
-        """vLLM's input: the prompt with all tokens of its images, and a candidate's tokens."""
-        images = [opened(image, "prompt", decodes=False) for image in self._images]
-        prompt = TokensPrompt(
-            prompt_token_ids=[*self._ids, *token_ids],
-            multi_modal_data={"image": images},
-            multi_modal_uuids={"image": self._names},
-        )
-        if self._salt:
-            prompt["cache_salt"] = self._salt
-        (rendered,) = await self._renderer.render_cmpl_async([prompt], **options)
-        return rendered
-
-
-class Processor:
-    """A `ReadImages` by the model's processor in vLLM."""
-
-    def __init__(self, llm: Any) -> None:
-        self._renderer = llm.renderer
-
-    async def __call__(
-        self, prompt_ids: Sequence[int], images: Mapping[str, c.Image], cache_salt: str
-    ) -> tuple[Sequence[int], PromptImages]:
-        """As `ReadImages`: images are checked, and counted in tokens."""
-        await asyncio.to_thread(checked, images)
-        read = PromptImages(self._renderer, prompt_ids, images.values(), cache_salt)
-        try:
-            # Not by the cache of requests: the engine would have to receive what that returns.
-            rendered = await read.rendered(skip_mm_cache=True)
-        except ValueError as error:  # too many, or too large for the model
-            log.info("images are refused: %s", error)
-            text = "the model's processor refuses the images"
-            raise InvalidRequest([Violation(path, text) for path in images]) from error
-        return rendered["prompt_token_ids"], read
-
-
-def _takes_images(llm: Any) -> bool:
-    """Whether the model has a processor of images, and the options allow one."""
-    if not llm.vllm_config.model_config.supports_multimodal_inputs:
-        return False
-    limits = llm.renderer.get_mm_processor().info.allowed_mm_limits
-    return bool(limits.get("image"))
-
-
 def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> StockGenerator:
     """A generator on a vLLM that is started for it; takes a minute.
 
@@ -288,11 +227,19 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> Sto
         can_fork=True,
         form=c.CandidateForm.ROUNDS,
         flat_steps=not current_platform.is_cpu(),
-        takes_images=_takes_images(llm) and bool(template and template.takes_images),
+        takes_images=takes_images(llm) and bool(template and template.takes_images),
     )
+
+    async def read_images(
+        prompt_ids: Sequence[int], images: Mapping[str, c.Image], cache_salt: str
+    ) -> tuple[Sequence[int], PromptImages]:
+        """A `ReadImages` by the model's processor in vLLM."""
+        read = PromptImages(llm, images, cache_salt, prompt_ids)
+        return await read.counted(), read
+
     return StockGenerator(
         VLLMRequests(llm, examined.end_ids),
-        Frontend(Text.of(examined), card, Processor(llm) if card.takes_images else None),
+        Frontend(Text.of(examined), card, read_images if card.takes_images else None),
         examined.end_ids,
         card,
         block_tokens=block_tokens,

@@ -127,7 +127,8 @@ class VLLMClassifier(Reward):
         self.name = spec.name
         device, _, _ = resources.device.partition(":")
         self.token_budget = resources.token_budget * _PASSES_PER_CALL[device]
-        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
+        reads = {"images": "read"} if spec.images == "read" else {}
+        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id), **reads)
         self._label = spec.label or 0
         self._conversation = conversation
         self._pad_id = pad_id
@@ -138,14 +139,24 @@ class VLLMClassifier(Reward):
         self._request_ids = map(str, itertools.count(1))
 
     def open(self, prompt: Prompt, *, once: bool = False) -> Turns:
-        return Turns(self._conversation, prompt)
+        if not prompt.images:
+            return Turns(self._conversation, prompt)
+        # Here, as vLLM is installed where images are read.
+        from specrej_models.vllm_images import PromptImages
+
+        images = PromptImages(self._llm, prompt.images)
+
+        def count(token_ids: Sequence[int]) -> int:
+            return len(self._runner.run(images.counted(token_ids)))
+
+        return Turns(self._conversation, prompt, count, images)
 
     def begin(self, session: Turns, candidates: Sequence[Candidate]) -> Task:
         """A task of the batch's different texts."""
         tokenized = session.tokenize([self._conversation.response(c) for c in candidates])
         texts = [tokens.token_ids for tokens in tokenized]
         unique, where = distinct([tuple(ids[: num_read(ids, self._pad_id)]) for ids in texts])
-        texts_of_task = [Text(token_ids) for token_ids in unique]
+        texts_of_task = [Text(token_ids, session.images) for token_ids in unique]
         return text_task(texts_of_task, where, lambda all_: [one[self._label] for one in all_])
 
     def compute(self, pieces: Sequence[Text]) -> None:
@@ -168,10 +179,12 @@ class VLLMClassifier(Reward):
             raise failed.exceptions[0] from None
 
     async def _read(self, text: Text) -> None:
-        prompt = {"prompt_token_ids": list(text.token_ids)}
+        prompt: Any = {"prompt_token_ids": list(text.token_ids)}
+        if text.images:
+            prompt = await text.images.rendered(text.token_ids)
         async for answer in self._llm.encode(prompt, self._raw, next(self._request_ids)):
             text.result = answer.outputs.data.tolist()
-            text.num_computed = len(text.token_ids) - answer.num_cached_tokens
+            text.num_computed = len(answer.prompt_token_ids) - answer.num_cached_tokens
 
 
 def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
@@ -190,7 +203,7 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
         "max_model_len": conversation.max_tokens,
         "max_num_seqs": _MAX_TEXTS,
         "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not hasattr(config, "vision_config"),  # a processor needs it
         "disable_log_stats": True,
     }
     device, _, number = resources.device.partition(":")
@@ -210,5 +223,11 @@ def _load_on_vllm(spec: ClassifierSpec, resources: Resources) -> VLLMClassifier:
     from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
+    if spec.images == "read":
+        from specrej_models.vllm_images import takes_images
+
+        if not (conversation.takes_images and takes_images(llm)):
+            llm.shutdown()
+            raise ValueError(f"{spec.directory}: the model, or its chat template, has no images")
     raw = PoolingParams(task="classify", use_activation=False)
     return VLLMClassifier(spec, resources, llm, raw, conversation, text_config.pad_token_id)

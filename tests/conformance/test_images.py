@@ -14,20 +14,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
+from reward_service.reward import score
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest
+from specrej.images import opened
 from tests.conformance.sessions import Tokens, add, drawn, ids
 from tests.conformance.subjects import metric, stock, sums, vllm
 from tests.images import image, picture
 from tests.programs import ROOT
+from tests.reward_service.tiny import load
 from tests.servers.starting import vllm_server
-from tests.vision import CONTEXT, IMAGE_TOKENS, SIDE, save_vision_model
+from tests.vision import CONTEXT, IMAGE_TOKENS, SIDE, save_vision_classifier, save_vision_model
 
 _HAS_VLLM = importlib.util.find_spec("vllm") is not None
 _VISION = ROOT / ".vision"
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:.*not an async function"),
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(not _VISION.exists(), reason="no .vision: make conformance-images"),
 ]
@@ -37,6 +44,7 @@ _TEXTS = ("Look at this, then at that one: ", " and ", ", and say which one you 
 _SAMPLING = c.Sampling(max_tokens=24, seed=3, ignore_eos=True)
 _GREEDY = c.Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 _BLOCK = 32
+_RESPONSES = ("The first one.", "", "The second one, as it is blue.")
 
 
 def prompt_of(*images: c.Image) -> c.Prompt:
@@ -160,3 +168,41 @@ async def test_refuses_damaged_images(seeing: Seeing) -> None:
     with pytest.raises(InvalidRequest):
         await first_of(seeing, _RED, c.Image(picture()[:-30]))
     assert await first_of(seeing, _RED, _BLUE)
+
+
+@pytest.mark.skipif(not _HAS_VLLM, reason="needs vLLM in this process")
+def test_a_classifier_reads_images(tmp_path: Path) -> None:
+    """As transformers computes the model, in batches, and of long responses the end."""
+    directory, how = save_vision_classifier(tmp_path), {"enforce_eager": True}
+    reward = load("classifier", directory, images="read", engine="vllm", vllm_options=how)
+    try:
+        for prompt in (PROMPT, prompt_of(_BLUE, _RED), prompt_of(_RED), prompt_of()):
+            values = score(reward, prompt, [*_RESPONSES, _RESPONSES[0]]).values
+            expected = [_by_transformers(directory, prompt, text) for text in _RESPONSES]
+            assert values == pytest.approx([*expected, expected[0]], abs=2e-3)
+            assert len({*expected}) == len(expected)
+        room = CONTEXT - NUM_TOKENS - 1  # of a response, with the end of its turn
+        cut, long = score(reward, PROMPT, ["x" * room, "y" + "x" * room]).values
+        assert cut == long
+        with pytest.raises(InvalidRequest, match="cut off"):
+            score(reward, prompt_of(c.Image(picture()[:-30])), ["a"])
+        many = c.Message("user", parts=(c.TextPart("x" * 430), *[_RED] * 16))
+        with pytest.raises(InvalidRequest, match="takes 512"):
+            score(reward, c.Prompt((many,)), ["a"])
+    finally:
+        reward.close()
+
+
+def _by_transformers(directory: Path, prompt: c.Prompt, response: str) -> float:
+    """The head's output at the last token."""
+    processor = AutoProcessor.from_pretrained(directory)
+    turns = [{"role": "user", "content": prompt.messages[0].chat_content}]
+    turns += [{"role": "assistant", "content": response}]
+    text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
+    pictures = [opened(one, "prompt") for one in prompt.images.values()] or None
+    inputs = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(directory)
+    with torch.inference_mode():
+        hidden = model.model(**inputs).last_hidden_state[0, -1]
+    head = load_file(directory / "model.safetensors")["language_model.score.weight"]
+    return float(head[0] @ hidden)

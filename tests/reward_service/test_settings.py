@@ -28,6 +28,7 @@ CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
         ("rewards", '[{"name": "x", "kind": "toy", "directory": "y"}]', "0.toy.directory"),
         ("rewards", CLASSIFIER % '"label": 1, "head_file": "z"', "label must be 0"),
         ("rewards", CLASSIFIER % '"vllm_options": {"seed": 1}', 'require engine "vllm"'),
+        ("rewards", CLASSIFIER % '"images": "read"', 'requires engine "vllm"'),
         ("rewards", '[{"name": "x", "kind": "function", "function": "f"}]', "match pattern"),
         ("rewards", '[{"name": "likelihood", "kind": "toy"}]', "generator's own"),
         ("rewards", '[{"name": "x", "kind": "toy"}, {"name": "x", "kind": "toy"}]', "once"),

@@ -76,7 +76,7 @@ class FakeEngine:
         ids = prompt["prompt_token_ids"]
         self.requests.append(ids)
         outputs = SimpleNamespace(data=torch.tensor([len(ids), ids[-1]]))
-        yield SimpleNamespace(outputs=outputs, num_cached_tokens=5)
+        yield SimpleNamespace(outputs=outputs, prompt_token_ids=ids, num_cached_tokens=5)
 
     def shutdown(self) -> None:
         """There is nothing to end."""
