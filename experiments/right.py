@@ -223,7 +223,7 @@ async def replay(
     ]
     votes = extractor(task.vote, {}) if selection.vote else (lambda _: None)
     form = replace(study.form, tool_format=task.tool_format)
-    generator, cheap = RecordedGenerator(answers, form), {"verifier"}
+    generator, cheap = RecordedGenerator(answers, form), frozenset({"verifier"})
     running = run(request, generator, scorers, cheap=cheap, extract=votes)
     async with aclosing(running) as events:
         *_, last = [event async for event in events]

@@ -11,32 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from gateway import fields
 from gateway.answers import Answer, CompletionAnswer
-from gateway.fields import (
-    FUNCTIONS,
-    MADE,
-    NO_SETTING,
-    OF_ANSWERS,
-    OF_OPENAI,
-    OUTPUT,
-    Checked,
-    Content,
-    Extension,
-    Function,
-    Maps,
-    Preset,
-    Refused,
-    ResponseFormat,
-    StreamOptions,
-    ToolChoice,
-    as_texts,
-    effort_of,
-    message_of,
-    role_of,
-    rules_of,
-    schema_of,
-    with_tools,
-)
 from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation, raise_if_any
 
@@ -44,7 +20,7 @@ _TOOLS = "is not supported: raw text has no tools"
 _AUDIO = "is not supported: there is only text"
 # vLLM's number for an absent value.
 _UNLESS_UNSET = BeforeValidator(lambda value: None if value == -1 else value)
-_MaxTokens = Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1), _UNLESS_UNSET]
+_MaxTokens = Annotated[int | None, fields.Maps("sampling.max_tokens"), Field(ge=1), _UNLESS_UNSET]
 
 
 def _by_kind(given: Mapping[str, Any] | None) -> c.StructuredOutput | None:
@@ -56,7 +32,7 @@ def _by_kind(given: Mapping[str, Any] | None) -> c.StructuredOutput | None:
         case [("json", str(schema))]:
             return c.JsonSchema(schema)
         case [("json", dict(schema))]:
-            return schema_of(schema)
+            return fields.schema_of(schema)
         case [("regex", str(pattern))]:
             return c.Regex(pattern)
         case [("choice", [_, *_] as texts)] if all(isinstance(text, str) for text in texts):
@@ -71,28 +47,28 @@ def _by_kind(given: Mapping[str, Any] | None) -> c.StructuredOutput | None:
 def _guided(kind: str) -> Any:
     """A structured output of that kind."""
     made = AfterValidator(lambda given: None if given is None else _by_kind({kind: given}))
-    return Annotated[Any, OUTPUT, made]
+    return Annotated[Any, fields.OUTPUT, made]
 
 
-class Request(Checked):
+class Request(fields.Checked):
     """The fields that all endpoints have."""
 
-    model: Annotated[str, Maps("model"), Field(min_length=1)]
-    temperature: Annotated[float | None, Maps("sampling.temperature")] = None
-    top_p: Annotated[float | None, Maps("sampling.top_p")] = None
-    seed: Annotated[int | None, Maps("sampling.seed"), _UNLESS_UNSET] = None
-    stream: Annotated[bool | None, Maps("stream")] = None
-    specrej: Annotated[Extension | None, Maps("specrej")] = None
+    model: Annotated[str, fields.Maps("model"), Field(min_length=1)]
+    temperature: Annotated[float | None, fields.Maps("sampling.temperature")] = None
+    top_p: Annotated[float | None, fields.Maps("sampling.top_p")] = None
+    seed: Annotated[int | None, fields.Maps("sampling.seed"), _UNLESS_UNSET] = None
+    stream: Annotated[bool | None, fields.Maps("stream")] = None
+    specrej: Annotated[fields.Extension | None, fields.Maps("specrej")] = None
 
     @property
     def extension(self) -> Any:
         """`specrej`, or an empty one."""
-        return self.specrej or Extension()
+        return self.specrej or fields.Extension()
 
     def options(self) -> list[tuple[str, str, Any]]:
         """The fields that set paths of the orchestrator: name, path, value."""
-        rules = rules_of(type(self)).items()
-        return [(f, r.path, getattr(self, f)) for f, r in rules if isinstance(r, Maps)]
+        rules = fields.rules_of(type(self)).items()
+        return [(f, r.path, getattr(self, f)) for f, r in rules if isinstance(r, fields.Maps)]
 
     def turns(self) -> list[tuple[str, c.Message]]:
         """The conversation; of each turn also the caller's field."""
@@ -119,45 +95,53 @@ class Request(Checked):
 class CompletionFields(Request):
     """The fields that both endpoints of completions have."""
 
-    n: Annotated[int | None, Maps("selection.return_candidates")] = None
-    best_of: Annotated[int | None, Maps("selection.n"), Field(ge=1)] = None
+    n: Annotated[int | None, fields.Maps("selection.return_candidates")] = None
+    best_of: Annotated[int | None, fields.Maps("selection.n"), Field(ge=1)] = None
     max_tokens: _MaxTokens = None
-    stop: Annotated[list[str] | None, Maps("sampling.stop"), BeforeValidator(as_texts)] = None
-    presence_penalty: Annotated[float | None, Maps("sampling.presence_penalty")] = None
-    frequency_penalty: Annotated[float | None, Maps("sampling.frequency_penalty")] = None
-    logit_bias: Annotated[dict[int, float] | None, Maps("sampling.logit_bias")] = None
-    top_k: Annotated[int | None, Maps("sampling.top_k"), _UNLESS_UNSET] = None
-    min_p: Annotated[float | None, Maps("sampling.min_p")] = None
-    repetition_penalty: Annotated[float | None, Maps("sampling.repetition_penalty")] = None
-    min_tokens: Annotated[int | None, Maps("sampling.min_tokens")] = None
-    ignore_eos: Annotated[bool | None, Maps("sampling.ignore_eos")] = None
-    stop_token_ids: Annotated[list[int] | None, Maps("sampling.stop_token_ids")] = None
-    structured_outputs: Annotated[dict[str, Any] | None, OUTPUT, AfterValidator(_by_kind)] = None
+    stop: Annotated[
+        list[str] | None, fields.Maps("sampling.stop"), BeforeValidator(fields.as_texts)
+    ] = None
+    presence_penalty: Annotated[float | None, fields.Maps("sampling.presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, fields.Maps("sampling.frequency_penalty")] = None
+    logit_bias: Annotated[dict[int, float] | None, fields.Maps("sampling.logit_bias")] = None
+    top_k: Annotated[int | None, fields.Maps("sampling.top_k"), _UNLESS_UNSET] = None
+    min_p: Annotated[float | None, fields.Maps("sampling.min_p")] = None
+    repetition_penalty: Annotated[float | None, fields.Maps("sampling.repetition_penalty")] = None
+    min_tokens: Annotated[int | None, fields.Maps("sampling.min_tokens")] = None
+    ignore_eos: Annotated[bool | None, fields.Maps("sampling.ignore_eos")] = None
+    stop_token_ids: Annotated[list[int] | None, fields.Maps("sampling.stop_token_ids")] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None, fields.OUTPUT, AfterValidator(_by_kind)
+    ] = None
     guided_json: _guided("json") = None  # type: ignore[valid-type]
     guided_regex: _guided("regex") = None  # type: ignore[valid-type]
     guided_choice: _guided("choice") = None  # type: ignore[valid-type]
     guided_grammar: _guided("grammar") = None  # type: ignore[valid-type]
-    stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
+    stream_options: Annotated[fields.StreamOptions | None, fields.Maps("stream")] = None
 
-    audio: Annotated[Any, Refused(_AUDIO)] = None
-    bad_words: Annotated[Any, Refused("is not supported: use logit_bias", ([],))] = None
-    echo: Annotated[Any, Refused("is not supported: prompts are not repeated", (False,))] = None
-    function_call: Annotated[Any, Refused(FUNCTIONS, ("none", "auto"))] = None
-    functions: Annotated[Any, Refused(FUNCTIONS, ([],))] = None
-    modalities: Annotated[Any, Refused(_AUDIO, (["text"],))] = None
-    moderation: Annotated[Any, Refused("is not supported: answers are not moderated")] = None
-    suffix: Annotated[Any, Refused("is not supported: text is only continued", ("",))] = None
-    tool_choice: Annotated[Any, Refused(_TOOLS, ("none", "auto"))] = None
-    tools: Annotated[Any, Refused(_TOOLS, ([],))] = None
-    web_search_options: Annotated[Any, Refused("is not supported: there is no search")] = None
+    audio: Annotated[Any, fields.Refused(_AUDIO)] = None
+    bad_words: Annotated[Any, fields.Refused("is not supported: use logit_bias", ([],))] = None
+    echo: Annotated[Any, fields.Refused("is not supported: prompts are not repeated", (False,))] = (
+        None
+    )
+    function_call: Annotated[Any, fields.Refused(fields.FUNCTIONS, ("none", "auto"))] = None
+    functions: Annotated[Any, fields.Refused(fields.FUNCTIONS, ([],))] = None
+    modalities: Annotated[Any, fields.Refused(_AUDIO, (["text"],))] = None
+    moderation: Annotated[Any, fields.Refused("is not supported: answers are not moderated")] = None
+    suffix: Annotated[Any, fields.Refused("is not supported: text is only continued", ("",))] = None
+    tool_choice: Annotated[Any, fields.Refused(_TOOLS, ("none", "auto"))] = None
+    tools: Annotated[Any, fields.Refused(_TOOLS, ([],))] = None
+    web_search_options: Annotated[Any, fields.Refused("is not supported: there is no search")] = (
+        None
+    )
 
     ignores: ClassVar = {
-        **OF_OPENAI,
+        **fields.OF_OPENAI,
         "chat_template_kwargs": "raw text has no template",
         "parallel_tool_calls": "raw text has no tools",
         "prediction": "it changes the speed only",
-        "reasoning_effort": NO_SETTING,
-        "verbosity": NO_SETTING,
+        "reasoning_effort": fields.NO_SETTING,
+        "verbosity": fields.NO_SETTING,
     }
 
     def options(self) -> list[tuple[str, str, Any]]:
@@ -182,35 +166,37 @@ class CompletionFields(Request):
         )
 
 
-class CalledFunction(Checked):
+class CalledFunction(fields.Checked):
     name: str
     arguments: Annotated[str, BeforeValidator(lambda value: value or "{}")]
 
-    ignores: ClassVar = {"parsed_arguments": OF_ANSWERS}
+    ignores: ClassVar = {"parsed_arguments": fields.OF_ANSWERS}
 
 
-class ChatCall(Checked):
+class ChatCall(fields.Checked):
     """A call in an assistant's turn."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    ignores: ClassVar = {"index": OF_ANSWERS}
+    ignores: ClassVar = {"index": fields.OF_ANSWERS}
 
 
-class ChatMessage(Checked):
-    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(role_of)]
-    content: Content = ()
+class ChatMessage(fields.Checked):
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(fields.role_of)]
+    content: fields.Content = ()
     tool_calls: list[ChatCall] | None = None
     tool_call_id: str | None = None
 
-    function_call: Annotated[Any, Refused(FUNCTIONS)] = None
-    audio: Annotated[Any, Refused(_AUDIO)] = None
+    function_call: Annotated[Any, fields.Refused(fields.FUNCTIONS)] = None
+    audio: Annotated[Any, fields.Refused(_AUDIO)] = None
 
     ignores: ClassVar = {
         "name": "chat templates have no names",
-        **dict.fromkeys(("refusal", "parsed", "annotations", "reasoning_content"), OF_ANSWERS),
+        **dict.fromkeys(
+            ("refusal", "parsed", "annotations", "reasoning_content"), fields.OF_ANSWERS
+        ),
     }
 
     @property
@@ -220,15 +206,15 @@ class ChatMessage(Checked):
             c.ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls or ()
         )
-        return message_of(self.role, self.content, calls, self.tool_call_id or "")
+        return fields.message_of(self.role, self.content, calls, self.tool_call_id or "")
 
 
-class ChatTool(Checked):
+class ChatTool(fields.Checked):
     type: Literal["function"]
-    function: Function
+    function: fields.Function
 
 
-class TemplateVariables(Checked):
+class TemplateVariables(fields.Checked):
     """Of chat templates that know whether the model reasons; others have no effect."""
 
     enable_thinking: bool | None = None
@@ -242,21 +228,21 @@ class TemplateVariables(Checked):
 class ChatRequest(CompletionFields):
     """A conversation."""
 
-    response_format: Annotated[ResponseFormat | None, OUTPUT, MADE] = None
-    messages: Annotated[list[ChatMessage], Maps("prompt.messages"), Field(min_length=1)]
-    tools: Annotated[list[ChatTool] | None, Maps("prompt.tools")] = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, Maps("prompt.parallel_tool_calls")] = None
+    response_format: Annotated[fields.ResponseFormat | None, fields.OUTPUT, fields.MADE] = None
+    messages: Annotated[list[ChatMessage], fields.Maps("prompt.messages"), Field(min_length=1)]
+    tools: Annotated[list[ChatTool] | None, fields.Maps("prompt.tools")] = None
+    tool_choice: fields.ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, fields.Maps("prompt.parallel_tool_calls")] = None
     max_completion_tokens: _MaxTokens = None
-    max_thinking_tokens: Annotated[int | None, Maps("sampling.max_thinking_tokens")] = None
-    chat_template_kwargs: Annotated[TemplateVariables | None, Maps("prompt.thinking")] = None
-    reasoning_effort: Annotated[str | None, Maps("prompt.thinking"), AfterValidator(effort_of)] = (
-        None
-    )
-    continue_final_message: Annotated[bool | None, Maps("prompt.continue_final")] = None
-    add_generation_prompt: Annotated[bool | None, Maps("prompt.continue_final")] = None
-    logprobs: Annotated[bool | None, Maps("sampling.logprobs")] = None
-    top_logprobs: Annotated[int | None, Maps("sampling.top_logprobs")] = None
+    max_thinking_tokens: Annotated[int | None, fields.Maps("sampling.max_thinking_tokens")] = None
+    chat_template_kwargs: Annotated[TemplateVariables | None, fields.Maps("prompt.thinking")] = None
+    reasoning_effort: Annotated[
+        str | None, fields.Maps("prompt.thinking"), AfterValidator(fields.effort_of)
+    ] = None
+    continue_final_message: Annotated[bool | None, fields.Maps("prompt.continue_final")] = None
+    add_generation_prompt: Annotated[bool | None, fields.Maps("prompt.continue_final")] = None
+    logprobs: Annotated[bool | None, fields.Maps("sampling.logprobs")] = None
+    top_logprobs: Annotated[int | None, fields.Maps("sampling.top_logprobs")] = None
 
     def turns(self) -> list[tuple[str, c.Message]]:
         return [(f"messages[{n}]", message.turn) for n, message in enumerate(self.messages)]
@@ -274,7 +260,7 @@ class ChatRequest(CompletionFields):
             thinking=flag if self.reasoning_effort is None else False,
         )
         tools = [tool.function.tool for tool in self.tools or ()]
-        return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
+        return fields.with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
 
     def paths(self) -> dict[str, str]:
         functions = [f"tools[{n}]" for n in range(len(self.tools or ()))]
@@ -296,8 +282,8 @@ def _one(value: object) -> object:
 class CompletionRequest(CompletionFields):
     """Raw text, without the model's chat template. `logprobs`: so many of each step's tokens."""
 
-    prompt: Annotated[str, Maps("prompt.text"), BeforeValidator(_one)]
-    logprobs: Annotated[int | None, Maps("sampling.logprobs")] = None
+    prompt: Annotated[str, fields.Maps("prompt.text"), BeforeValidator(_one)]
+    logprobs: Annotated[int | None, fields.Maps("sampling.logprobs")] = None
 
     def made_prompt(self) -> c.Prompt:
         special = bool(self.extension.allow_special_tokens)
@@ -353,13 +339,13 @@ def call_of(
     sources = request.paths()
     model, _, preset = request.model.rpartition(":")
     has_preset = bool(model) and preset in presets and request.model not in names
-    chosen = presets[preset] if has_preset else Preset()
-    fields = [
+    chosen = presets[preset] if has_preset else fields.Preset()
+    rows = [
         *((f"model: {preset}.{name}", paths.get(name), value) for name, value in chosen),
         *request.options(),
         *((f"specrej.{name}", paths.get(name), value) for name, value in request.extension),
     ]
-    for field, path, value in fields:
+    for field, path, value in rows:
         if path is None or value is None:
             continue
         option, source = by_path.get(path), sources.get(path, "model: ")

@@ -7,25 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from gateway import fields
 from gateway.answers import JSON, Answer, Block, BlockAnswer, reasoning_tokens
-from gateway.fields import (
-    HOSTING,
-    NO_SETTING,
-    OF_OPENAI,
-    Checked,
-    Content,
-    Function,
-    Maps,
-    Output,
-    Refused,
-    StreamOptions,
-    ToolChoice,
-    effort_of,
-    message_of,
-    needs,
-    role_of,
-    with_tools,
-)
 from gateway.requests import Call, Request
 from specrej.client.options import json_text
 from specrej.contracts import FinishReason, Message, Prompt, RankedCandidate, TextPart, ToolCall
@@ -38,16 +21,18 @@ def _items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class Item(Checked):
+class Item(fields.Checked):
     """A message, a call, or the result of one."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(role_of)] = "user"
-    content: Content = ()
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(fields.role_of)] = (
+        "user"
+    )
+    content: fields.Content = ()
     call_id: str = ""
     name: str = ""
     arguments: Annotated[str, BeforeValidator(lambda value: value or "{}")] = "{}"
-    output: Content = ()
+    output: fields.Content = ()
 
     ignores: ClassVar = {
         **dict.fromkeys(("id", "status", "phase"), "items are known by their order"),
@@ -55,7 +40,7 @@ class Item(Checked):
         **dict.fromkeys(("caller", "namespace", "async"), _BUILT_IN),
     }
 
-    _complete = needs(
+    _complete = fields.needs(
         "type",
         message=("role", "content"),
         function_call=("call_id", "name"),
@@ -63,13 +48,13 @@ class Item(Checked):
     )
 
 
-class ResponseTool(Function):
+class ResponseTool(fields.Function):
     """A tool, which the response repeats with all of its fields."""
 
     type: Literal["function"]
 
     ignores: ClassVar = {
-        **Function.ignores,
+        **fields.Function.ignores,
         **dict.fromkeys(("allowed_callers", "async", "defer_loading", "output_schema"), _BUILT_IN),
     }
 
@@ -79,11 +64,11 @@ class ResponseTool(Function):
         return self
 
 
-class Reasoning(Checked):
-    effort: Annotated[Any, Maps("prompt.thinking"), AfterValidator(effort_of)] = None
+class Reasoning(fields.Checked):
+    effort: Annotated[Any, fields.Maps("prompt.thinking"), AfterValidator(fields.effort_of)] = None
 
     ignores: ClassVar = {
-        **dict.fromkeys(("context", "mode"), NO_SETTING),
+        **dict.fromkeys(("context", "mode"), fields.NO_SETTING),
         **dict.fromkeys(("generate_summary", "summary"), "reasoning is returned whole"),
     }
 
@@ -92,30 +77,32 @@ class ResponsesRequest(Request):
     """The fields of /v1/responses."""
 
     input: Annotated[
-        list[Item], Maps("prompt.messages"), Field(min_length=1), BeforeValidator(_items)
+        list[Item], fields.Maps("prompt.messages"), Field(min_length=1), BeforeValidator(_items)
     ]
-    instructions: Annotated[str | None, Maps("prompt.messages")] = None
-    max_output_tokens: Annotated[int | None, Maps("sampling.max_tokens"), Field(ge=1)] = None
-    text: Output = None
-    tools: Annotated[list[ResponseTool] | None, Maps("prompt.tools")] = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, Maps("prompt.parallel_tool_calls")] = None
-    reasoning: Annotated[Reasoning | None, Maps("prompt.thinking")] = None
-    stream_options: Annotated[StreamOptions | None, Maps("stream")] = None
+    instructions: Annotated[str | None, fields.Maps("prompt.messages")] = None
+    max_output_tokens: Annotated[int | None, fields.Maps("sampling.max_tokens"), Field(ge=1)] = None
+    text: fields.Output = None
+    tools: Annotated[list[ResponseTool] | None, fields.Maps("prompt.tools")] = None
+    tool_choice: fields.ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, fields.Maps("prompt.parallel_tool_calls")] = None
+    reasoning: Annotated[Reasoning | None, fields.Maps("prompt.thinking")] = None
+    stream_options: Annotated[fields.StreamOptions | None, fields.Maps("stream")] = None
 
-    background: Annotated[Any, Refused(_STATE, (False,))] = None
-    context_management: Annotated[Any, Refused("is not supported: items are not cut")] = None
-    conversation: Annotated[Any, Refused(_STATE)] = None
-    image: Annotated[Any, Refused("is not supported: no images are made")] = None
-    moderation: Annotated[Any, Refused("is not supported: answers are not moderated")] = None
-    previous_response_id: Annotated[Any, Refused(_STATE)] = None
-    prompt: Annotated[Any, Refused("is not supported: there are no stored templates")] = None
-    top_logprobs: Annotated[Any, Refused("is not supported here: use chats", (0,))] = None
-    truncation: Annotated[Any, Refused("is not supported: items are not cut", ("disabled",))] = None
+    background: Annotated[Any, fields.Refused(_STATE, (False,))] = None
+    context_management: Annotated[Any, fields.Refused("is not supported: items are not cut")] = None
+    conversation: Annotated[Any, fields.Refused(_STATE)] = None
+    image: Annotated[Any, fields.Refused("is not supported: no images are made")] = None
+    moderation: Annotated[Any, fields.Refused("is not supported: answers are not moderated")] = None
+    previous_response_id: Annotated[Any, fields.Refused(_STATE)] = None
+    prompt: Annotated[Any, fields.Refused("is not supported: there are no stored templates")] = None
+    top_logprobs: Annotated[Any, fields.Refused("is not supported here: use chats", (0,))] = None
+    truncation: Annotated[
+        Any, fields.Refused("is not supported: items are not cut", ("disabled",))
+    ] = None
 
     ignores: ClassVar = {
-        **OF_OPENAI,
-        **dict.fromkeys(("access_programs", "background_options"), HOSTING),
+        **fields.OF_OPENAI,
+        **dict.fromkeys(("access_programs", "background_options"), fields.HOSTING),
         "include": "answers have all that there is",
         "max_tool_calls": _BUILT_IN,
     }
@@ -135,13 +122,13 @@ class ResponsesRequest(Request):
                 if not drafts or drafts[-1][1] != "assistant":
                     drafts.append((field, "assistant", (), [], ""))
                 drafts[-1][3].append(ToolCall(item.call_id, item.name, item.arguments))
-        return [(draft[0], message_of(*draft[1:])) for draft in drafts]
+        return [(draft[0], fields.message_of(*draft[1:])) for draft in drafts]
 
     def made_prompt(self) -> Prompt:
         turns = tuple(turn for _, turn in self.turns())
         prompt = Prompt(turns, thinking=self.reasoning.effort if self.reasoning else None)
         tools = [tool.tool for tool in self.tools or ()]
-        return with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
+        return fields.with_tools(prompt, tools, self.tool_choice, self.parallel_tool_calls)
 
     def paths(self) -> dict[str, str]:
         schema = "sampling.structured_output.json_schema"
@@ -223,17 +210,17 @@ class ResponsesAnswer(BlockAnswer):
             **self._echo,
         }
 
-    def _event(self, kind: str, **fields: Any) -> JSON:
+    def _event(self, kind: str, **more: Any) -> JSON:
         self._num_events += 1
-        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+        return {"type": kind, "sequence_number": self._num_events - 1, **more}
 
-    def _part_event(self, kind: str, index: int, block: Block, **fields: Any) -> JSON:
+    def _part_event(self, kind: str, index: int, block: Block, **more: Any) -> JSON:
         place: JSON = {"item_id": self._id(index, block), "output_index": index}
         if block.kind != "call":
             place["content_index"] = 0
-        if block.kind == "text" and "part" not in fields:
+        if block.kind == "text" and "part" not in more:
             place["logprobs"] = []
-        return self._event(f"response.{kind}", **place, **fields)
+        return self._event(f"response.{kind}", **place, **more)
 
     def _id(self, index: int, block: Block) -> str:
         return f"{_IDS[block.kind]}_{self.request_id}_{index}"

@@ -19,14 +19,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from generator_service.admission import AdmissionQueue, Demand
-from generator_service.engine.commands import (
-    GrowingCandidate,
-    Load,
-    OnStep,
-    ReportRate,
-    Step,
-    named_tokens,
-)
+from generator_service.engine import commands
 from specrej import contracts as c
 from specrej.answer_form import written
 from specrej.contracts.errors import InvalidRequest, Violation
@@ -138,10 +131,10 @@ class ToySession:
         self.admitted = asyncio.Event()
         self._generator = generator
         self._ledger = generator.ledger
-        self._live: list[GrowingCandidate] = []
-        self._unreported: list[GrowingCandidate] = []
+        self._live: list[commands.GrowingCandidate] = []
+        self._unreported: list[commands.GrowingCandidate] = []
         self._num_tokens = 0
-        self._rate = ReportRate()
+        self._rate = commands.ReportRate()
 
     def begin(self, n: int, *, reduced: bool) -> None:
         """It is admitted with `n` candidates."""
@@ -149,7 +142,7 @@ class ToySession:
         words = _Words(self._sampling.stop_token_ids, self._pieces)
         ids = range(self._first_id, self._first_id + n)
         self._scripts = {number: self._script(number) for number in ids}
-        self._live = [GrowingCandidate(number, text=words.copy()) for number in ids]
+        self._live = [commands.GrowingCandidate(number, text=words.copy()) for number in ids]
         self._unreported = list(self._live)
         self.admitted.set()
 
@@ -165,7 +158,7 @@ class ToySession:
                 await asyncio.sleep(step_s)
             rows = len(self._live)
             self._step()
-            self._generator.on_step(Step(step_s, rows, generated=rows))
+            self._generator.on_step(commands.Step(step_s, rows, generated=rows))
             if report and self._live and self._num_tokens < until and self._rate.is_due():
                 grown = self._live if len(self._unreported) == 1 else ()
                 report(self._round(grown, num_live=len(self._live)))
@@ -217,7 +210,7 @@ class ToySession:
         words = len(_WORDS)
         return _TOKENS[token_id] if token_id < words else self._pieces[token_id - words].encode()
 
-    def _draw(self, candidate: GrowingCandidate) -> None:
+    def _draw(self, candidate: commands.GrowingCandidate) -> None:
         sampling, step = self._sampling, self._num_tokens
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
@@ -241,13 +234,13 @@ class ToySession:
 
     def _round(
         self,
-        grown: Sequence[GrowingCandidate],
+        grown: Sequence[commands.GrowingCandidate],
         ended_by: c.RoundEnd = c.RoundEnd.DECISION_TOKEN,
         num_live: int = 0,
     ) -> c.Round:
         has_logprobs, position = self._sampling.logprobs, (self._num_tokens, self._gauge())
         candidates = tuple(one.report().candidate(logprobs=has_logprobs) for one in grown)
-        tokens = named_tokens(candidates, self._token) if has_logprobs else ()
+        tokens = commands.named_tokens(candidates, self._token) if has_logprobs else ()
         return c.Round(candidates, ended_by, *position, tokens, num_live=num_live)
 
     def _gauge(self) -> c.SlotGauge:
@@ -270,7 +263,7 @@ class ToyGenerator:
         step_s: float = 0.0,
         failing_seed: int | None = None,
         max_waiting: int = 0,
-        on_step: OnStep = lambda _: None,
+        on_step: commands.OnStep = lambda _: None,
     ) -> None:
         self.ledger = SlotLedger(capacity_slots)
         self.end_every = end_every
@@ -289,7 +282,7 @@ class ToyGenerator:
         self.queue.enter(session)
         try:
             await session.admitted.wait()
-            self.on_step(Step(prefilled=session.prompt_tokens))
+            self.on_step(commands.Step(prefilled=session.prompt_tokens))
             yield session
         finally:
             self.queue.leave(session.id)
@@ -310,10 +303,10 @@ class ToyGenerator:
         self.queue.give_share(session, n)
         session.begin(n, reduced=self.queue.is_reduced(session, n))
 
-    def load(self) -> Load:
+    def load(self) -> commands.Load:
         """Slots and sessions as of now."""
         slots = c.SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
-        return Load(slots, self.ledger.num_sessions, len(self.queue))
+        return commands.Load(slots, self.ledger.num_sessions, len(self.queue))
 
     async def describe(self) -> c.GeneratorDescription:
         load = self.load()
@@ -340,7 +333,7 @@ def is_toy(model: str) -> bool:
 
 
 def load_toy(
-    model: str, capacity_slots: int, max_waiting: int = 0, on_step: OnStep = lambda _: None
+    model: str, capacity_slots: int, max_waiting: int = 0, on_step: commands.OnStep = lambda _: None
 ) -> ToyGenerator:
     """The toy of that name; `max_waiting`: sessions that may wait for slots.
 

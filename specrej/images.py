@@ -13,7 +13,6 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -54,16 +53,7 @@ def upright(prompt: Prompt) -> Prompt:
     """
     raise_if_any(check_images(prompt.images))
     turned = iter([_upright(image, path) for path, image in prompt.images.items()])
-    messages = tuple(
-        replace(
-            message,
-            parts=tuple(
-                next(turned) if isinstance(part, Image) else part for part in message.parts
-            ),
-        )
-        for message in prompt.messages
-    )
-    return replace(prompt, messages=messages)
+    return prompt.with_images(lambda _: next(turned))
 
 
 def _upright(image: Image, path: str) -> Image:

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 
 from generator_service.admission import AdmissionQueue
-from generator_service.engine.commands import (
-    GrowingCandidate,
-    OnStep,
-    OpenCommand,
-    Opened,
-    PrefixBatch,
-    Step,
-)
+from generator_service.engine import commands
 from generator_service.engine.prompt_tree import PromptTree
 from generator_service.engine.sampling import most_probable, sample
 from generator_service.engine.session import Session, prompt_chunks
@@ -67,7 +60,7 @@ class Engine:
         prefill_chunk: int = 256,
         max_rows: int = 1024,
         prefix_cache_slots: int = 0,
-        on_step: OnStep | None = None,
+        on_step: commands.OnStep | None = None,
     ) -> None:
         """`auto_candidates` bounds N where it is left to the engine.
 
@@ -86,7 +79,7 @@ class Engine:
         self._on_step = on_step
         self._ids = itertools.count(1)
         self._num_steps = 0
-        self._tally = Step()  # of the next step
+        self._tally = commands.Step()  # of the next step
         self._clear()
 
     def _clear(self) -> None:
@@ -135,7 +128,7 @@ class Engine:
 
     # Commands
 
-    def new_session(self, command: OpenCommand) -> Session:
+    def new_session(self, command: commands.OpenCommand) -> Session:
         """A session with an id, to be opened; from any thread."""
         return Session(next(self._ids), command)
 
@@ -153,9 +146,9 @@ class Engine:
         self,
         session_id: int,
         until_tokens: int,
-        growing: Future[PrefixBatch] | None = None,
-        report: Callable[[PrefixBatch], None] | None = None,
-    ) -> Future[PrefixBatch]:
+        growing: Future[commands.PrefixBatch] | None = None,
+        report: Callable[[commands.PrefixBatch], None] | None = None,
+    ) -> Future[commands.PrefixBatch]:
         """Grow all live candidates to `until_tokens` new tokens (at most max_tokens), in steps;
         `report` receives how far they are, as in `contracts.Session.extend`."""
         session = self._idle(session_id)
@@ -232,7 +225,7 @@ class Engine:
                         self._fail(session, error)
             finally:
                 self._num_steps += 1
-                step, self._tally = self._tally, Step()
+                step, self._tally = self._tally, commands.Step()
                 step.seconds = time.monotonic() - began
                 if self._on_step:
                     self._on_step(step)
@@ -356,12 +349,12 @@ class Engine:
     def _batch(
         self,
         session: Session,
-        grown: Sequence[GrowingCandidate],
+        grown: Sequence[commands.GrowingCandidate],
         ended_by: RoundEnd = RoundEnd.DECISION_TOKEN,
         num_live: int = 0,
-    ) -> PrefixBatch:
+    ) -> commands.PrefixBatch:
         prefixes, gauge = tuple(one.report() for one in grown), self.gauge(session.id)
-        return PrefixBatch(prefixes, ended_by, session.num_tokens, gauge, num_live)
+        return commands.PrefixBatch(prefixes, ended_by, session.num_tokens, gauge, num_live)
 
     def _admit(self, session: Session, n: int) -> None:
         """Open a session that fits. If memory cannot be allocated, it fails and no other does."""
@@ -376,7 +369,7 @@ class Engine:
             session.suffix = SuffixKV(self._model.shape, n)
             session.rows = command.candidates(n)
             session.unreported = list(session.rows)
-            resolve(session.opened, Opened(n, self.queue.is_reduced(session, n)))
+            resolve(session.opened, commands.Opened(n, self.queue.is_reduced(session, n)))
         except Exception as error:
             self._fail(session, error, "the generator cannot hold the session")
 

@@ -7,13 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from generator_service.admission import Demand, own_slots
-from generator_service.engine.commands import (
-    GrowingCandidate,
-    OpenCommand,
-    Opened,
-    PrefixBatch,
-    ReportRate,
-)
+from generator_service.engine import commands
 from generator_service.engine.grammar import Matchers
 from generator_service.engine.prompt_tree import RadixNode
 from generator_service.engine.sampling import Adjustment, is_adjusted
@@ -27,17 +21,19 @@ class Session:
     """Candidate `rows[i]` is in row i of `suffix`; finished and rejected ones are in neither."""
 
     id: int
-    command: OpenCommand
-    opened: Future[Opened] = field(default_factory=Future)
-    growing: Future[PrefixBatch] | None = None  # of the round under way
-    report: Callable[[PrefixBatch], None] | None = None  # of the round under way
-    rate: ReportRate = field(default_factory=ReportRate)
+    command: commands.OpenCommand
+    opened: Future[commands.Opened] = field(default_factory=Future)
+    growing: Future[commands.PrefixBatch] | None = None  # of the round under way
+    report: Callable[[commands.PrefixBatch], None] | None = None  # of the round under way
+    rate: commands.ReportRate = field(default_factory=commands.ReportRate)
     prompt: RadixNode[PromptKV] | None = None  # the last node of its path; None while it waits
     suffix: SuffixKV = field(init=False)  # set at admission
     is_reading: bool = True  # until the first tokens are drawn
     last_step: int = 0
-    rows: list[GrowingCandidate] = field(default_factory=list)
-    unreported: list[GrowingCandidate] = field(default_factory=list)  # live when the round began
+    rows: list[commands.GrowingCandidate] = field(default_factory=list)
+    unreported: list[commands.GrowingCandidate] = field(
+        default_factory=list
+    )  # live when the round began
     num_tokens: int = 0  # tokens of every live candidate
     until: int = 0
     adjustment: Adjustment | None = field(init=False, default=None)

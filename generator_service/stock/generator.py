@@ -23,15 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from generator_service.admission import AdmissionQueue, Blocks
-from generator_service.engine.commands import (
-    GrowingCandidate,
-    Load,
-    OnStep,
-    OpenCommand,
-    PrefixBatch,
-    ReportRate,
-    Step,
-)
+from generator_service.engine import commands
 from generator_service.stock.requests import Ask, Part, Requests, continues_exactly
 from specrej import contracts as c
 from specrej.contracts.errors import OutOfOrder, SessionExpired, Violation, raise_if_any
@@ -92,7 +84,11 @@ class StockSession:
     """A `Session` of requests; one call at a time."""
 
     def __init__(
-        self, generator: StockGenerator, session_id: int, spec: c.SessionSpec, command: OpenCommand
+        self,
+        generator: StockGenerator,
+        session_id: int,
+        spec: c.SessionSpec,
+        command: commands.OpenCommand,
     ) -> None:
         self.id = session_id
         self.command = command
@@ -109,7 +105,7 @@ class StockSession:
         if self.form is not c.CandidateForm.ROUNDS:  # a stream may reach its end in the first round
             self.demand = replace(self.demand, first_round_tokens=self.max_tokens)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.live: list[GrowingCandidate] = []
+        self.live: list[commands.GrowingCandidate] = []
         self.num_tokens = 0  # of every live candidate
         self._spec = spec
         self._name = uuid.uuid4().hex
@@ -118,7 +114,7 @@ class StockSession:
         self._ledger = generator.ledger
         self._is_busy = False
         self._is_closed = False
-        self._rate = ReportRate()
+        self._rate = commands.ReportRate()
         self._first = -1  # the candidate whose tokens are sent at once while several grow
         # Since they were last reported.
         self._prefilled = self._discarded = self._prompt_tokens = 0
@@ -147,7 +143,7 @@ class StockSession:
         longest = max((len(one.token_ids) for one in reported), default=self.num_tokens)
         num_tokens = self.num_tokens if self.live else max(self.num_tokens, longest)
         prefixes = tuple(candidate.report() for candidate in reported)
-        batch = PrefixBatch(prefixes, ended_by, num_tokens, self._gauge())
+        batch = commands.PrefixBatch(prefixes, ended_by, num_tokens, self._gauge())
         ended = await self._generator.frontend.round(batch, self.command.sampling)
         if not self.prompt_tokens:  # only the server counts them
             self.prompt_tokens = self._prompt_tokens
@@ -218,7 +214,7 @@ class StockSession:
         self._ledger.give_back(self.id, len(finished) * own)
 
     async def _receive(
-        self, candidate: GrowingCandidate, until: int, report: c.Report | None
+        self, candidate: commands.GrowingCandidate, until: int, report: c.Report | None
     ) -> None:
         """Append the tokens of a candidate up to `until`, or until it has finished."""
         if self.form is c.CandidateForm.ROUNDS:
@@ -239,7 +235,7 @@ class StockSession:
             part = await stream.take(count)
             self._append(candidate, part, self.max_tokens, report)
 
-    def _ask(self, candidate: GrowingCandidate, until: int, *, is_read: bool) -> Ask:
+    def _ask(self, candidate: commands.GrowingCandidate, until: int, *, is_read: bool) -> Ask:
         has_stop_texts = self.command.stop_texts is not None
         is_shown = is_read and candidate.id == self._first
         streams = self.form is c.CandidateForm.STREAMS
@@ -255,7 +251,7 @@ class StockSession:
         )
 
     def _append(
-        self, candidate: GrowingCandidate, part: Part, until: int, report: c.Report | None
+        self, candidate: commands.GrowingCandidate, part: Part, until: int, report: c.Report | None
     ) -> None:
         """Append a part's tokens, up to the one that finishes the candidate."""
         if isinstance(candidate.text, ServedText):
@@ -277,7 +273,7 @@ class StockSession:
         self._generator.count(part)
         self._report(candidate, report)
 
-    def _report(self, candidate: GrowingCandidate, report: c.Report | None) -> None:
+    def _report(self, candidate: commands.GrowingCandidate, report: c.Report | None) -> None:
         """Report a part of the round, if it is due: of its only candidate, or of the first."""
         is_only = len(self.live) == 1
         if not report or candidate.finish or not (is_only or candidate.id == self._first):
@@ -285,7 +281,7 @@ class StockSession:
         if self._rate.is_due():
             parts = (candidate.report(),) if is_only else ()
             position = c.RoundEnd.DECISION_TOKEN, len(candidate.token_ids), self._gauge()
-            part = PrefixBatch(parts, *position, num_live=len(self.live))
+            part = commands.PrefixBatch(parts, *position, num_live=len(self.live))
             report(self._generator.frontend.part(part, self.command.sampling))
 
     def _own(self, tokens: int) -> int:
@@ -293,7 +289,7 @@ class StockSession:
         is_stream = self.form is not c.CandidateForm.ROUNDS
         return self.blocks.own(self.max_tokens if tokens and is_stream else tokens)
 
-    async def _close_streams(self, candidates: Sequence[GrowingCandidate]) -> None:
+    async def _close_streams(self, candidates: Sequence[commands.GrowingCandidate]) -> None:
         streams = [self._streams.pop(one.id) for one in candidates if one.id in self._streams]
         # They are not listed any more, so a cancellation must not skip this.
         closing = asyncio.gather(*(stream.close() for stream in streams))
@@ -349,7 +345,7 @@ class StockGenerator:
         can_stream: bool = True,
         max_waiting: int = 64,
         refusals: Callable[[c.SessionSpec], Iterable[Violation]] = lambda _: (),
-        on_step: OnStep | None = None,
+        on_step: commands.OnStep | None = None,
     ) -> None:
         """`card`: the frontend's, with the capacity in slots, which are counted in whole blocks.
 
@@ -394,10 +390,10 @@ class StockGenerator:
     async def describe(self) -> c.GeneratorDescription:
         return self.frontend.description(self.load())
 
-    def load(self) -> Load:
+    def load(self) -> commands.Load:
         """Slots and sessions as of now."""
         gauge = c.SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
-        return Load(gauge, len(self._sessions), len(self.queue))
+        return commands.Load(gauge, len(self._sessions), len(self.queue))
 
     def heartbeat_s(self) -> float:
         return max(self.requests.heartbeat_s(), self.frontend.heartbeat_s())
@@ -405,7 +401,7 @@ class StockGenerator:
     async def close(self) -> None:
         await self.requests.close()
 
-    def form_of(self, command: OpenCommand) -> c.CandidateForm:
+    def form_of(self, command: commands.OpenCommand) -> c.CandidateForm:
         """The form of a session's candidates; messages with images cannot be continued."""
         continues = continues_exactly(command.sampling) and command.prompt_ids
         if self._form is c.CandidateForm.ROUNDS and not continues:
@@ -417,7 +413,7 @@ class StockGenerator:
         if self._on_step:
             generated, prefilled = len(part.token_ids), part.prefilled_tokens
             reused = part.cached_tokens or 0
-            self._on_step(Step(generated=generated, prefilled=prefilled, reused=reused))
+            self._on_step(commands.Step(generated=generated, prefilled=prefilled, reused=reused))
 
     def leave(self, session: StockSession) -> None:
         """Free the slots of a session whose requests have ended."""

@@ -9,15 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -70,14 +62,14 @@ class Backend(Generic[P]):
         self,
         target: Target,
         connect: Callable[[Target], tuple[grpc.aio.Channel, P]],
-        version: Callable[[Any], Hashable],
+        version: Callable[[Any], object],
         changed: Callable[[Backend[P]], None] = lambda _: None,
     ) -> None:
         """`version` is computed from a description; `changed` is called when it or `is_serving`
         has changed."""
         self.target = target
         self.description: Any = None
-        self.version: Hashable = None
+        self.version: object = None
         self.is_serving = False
         self.failure: errors.SpecrejError = errors.Unavailable("a backend has not answered yet")
         self.running = self.placed = 0
@@ -144,7 +136,7 @@ class Backend(Generic[P]):
         self.failure = failure
         self._become(is_serving=False, version=self.version)
 
-    def _become(self, *, is_serving: bool, version: Hashable) -> None:
+    def _become(self, *, is_serving: bool, version: object) -> None:
         before = self.is_serving, self.version
         self.is_serving, self.version = is_serving, version
         if before != (is_serving, version):
@@ -237,12 +229,12 @@ class Fleet(Generic[P]):
     _kind: str  # for logs
     _resolve: Callable[[], Awaitable[frozenset[Target]]]  # looks up the backends
     _connect: Callable[[Target], tuple[grpc.aio.Channel, P]]
-    _version: Callable[[Any], Hashable]  # equal in backends that can replace each other
+    _version: Callable[[Any], object]  # equal in backends that can replace each other
     _settings: FleetSettings
     _backends: dict[Target, Backend[P]] = field(default_factory=dict)  # sorted
     _watchers: dict[Target, asyncio.Task[None]] = field(default_factory=dict)
     _members: list[Backend[P]] = field(default_factory=list)
-    _usual_version: Hashable = None  # of most members
+    _usual_version: object = None  # of most members
     _combined: tuple[float, Any] = (0.0, None)  # until when, by the loop's clock
     _resolved: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -266,7 +258,7 @@ class Planner:
         served = {reward.name: reward for reward in await self._served.get()}
         name = name or (await self._default())[0].name
         if name not in served:
-            raise _unknown(name, served, "reward")
+            raise _unknown(name, [*served], "reward")
         problems = [*validation.check_prompt(prompt), *validation.check_data(data, "data")]
         if data and not served[name].takes_data:
             problems.append(errors.Violation("data", f"must be empty: {name} takes none"))
@@ -334,7 +326,7 @@ async def _placed(
         yield session
 
 
-def _unknown(name: str, available: Iterable[str], field: str) -> errors.NotFound:
+def _unknown(name: str, available: Sequence[str], field: str) -> errors.NotFound:
     text = f'unknown reward "{name}"; available: {", ".join(available)}'
     return errors.NotFound(text, metadata={"field": field})
 

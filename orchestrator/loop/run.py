@@ -11,15 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -82,7 +74,7 @@ async def run(
     *,
     within: WithinRounds | None = None,
     weight: float = 1.0,
-    cheap: Collection[str] = (),
+    cheap: frozenset[str] = frozenset(),
     extract: Extract = lambda _: None,
     are_valid: AreValid = any_calls,
 ) -> AsyncGenerator[c.Event, None]:
@@ -108,7 +100,7 @@ async def run(
     """
     began, several = clock(), scorers if isinstance(scorers, Sequence) else [scorers]
     progress = ProgressReporter(within, request.sampling.stop) if within else None
-    backends = generator, several, cache_salt, weight, frozenset(cheap), extract, are_valid
+    backends = generator, several, cache_salt, weight, cheap, extract, are_valid
     answering = _Run(request, *backends, time_left_s, began, clock, progress)
     try:
         async with aclosing(answering.events()) as events:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -22,7 +21,7 @@ from reward_service.reward import RemoteReward, distinct, text_of
 from reward_service.specs import Criterion, JudgeSpec, Resources
 from reward_service.verifier import Data, read_data
 from specrej import fingerprint
-from specrej.contracts import Candidate, Image, Prompt, Scores, TextPart
+from specrej.contracts import Candidate, Prompt, Scores, TextPart
 from specrej.contracts.errors import InvalidRequest, RewardInvalid, Violation
 from specrej.threads import all_of
 
@@ -163,19 +162,7 @@ class JudgeReward(RemoteReward):
 def _text_of(prompt: Prompt) -> str:
     """Its turns; images, which follow the text of the request, are mentioned by their numbers."""
     numbers = count(1)
-    prompt = replace(
-        prompt,
-        messages=tuple(
-            replace(
-                turn,
-                parts=tuple(
-                    TextPart(f"(image {next(numbers)})") if isinstance(part, Image) else part
-                    for part in turn.parts
-                ),
-            )
-            for turn in prompt.messages
-        ),
-    )
+    prompt = prompt.with_images(lambda _: TextPart(f"(image {next(numbers)})"))
     if len(prompt.turns) == 1:
         return prompt.turns[0].text
     return "\n\n".join(f"{turn.role}: {text_of(turn)}" for turn in prompt.turns)

@@ -177,6 +177,16 @@ class Prompt:
 
         return replace(self, messages=tuple(map(text_only, self.messages)))
 
+    def with_images(self, convert: Callable[[Image], TextPart | Image]) -> Prompt:
+        """The prompt with its images, in their order, converted."""
+        messages = tuple(
+            replace(
+                turn, parts=tuple(convert(p) if isinstance(p, Image) else p for p in turn.parts)
+            )
+            for turn in self.messages
+        )
+        return replace(self, messages=messages)
+
     @property
     def turns(self) -> tuple[Message, ...]:
         """The conversation; raw text is one user turn."""

@@ -21,15 +21,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from specrej import telemetry
-from specrej.contracts.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    Overloaded,
-    SpecrejError,
-    is_late,
-    raise_if_any,
-)
+from specrej.contracts import errors
 from specrej.contracts.status import to_status
 from specrej.contracts.validation import check_counts, check_lengths
 from specrej.security import OURS, Access, Caller, set_caller
@@ -94,7 +86,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return None
         if details.method.startswith(OURS):
             look = check_counts if details.method.startswith(_PUBLIC) else None
-            read = reading(handler, lambda m: raise_if_any(check_lengths(m)), look)
+            read = reading(handler, lambda m: errors.raise_if_any(check_lengths(m)), look)
             wrapped = self._guard(details.method, read, caller, admit)
         else:
             read = reading(handler, lambda _: None)
@@ -222,26 +214,28 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 def _code_of_cancellation(context: Context, total_s: float | None) -> grpc.StatusCode:
     left_s = context.time_remaining()
-    late = left_s is not None and total_s is not None and is_late(left_s, total_s)
+    late = left_s is not None and total_s is not None and errors.is_late(left_s, total_s)
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
 
 
-def _presentable(method: str, error: BaseException) -> SpecrejError:
+def _presentable(method: str, error: BaseException) -> errors.SpecrejError:
     """The error for the caller: a SpecrejError as it is; anything else is logged and opaque."""
-    if isinstance(error, SpecrejError):
+    if isinstance(error, errors.SpecrejError):
         return error
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded("deadline exceeded")
+        return errors.DeadlineExceeded("deadline exceeded")
     if isinstance(error, asyncio.CancelledError):
         log.error("bug in %s: a call was cancelled within the server", method, exc_info=error)
-        return Cancelled("cancelled by the server")
+        return errors.Cancelled("cancelled by the server")
     if isinstance(error, grpc.aio.InternalError):
-        return Cancelled("the client is gone")  # grpc accepts no message for a call that is over
+        return errors.Cancelled(
+            "the client is gone"
+        )  # grpc accepts no message for a call that is over
     request_id = uuid.uuid4().hex
     log.error("bug in %s (error %s)", method, request_id, exc_info=error)
-    return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
+    return errors.InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
 
 
-def _refusal(reason: str, text: str) -> Overloaded:
+def _refusal(reason: str, text: str) -> errors.Overloaded:
     telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason=reason)
-    return Overloaded(text, retry_after_s=1.0)
+    return errors.Overloaded(text, retry_after_s=1.0)

@@ -16,37 +16,33 @@ from typing import Any
 import numba
 import numpy as np
 
+from specrej_models.cpu import tiles
 from specrej_models.cpu.jobs import OPTIONS, Kernel, aligned, hold, layout, matrix, vector
-from specrej_models.cpu.tiles import (
-    CACHE_LINE,
-    LINES,
-    PANEL,
-    TILE_ROWS,
-    TILE_VECTORS,
-    exp,
-    next_share,
-    pointer,
-    tile,
-)
 
 # `adds`: results are added to the output. `gates`: a result is silu(gate) * what it gates.
 PRODUCT = layout("shares rows input inputs weight bias output outputs adds gates")
 
-HALF = PANEL // 2
+HALF = tiles.PANEL // 2
 
 # Rows whose inputs stay in a core's cache beside a panel of weights.
 _ROWS_AT_ONCE = 128
 
-_full, _half, _one = (tile(rows, TILE_VECTORS) for rows in (TILE_ROWS, TILE_ROWS // 2, 1))
+_full, _half, _one = (
+    tiles.tile(rows, tiles.TILE_VECTORS) for rows in (tiles.TILE_ROWS, tiles.TILE_ROWS // 2, 1)
+)
 
 
 @numba.njit(**OPTIONS)
 def _multiply(rows: int, left: Any, panel: int, inputs: int, results: int, ahead: Any) -> None:
     """results[rows, PANEL] = left[rows, inputs] . panel[inputs, PANEL]; see `tile`."""
-    left, right, result = (left[0], left[1], 4), (panel, 4 * PANEL), (results, 4 * PANEL)
+    left, right, result = (
+        (left[0], left[1], 4),
+        (panel, 4 * tiles.PANEL),
+        (results, 4 * tiles.PANEL),
+    )
     if rows == 1:
         _one(rows, left, right, inputs, result, 0, ahead)
-    elif rows <= TILE_ROWS // 2:
+    elif rows <= tiles.TILE_ROWS // 2:
         _half(rows, left, right, inputs, result, 0, ahead)
     else:
         _full(rows, left, right, inputs, result, 0, ahead)
@@ -55,20 +51,20 @@ def _multiply(rows: int, left: Any, panel: int, inputs: int, results: int, ahead
 @numba.njit(**OPTIONS)
 def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
     """A panel's results for some rows, with bias and gates, to the job's output."""
-    size = HALF if job.gates else PANEL
+    size = HALF if job.gates else tiles.PANEL
     first = panel * size
     count = min(size, job.outputs - first)
     for number in range(rows):
         target = vector(job.output + 4 * ((row + number) * job.outputs + first), count)
         sums = results[number]
         if job.bias:
-            bias = vector(job.bias + 4 * panel * PANEL, PANEL)
-            for j in range(PANEL):
+            bias = vector(job.bias + 4 * panel * tiles.PANEL, tiles.PANEL)
+            for j in range(tiles.PANEL):
                 sums[j] += bias[j]
         if job.gates:  # silu(x) = x / (1 + e**-x)
             for j in range(HALF):
                 x, one = sums[j], np.float32(1)
-                e = exp(-abs(x))
+                e = tiles.exp(-abs(x))
                 sums[j] = x * sums[HALF + j] * (one if x >= 0 else e) / (one + e)
         if job.adds:
             for j in range(count):
@@ -80,29 +76,29 @@ def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
 
 def _product(address: Any) -> None:
     """Some panels of weights; every thread runs it until none is left."""
-    job = numba.carray(pointer(address), 1, PRODUCT)[0]
+    job = numba.carray(tiles.pointer(address), 1, PRODUCT)[0]
     inputs = job.inputs
-    panels = -(-job.outputs // (HALF if job.gates else PANEL))
-    panel_bytes = 4 * PANEL * inputs
+    panels = -(-job.outputs // (HALF if job.gates else tiles.PANEL))
+    panel_bytes = 4 * tiles.PANEL * inputs
     # Vectors that cross cache lines take twice as long: rows of results begin at one.
-    floats = np.empty(TILE_ROWS * PANEL + CACHE_LINE, np.float32)
+    floats = np.empty(tiles.TILE_ROWS * tiles.PANEL + tiles.CACHE_LINE, np.float32)
     results = aligned(floats)
     shares = panels * -(-job.rows // _ROWS_AT_ONCE)
-    share = next_share(address)
+    share = tiles.next_share(address)
     while share < shares:
-        following = next_share(address)
+        following = tiles.next_share(address)
         first, panel = share // panels * _ROWS_AT_ONCE, share % panels
         last = min(job.rows, first + _ROWS_AT_ONCE)
         # The tiles of this panel prefetch the next one in equal parts.
         ahead = job.weight + following % panels * panel_bytes
-        step = max(1, panel_bytes // (-(-(last - first) // TILE_ROWS) * LINES * inputs))
+        step = max(1, panel_bytes // (-(-(last - first) // tiles.TILE_ROWS) * tiles.LINES * inputs))
         weights = job.weight + panel * panel_bytes
-        for row in range(first, last, TILE_ROWS):
-            rows = min(TILE_ROWS, last - row)
+        for row in range(first, last, tiles.TILE_ROWS):
+            rows = min(tiles.TILE_ROWS, last - row)
             left = job.input + 4 * (inputs * row), 4 * inputs
             _multiply(rows, left, weights, inputs, results, (ahead, step))
-            ahead += inputs * LINES * step
-            _put(job, row, rows, panel, matrix(results, rows, PANEL))
+            ahead += inputs * tiles.LINES * step
+            _put(job, row, rows, panel, matrix(results, rows, tiles.PANEL))
         share = following
     hold(floats)
 

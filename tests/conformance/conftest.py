@@ -14,15 +14,7 @@ import pytest
 import pytest_asyncio
 
 from specrej.contracts import Sampling
-from tests.conformance.subjects import (
-    NEEDED,
-    REMOTE,
-    SERVERS,
-    SUBJECTS,
-    Subject,
-    remote,
-    save_model,
-)
+from tests.conformance import subjects
 from tests.serving import until_read
 
 _BOUND_S = 60.0
@@ -37,16 +29,16 @@ _CI_TESTS = (
 
 def all_but(*left_out: str) -> pytest.MarkDecorator:
     """A test's subjects: all but these."""
-    names = (name for name in (*SUBJECTS, *REMOTE) if name not in left_out)
-    subjects = [pytest.param(name, marks=_needs(name.removeprefix("remote-"))) for name in names]
-    return pytest.mark.parametrize("subject", subjects, indirect=True)
+    names = (name for name in (*subjects.SUBJECTS, *subjects.REMOTE) if name not in left_out)
+    all_ = [pytest.param(name, marks=_needs(name.removeprefix("remote-"))) for name in names]
+    return pytest.mark.parametrize("subject", all_, indirect=True)
 
 
 def _needs(name: str) -> list[pytest.MarkDecorator]:
     """Marks of a subject: what has to be installed for it."""
-    if name not in NEEDED:
+    if name not in subjects.NEEDED:
         return []
-    is_there, target = NEEDED[name]
+    is_there, target = subjects.NEEDED[name]
     return [pytest.mark.skipif(not is_there, reason=f"it is not installed: make {target}")]
 
 
@@ -59,7 +51,11 @@ also_streams = all_but("gateway", "endpoint")
 also_endpoint = all_but("remote-own")
 # vLLM's draws in this process and in its server.
 stock_vllm = all_but(
-    *(name for name in (*SUBJECTS, *REMOTE) if name not in ("vllm", "vllm-server"))
+    *(
+        name
+        for name in (*subjects.SUBJECTS, *subjects.REMOTE)
+        if name not in ("vllm", "vllm-server")
+    )
 )
 _OTHERS = all_but("remote-own", "llama-text", "gateway", "endpoint", "streams")
 
@@ -70,11 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         assert isinstance(item, pytest.Function)
         name = getattr(item, "callspec", None) and item.callspec.params.get("subject")
-        if name in (*SERVERS, "gateway") and item.name not in _CI_TESTS:
+        if name in (*subjects.SERVERS, "gateway") and item.name not in _CI_TESTS:
             item.add_marker("long")
 
 
-def skip_if_refused(subject: Subject, sampling: Sampling) -> None:
+def skip_if_refused(subject: subjects.Subject, sampling: Sampling) -> None:
     """Skip the test if the subject refuses the sampling, which another test checks."""
     kind = sampling.structured_output and sampling.structured_output.kind
     for name in subject.lacks:
@@ -84,10 +80,10 @@ def skip_if_refused(subject: Subject, sampling: Sampling) -> None:
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("conformance"))
+    return subjects.save_model(tmp_path_factory.mktemp("conformance"))
 
 
-async def until_idle(subject: Subject) -> None:
+async def until_idle(subject: subjects.Subject) -> None:
     """Return once no session is open or waits and no slot is owned, and soon no request runs at the
     server; else TimeoutError.
 
@@ -102,7 +98,7 @@ async def until_idle(subject: Subject) -> None:
     await runs_at_most(subject, 0)
 
 
-async def runs_at_most(subject: Subject, requests: int) -> None:
+async def runs_at_most(subject: subjects.Subject, requests: int) -> None:
     """Return once the server behind the subject, if there is one, runs at most so many."""
     if running := subject.running:
         bounds = {"bound_s": _SERVER_S, "every_s": 0.02}
@@ -115,16 +111,16 @@ class Started:
     def __init__(self, directory: Path, resources: AsyncExitStack) -> None:
         self._directory = directory
         self._resources = resources
-        self._started: dict[str, asyncio.Future[Subject]] = {}
+        self._started: dict[str, asyncio.Future[subjects.Subject]] = {}
 
-    async def get(self, name: str) -> Subject:
+    async def get(self, name: str) -> subjects.Subject:
         """The generator; one that cannot start is not started again."""
         if name not in self._started:
-            opening: AbstractAsyncContextManager[Subject]
-            if name in REMOTE:
-                opening = remote(await self.get(REMOTE[name]))
+            opening: AbstractAsyncContextManager[subjects.Subject]
+            if name in subjects.REMOTE:
+                opening = subjects.remote(await self.get(subjects.REMOTE[name]))
             else:
-                opening = SUBJECTS[name](self._directory)
+                opening = subjects.SUBJECTS[name](self._directory)
             started = self._started[name] = asyncio.get_running_loop().create_future()
             try:
                 started.set_result(await self._resources.enter_async_context(opening))
@@ -140,7 +136,9 @@ async def started(model_directory: Path) -> AsyncIterator[Started]:
 
 
 @pytest_asyncio.fixture(loop_scope="session", params=_OTHERS.args[1])
-async def subject(request: pytest.FixtureRequest, started: Started) -> AsyncIterator[Subject]:
+async def subject(
+    request: pytest.FixtureRequest, started: Started
+) -> AsyncIterator[subjects.Subject]:
     """Afterwards no session is open, no slot is owned, and no request runs at a server."""
     subject = await started.get(request.param)
     yield subject

@@ -85,17 +85,11 @@ async def test_own_models_in_one_line(tmp_path: Path) -> None:
     tiny.save_language_model(model)
     tiny.save(reward)
     ports = Ports.free()
-    flags = {
-        "--model": model,
-        "--reward": reward,
-        "--port": ports.orchestrator,
-        "--generator-port": ports.generator,
-        "--reward-port": ports.reward,
-        "--redis-port": ports.redis,
-        "--gateway-port": ports.gateway,
-        "--metrics-port": Ports.free().orchestrator,  # and the three after it
-    }
-    words = [str(word) for pair in flags.items() for word in pair]
+    words = (
+        f"--model {model} --reward {reward} --port {ports.orchestrator} --generator-port "
+        f"{ports.generator} --reward-port {ports.reward} --redis-port {ports.redis} --gateway-port "
+        f"{ports.gateway} --metrics-port {Ports.free().orchestrator}"  # and the three after it
+    ).split()
     async with started(BIN / "specrej", "up", *words, until="Ctrl-C") as (process, _):
         async with Client(f"127.0.0.1:{ports.orchestrator}") as client:
             described = await client.describe()

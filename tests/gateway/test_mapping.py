@@ -15,20 +15,7 @@ from openai.types.responses import response_create_params as response_params
 from openai.types.responses import response_format_text_config_param
 from openai.types.responses import response_input_item_param as item_params
 
-from gateway.fields import (
-    PART_FIELDS,
-    Extension,
-    Function,
-    Ignored,
-    Maps,
-    OutputConfig,
-    Refused,
-    ResponseFormat,
-    SchemaFormat,
-    StreamOptions,
-    parsed,
-    rules_of,
-)
+from gateway import fields
 from gateway.messages import MessagesRequest
 from gateway.requests import (
     MAX_LOGPROBS,
@@ -45,7 +32,7 @@ from specrej import contracts as c
 from specrej.contracts.errors import InvalidRequest, Violation
 from tests.gateway.scripted import known
 
-TABLE = rules_of(CompletionRequest) | rules_of(ChatRequest)
+TABLE = fields.rules_of(CompletionRequest) | fields.rules_of(ChatRequest)
 PRESETS = GatewaySettings().presets
 OUTPUTS: list[tuple[str, Any, Any]] = [
     ("json", {"type": "object"}, c.JsonSchema('{"type":"object"}')),
@@ -68,17 +55,17 @@ BODIES: dict[Any, dict[str, Any]] = {
 }
 
 
-def made(model: Any, /, **fields: Any) -> Any:
-    return parsed(model, json.dumps({**BODIES[model], **fields}).encode())
+def made(model: Any, /, **given: Any) -> Any:
+    return fields.parsed(model, json.dumps({**BODIES[model], **given}).encode())
 
 
-def chat(**fields: Any) -> Any:
-    return made(ChatRequest, **fields)
+def chat(**given: Any) -> Any:
+    return made(ChatRequest, **given)
 
 
-def violations(**fields: Any) -> dict[str, str]:
+def violations(**given: Any) -> dict[str, str]:
     with pytest.raises(InvalidRequest) as refused:
-        call_of(chat(**fields), PRESETS)
+        call_of(chat(**given), PRESETS)
     return {violation.field: violation.description for violation in refused.value.violations}
 
 
@@ -90,16 +77,19 @@ def official(package: Any, *names: str) -> tuple[Any, ...]:
 
 TEXTS = response_format_text_config_param
 OFFICIAL: list[tuple[tuple[Any, ...], set[str]]] = [
-    (official(chat_params, "CompletionCreateParams"), {*rules_of(ChatRequest)}),
-    (official(completion_params, "CompletionCreateParams"), {*rules_of(CompletionRequest)}),
+    (official(chat_params, "CompletionCreateParams"), {*fields.rules_of(ChatRequest)}),
+    (official(completion_params, "CompletionCreateParams"), {*fields.rules_of(CompletionRequest)}),
     (official(chat_types, "ChatCompletionMessageParam"), known(ChatMessage)),
-    (official(chat_types, "ChatCompletionContentPartTextParam"), {*PART_FIELDS}),
+    (official(chat_types, "ChatCompletionContentPartTextParam"), {*fields.PART_FIELDS}),
     (official(chat_types, "ChatCompletionFunctionToolParam"), known(ChatTool)),
-    (official(shared_params, "FunctionDefinition"), known(Function)),
+    (official(shared_params, "FunctionDefinition"), known(fields.Function)),
     (official(chat_types, "ChatCompletionMessageFunctionToolCallParam"), known(ChatCall)),
-    (official(chat_types, "ChatCompletionStreamOptionsParam"), known(StreamOptions)),
-    (official(chat_params, "ResponseFormat"), known(ResponseFormat)),
-    ((get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"],), known(SchemaFormat)),
+    (official(chat_types, "ChatCompletionStreamOptionsParam"), known(fields.StreamOptions)),
+    (official(chat_params, "ResponseFormat"), known(fields.ResponseFormat)),
+    (
+        (get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"],),
+        known(fields.SchemaFormat),
+    ),
     (official(response_params, "ResponseCreateParams"), known(ResponsesRequest)),
     (official(item_params, "Message", "FunctionCallOutput"), known(Item)),
     (
@@ -109,12 +99,15 @@ OFFICIAL: list[tuple[tuple[Any, ...], set[str]]] = [
         ),
         known(Item),
     ),
-    (official(responses, "ResponseInputTextParam"), {*PART_FIELDS}),
+    (official(responses, "ResponseInputTextParam"), {*fields.PART_FIELDS}),
     (official(responses, "FunctionToolParam"), known(ResponseTool)),
     (official(shared_params, "Reasoning"), known(Reasoning)),
-    (official(responses, "ResponseTextConfigParam"), known(OutputConfig)),
-    (official(TEXTS, "ResponseFormatTextConfigParam"), known(ResponseFormat) | known(SchemaFormat)),
-    (official(response_params, "StreamOptions"), known(StreamOptions)),
+    (official(responses, "ResponseTextConfigParam"), known(fields.OutputConfig)),
+    (
+        official(TEXTS, "ResponseFormatTextConfigParam"),
+        known(fields.ResponseFormat) | known(fields.SchemaFormat),
+    ),
+    (official(response_params, "StreamOptions"), known(fields.StreamOptions)),
 ]
 
 
@@ -127,13 +120,13 @@ def test_every_field_of_the_official_types_has_a_rule(kinds: Any, names: set[str
 
 def rules(kind: type[Any]) -> list[Any]:
     """The fields of all endpoints with a rule of that kind: the request, name and rule."""
-    pairs = ((model, rules_of(model).items()) for model in BODIES)
+    pairs = ((model, fields.rules_of(model).items()) for model in BODIES)
     return [(model, n, rule) for model, items in pairs for n, rule in items if type(rule) is kind]
 
 
-@pytest.mark.parametrize(("model", "name", "rule"), rules(Refused))
+@pytest.mark.parametrize(("model", "name", "rule"), rules(fields.Refused))
 def test_refused_fields_are_refused_unless_they_change_nothing(
-    model: Any, name: str, rule: Refused
+    model: Any, name: str, rule: fields.Refused
 ) -> None:
     for harmless in (None, *rule.harmless):
         call_of(made(model, **{name: harmless}), PRESETS)
@@ -144,12 +137,12 @@ def test_refused_fields_are_refused_unless_they_change_nothing(
 
 @pytest.mark.parametrize("model", BODIES)
 def test_ignored_fields_change_nothing(model: Any) -> None:
-    fields = {name: "x" for one, name, _ in rules(Ignored) if one is model}
+    given = {name: "x" for one, name, _ in rules(fields.Ignored) if one is model}
     extension = {"specrej": {"cache": "use"}}
     ignored = set[str]()
-    body = json.dumps({**BODIES[model], **fields, **extension}).encode()
-    request = call_of(parsed(model, body, ignored), PRESETS)
-    assert ignored == {*fields}
+    body = json.dumps({**BODIES[model], **given, **extension}).encode()
+    request = call_of(fields.parsed(model, body, ignored), PRESETS)
+    assert ignored == {*given}
     plain = call_of(made(model, **extension), PRESETS)
     assert request.prompt == plain.prompt
     assert {**request.options, "seed": 0} == {**plain.options, "seed": 0}
@@ -157,12 +150,12 @@ def test_ignored_fields_change_nothing(model: Any) -> None:
 
 def test_all_bad_fields_are_reported_at_once() -> None:
     """Guards against a caller who corrects types first, then unknown fields, then ranges."""
-    fields: dict[str, Any] = {
+    given: dict[str, Any] = {
         "functions": [{}], "suffix": "x", "n": "2", "max_tokens": 0, "temperature": 3,
         "bad_words": ["x"],
     }  # fmt: skip
-    found = violations(**fields, specrej={"alpha": 1, "min_p": "x"})
-    assert found.keys() == {*fields, "specrej.alpha", "specrej.min_p"}
+    found = violations(**given, specrej={"alpha": 1, "min_p": "x"})
+    assert found.keys() == {*given, "specrej.alpha", "specrej.min_p"}
     assert found["temperature"] == "must be 0 or 0.01 .. 2, is 3.0"
     assert violations(logit_bias={"abc": 1}).keys() == {"logit_bias.abc"}
     for rewards, field in (({"a": "x"}, ".a"), ([{"name": "a", "weight": "x"}], "[0].weight")):
@@ -224,10 +217,10 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "fields", "field"), UNSUPPORTED)
-def test_what_is_not_supported_is_named(model: Any, fields: dict[str, Any], field: str) -> None:
+@pytest.mark.parametrize(("model", "given", "field"), UNSUPPORTED)
+def test_what_is_not_supported_is_named(model: Any, given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        call_of(made(model, **fields), PRESETS)
+        call_of(made(model, **given), PRESETS)
     assert [violation.field for violation in refused.value.violations] == [field]
 
 
@@ -268,9 +261,9 @@ def test_turns_have_the_texts_of_all_their_parts() -> None:
 
 def test_every_option_of_the_client_can_be_set() -> None:
     """Guards against an option of the core without a name here; new ones appear in `specrej`."""
-    own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)}
+    own = {rule.path for rule in TABLE.values() if isinstance(rule, fields.Maps)}
     for name, option in c.declared_options().items():
-        assert name in Extension.model_fields or option.path in own, name
+        assert name in fields.Extension.model_fields or option.path in own, name
 
 
 def test_options_arrive_as_the_clients() -> None:
@@ -375,24 +368,24 @@ def test_answers_without_a_seed_are_not_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "fields"),
+    ("field", "given"),
     [
         ("top_logprobs", {"max_tokens": MAX_LOGPROBS // 21, "top_logprobs": 20}),
         ("logprobs", {"max_tokens": MAX_LOGPROBS // 4, "n": 4}),
     ],
 )
-def test_log_probabilities_of_an_answer_are_bounded(field: str, fields: dict[str, int]) -> None:
+def test_log_probabilities_of_an_answer_are_bounded(field: str, given: dict[str, int]) -> None:
     """Guards the process's memory: the largest answers took 1.2 GB while they were converted."""
-    assert call_of(chat(logprobs=True, **fields), PRESETS).wants_logprobs
-    fields["max_tokens"] += 1
-    assert f"at most {MAX_LOGPROBS}" in violations(logprobs=True, **fields)[field]
-    assert not call_of(chat(**fields | {"top_logprobs": 0}), PRESETS).wants_logprobs
+    assert call_of(chat(logprobs=True, **given), PRESETS).wants_logprobs
+    given["max_tokens"] += 1
+    assert f"at most {MAX_LOGPROBS}" in violations(logprobs=True, **given)[field]
+    assert not call_of(chat(**given | {"top_logprobs": 0}), PRESETS).wants_logprobs
 
 
 def test_bodies_that_are_no_requests() -> None:
     for body in (b"", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"model": NaN}'):
         with pytest.raises(InvalidRequest):
-            parsed(ChatRequest, body)
+            fields.parsed(ChatRequest, body)
 
 
 WRONG = {"type": "object", "default": math.inf}
@@ -400,7 +393,7 @@ CALL = {"type": "tool_use", "id": "1", "name": "f", "input": WRONG}
 
 
 @pytest.mark.parametrize(
-    ("model", "fields"),
+    ("model", "given"),
     [
         (ChatRequest, {"tools": [{**F[0], "function": {"name": "f", "parameters": WRONG}}]}),
         (ResponsesRequest, {"tools": [{"type": "function", "name": "f", "parameters": WRONG}]}),
@@ -409,10 +402,10 @@ CALL = {"type": "tool_use", "id": "1", "name": "f", "input": WRONG}
         (MessagesRequest, {"messages": [{"role": "assistant", "content": [CALL]}]}),
     ],
 )
-def test_numbers_that_json_lacks_are_refused(model: Any, fields: dict[str, Any]) -> None:
+def test_numbers_that_json_lacks_are_refused(model: Any, given: dict[str, Any]) -> None:
     """Guards against internal errors, some after the whole answer: the parser reads them."""
     with pytest.raises(InvalidRequest, match="must be JSON"):
-        made(model, **fields)
+        made(model, **given)
 
 
 @pytest.mark.parametrize(
@@ -482,8 +475,8 @@ def test_fields_of_vllm_arrive(given: dict[str, Any], options: dict[str, Any]) -
 def test_the_last_turn_of_the_assistant_can_be_continued() -> None:
     """Guards against an answer that begins anew, as clients of vLLM ask for its continuation."""
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
-    fields = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
-    prompt = call_of(chat(**fields), PRESETS).prompt
+    given = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    prompt = call_of(chat(**given), PRESETS).prompt
     assert (prompt.continue_final, prompt.beginning) == (True, "Because")
-    fields["continue_final_message"] = False
-    assert violations(**fields).keys() == {"add_generation_prompt"}
+    given["continue_final_message"] = False
+    assert violations(**given).keys() == {"add_generation_prompt"}

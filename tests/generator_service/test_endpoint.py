@@ -270,24 +270,16 @@ async def test_reasoning_that_a_chat_has_parsed_is_a_part_of_the_answer(
     """Guards reasoning that is lost, or scored as the answer; one that is cut has no answer."""
     said = {"content": "Four"} if finish == "stop" else {}
     deltas = [{name: "Two"}, {name: " times"}, said]
-    ended = {"delta": {}, "finish_reason": finish}
-    choices: list[Any] = [*({"delta": delta} for delta in deltas), ended]
+    choices: list[Any] = [*({"delta": delta} for delta in deltas), {"delta": {}}]
     if not streams:
-        choices = [{"message": {name: "Two times", **said}, "finish_reason": finish}]
-    usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 24}}
+        choices = [{"message": {name: "Two times", **said}}]
+    choices[-1]["finish_reason"] = finish
     messages: list[Any] = [{"choices": [choice]} for choice in choices]
-    messages[-1] |= usage
-    lines = [f"data: {line}\n\n".encode() for line in [*map(json.dumps, messages), "[DONE]"]]
-    headers = {"Content-Type": "text/event-stream"}
+    messages[-1]["usage"] = {"prompt_tokens": 9, "completion_tokens": 24}
+    reply = events(*map(line_of, messages), b"data: [DONE]\n\n") if streams else Reply(messages[0])
     model = Completions(servers.directory, "chat", streams)
     async with started(model) as server:
-        model.behave(
-            script=lambda *_: (
-                Reply(stream=iter(lines), headers=headers, keeps=True)
-                if streams
-                else Reply(messages[0], keeps=True)
-            )
-        )
+        model.behave(script=lambda *_: replace(reply, keeps=True))
         parts, _ = await answered(server, c.Prompt.from_user("why?"))
         assert parts == c.AnswerParts(said.get("content", ""), "Two times", ())
 

@@ -35,22 +35,7 @@ from orchestrator.cache.single_flight import lock_key, locked
 from specrej import contracts as c
 from specrej.contracts import Degradation, Generation, TokenLogprob, TopLogprobs
 from tests.certificates import place
-from tests.orchestrator.caching import (
-    BOUND_S,
-    DOCUMENT,
-    PREFIX,
-    SECRET,
-    TIMEOUT_S,
-    CacheEvents,
-    acl_rules,
-    generation,
-    new_cache,
-    new_flight,
-    new_key,
-    open_cache,
-    set_user,
-    text_of,
-)
+from tests.orchestrator import caching
 from tests.serving import turns, until
 
 
@@ -59,9 +44,9 @@ async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Re
 
     40 uniform times agreeing to 20 s, or leaving their range: never by chance.
     """
-    async with open_cache(redis_url, ttl_s=1000) as cache:
+    async with caching.open_cache(redis_url, ttl_s=1000) as cache:
         for number in range(40):
-            await cache.put(f"k{number}", generation())
+            await cache.put(f"k{number}", caching.generation())
     lives_ms = [admin.pttl(f"k{number}") for number in range(40)]
     assert all(890_000 < life_ms <= 1_100_000 for life_ms in lives_ms)
     assert max(lives_ms) - min(lives_ms) > 20_000
@@ -69,18 +54,18 @@ async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Re
 
 async def test_weak_or_large_answers_are_not_stored(redis_url: str, admin: redis.Redis) -> None:
     """Guards against weak answers kept for an hour, entries that renew themselves, huge ones."""
-    async with open_cache(redis_url) as cache:
+    async with caching.open_cache(redis_url) as cache:
         for answer in (
-            replace(generation(), degradations=(Degradation.REWARD,)),
-            replace(generation(), hurried=True),
-            replace(generation(), cached=True),
-            generation("x" * MAX_BYTES),
+            replace(caching.generation(), degradations=(Degradation.REWARD,)),
+            replace(caching.generation(), hurried=True),
+            replace(caching.generation(), cached=True),
+            caching.generation("x" * MAX_BYTES),
         ):
             assert not await cache.put("k", answer)
     assert admin.dbsize() == 0
 
 
-_VALUE, _MOVED = (pack(generation(), key, SECRET) for key in ("k", "other"))
+_VALUE, _MOVED = (pack(caching.generation(), key, caching.SECRET) for key in ("k", "other"))
 _FOREIGN = (b"garbage", b"x" * (2 << 20), zlib.compress(b"{}"), b"\0", ["a list"])
 _CHANGED = (_VALUE[:-1], _VALUE[:-1] + bytes([_VALUE[-1] ^ 1]))
 _FORGED = bytes(32) + _VALUE[32:]  # with another MAC
@@ -88,28 +73,28 @@ _FORGED = bytes(32) + _VALUE[32:]  # with another MAC
 
 @pytest.mark.parametrize("value", [*_FOREIGN, *_CHANGED, _FORGED, _MOVED])
 async def test_a_bad_entry_is_a_miss_and_is_replaced(
-    redis_url: str, admin: redis.Redis, cache_events: CacheEvents, value: bytes | list[str]
+    redis_url: str, admin: redis.Redis, cache_events: caching.CacheEvents, value: bytes | list[str]
 ) -> None:
     """Guards against a bad entry that raises, is served, prevents a good one or the next call."""
     if isinstance(value, bytes):
         admin.set("k", value)
     else:
         admin.lpush("k", *value)
-    async with open_cache(redis_url, cool_down_s=0.0) as cache:
+    async with caching.open_cache(redis_url, cool_down_s=0.0) as cache:
         assert await cache.get("k") is None
         assert cache_events.results == {"invalid" if isinstance(value, bytes) else "error": 1}
         assert await cache.get("absent") is None and cache_events.results["miss"] == 1
-        await cache.put("k", generation())
+        await cache.put("k", caching.generation())
         assert await cache.get("k")
 
 
 async def test_a_huge_entry_is_not_fetched(
-    redis_url: str, admin: redis.Redis, cache_events: CacheEvents
+    redis_url: str, admin: redis.Redis, cache_events: caching.CacheEvents
 ) -> None:
     """Guards against megabytes that are read into memory only to be rejected."""
     admin.setrange("k", 64 << 20, "x")
     before = admin.info("stats")["total_net_output_bytes"]
-    async with open_cache(redis_url) as cache:
+    async with caching.open_cache(redis_url) as cache:
         assert await cache.get("k") is None
     assert cache_events.results == {"invalid": 1}
     assert admin.info("stats")["total_net_output_bytes"] - before < 2 * MAX_BYTES
@@ -119,37 +104,37 @@ async def test_a_huge_entry_is_not_fetched(
 
 
 async def test_a_cancellation_at_any_point_costs_no_connection(
-    redis_url: str, admin: redis.Redis, cache_events: CacheEvents
+    redis_url: str, admin: redis.Redis, cache_events: caching.CacheEvents
 ) -> None:
     """Guards the pool against a cancellation after any number of turns of the loop.
 
     Connecting included: every other round begins with fresh connections. A connection lost from
     the pool would leave the last reads without one.
     """
-    async with open_cache(redis_url, max_connections=2, cool_down_s=0.0) as cache:
-        places = [new_key() for _ in range(4)]
+    async with caching.open_cache(redis_url, max_connections=2, cool_down_s=0.0) as cache:
+        places = [caching.new_key() for _ in range(4)]
         for number in range(100):
             if number % 2:
                 admin.client_kill_filter(_type="normal", skipme=True)
             tasks: list[asyncio.Task[object]] = []
             for place in places:
                 tasks.append(asyncio.create_task(cache.get(place)))
-                tasks.append(asyncio.create_task(cache.put(place, generation())))
+                tasks.append(asyncio.create_task(cache.put(place, caching.generation())))
             await turns(number // 2)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for number, place in enumerate(places):
-            assert await cache.put(place, generation(f"answer {number}"))
+            assert await cache.put(place, caching.generation(f"answer {number}"))
         hits = await asyncio.gather(*(cache.get(place) for place in places))
-        assert [text_of(hit) for hit in hits] == [f"answer {n}" for n in range(4)]
+        assert [caching.text_of(hit) for hit in hits] == [f"answer {n}" for n in range(4)]
     assert not cache_events.results["invalid"]
 
 
 async def test_a_closed_cache_is_off() -> None:
     """Guards against connections after the end, and a drain that a dead Redis delays."""
     async with scripted(hang) as (url, counts):
-        cache = new_cache(url, timeout_s=2)
+        cache = caching.new_cache(url, timeout_s=2)
         lookup = asyncio.create_task(cache.get("k"))
         await until(lambda: counts["commands"] == 1)
         began = time.monotonic()
@@ -165,16 +150,16 @@ async def test_a_closed_cache_is_off() -> None:
 
 
 def packed(generation: Generation) -> bytes:
-    return pack(generation, "k", SECRET)
+    return pack(generation, "k", caching.SECRET)
 
 
 def unpacked(value: object) -> Generation:
-    return unpack("k", value, SECRET)
+    return unpack("k", value, caching.SECRET)
 
 
 def sealed(stream: bytes) -> bytes:
     """The value of a stream, with a valid MAC."""
-    return mac("k", stream, SECRET) + stream
+    return mac("k", stream, caching.SECRET) + stream
 
 
 def text_in(value: bytes) -> bytes:
@@ -191,7 +176,7 @@ def test_any_finite_answer_survives_packing(
     text: str, score: float, logprobs: list[float], token: bytes
 ) -> None:
     """Guards against rounded numbers, altered texts or lost tokens, such as half a character."""
-    answer = generation(text, score)
+    answer = caching.generation(text, score)
     ids = tuple(range(len(logprobs)))
     top = tuple(TopLogprobs((TokenLogprob(i, token, logprobs[i]),)) for i in ids)
     best = replace(
@@ -207,10 +192,10 @@ def test_any_finite_answer_survives_packing(
 
 def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
     """Guards against an answer that another program wrote, or moved to another key."""
-    entry, files = generation(), [tmp_path / "a", tmp_path / "b"]
+    entry, files = caching.generation(), [tmp_path / "a", tmp_path / "b"]
     for file in files:
         place(file, file.name * 32)
-    secrets = [SECRET, *map(Secret, files)]
+    secrets = [caching.SECRET, *map(Secret, files)]
     for writer, reader, key in product(secrets, secrets, ("k", "other")):
         value = pack(entry, "k", writer)
         if (reader, key) == (writer, "k"):
@@ -222,7 +207,7 @@ def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
 
 def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     """A value whose JSON is changed."""
-    stored = json.loads(text_in(packed(generation())))
+    stored = json.loads(text_in(packed(caching.generation())))
     change(stored[0])
     return sealed(zlib.compress(json.dumps(stored).encode()))
 
@@ -243,7 +228,7 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
 )
 def test_a_wrong_value_is_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     """Guards against missing answers and infinite numbers."""
-    assert unpacked(_altered(lambda e: None)) == generation()
+    assert unpacked(_altered(lambda e: None)) == caching.generation()
     with pytest.raises(ValueError):
         unpacked(_altered(change))
 
@@ -263,11 +248,11 @@ def test_decompression_is_bounded() -> None:
 
 def test_the_size_limit_is_the_same_for_reading_and_writing() -> None:
     """Guards against a value of the permitted size that can be written but never read."""
-    num_others = len(text_in(packed(generation(""))))
-    answer = generation("x" * (MAX_BYTES - num_others))
+    num_others = len(text_in(packed(caching.generation(""))))
+    answer = caching.generation("x" * (MAX_BYTES - num_others))
     assert unpacked(packed(answer)) == answer
     with pytest.raises(ValueError):
-        packed(generation(answer.best.text + "x"))
+        packed(caching.generation(answer.best.text + "x"))
 
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -319,11 +304,11 @@ MARGIN_S = 10.0  # for a busy machine; a call without a bound would take longer
 
 
 async def every_call_fails_in_time(cache: Cache) -> None:
-    key, began = new_key(), time.monotonic()
+    key, began = caching.new_key(), time.monotonic()
     assert await cache.get(key) is None
-    assert not await cache.put(key, generation())
+    assert not await cache.put(key, caching.generation())
     assert await cache.redis.available() is False
-    async with locked(cache.redis, key, new_flight(left_s=1.0)):
+    async with locked(cache.redis, key, caching.new_flight(left_s=1.0)):
         pass
     assert time.monotonic() - began < MARGIN_S
 
@@ -340,7 +325,7 @@ async def drip(writer: asyncio.StreamWriter) -> None:
     writer.write(b"$1000\r\n")
     while not writer.is_closing():
         writer.write(b"x")
-        await asyncio.sleep(TIMEOUT_S / 10)
+        await asyncio.sleep(caching.TIMEOUT_S / 10)
 
 
 # Errors come three times, for all commands of a claim.
@@ -367,7 +352,7 @@ async def test_a_failing_server_is_a_miss(answer: Answer) -> None:
     """Guards against a failure that callers see as an exception, a wait or a lease."""
     async with (
         scripted(answer) as (url, _),
-        open_cache(url, timeout_s=TIMEOUT_S, cool_down_s=0.0) as cache,
+        caching.open_cache(url, timeout_s=caching.TIMEOUT_S, cool_down_s=0.0) as cache,
     ):
         await every_call_fails_in_time(cache)
 
@@ -379,12 +364,12 @@ async def test_a_server_that_cannot_store_is_still_read(
     own_valkey: ValkeyServer,
     setting: str,
     value: str,
-    cache_events: CacheEvents,
+    cache_events: caching.CacheEvents,
     logged: Callable[[], list[str]],
 ) -> None:
     """Guards OOM, NOREPLICAS and READONLY of a real server: hits, one log line, no lease."""
-    async with open_cache(own_valkey.connection_url, cool_down_s=600.0) as cache:
-        await cache.put("k", generation())
+    async with caching.open_cache(own_valkey.connection_url, cool_down_s=600.0) as cache:
+        await cache.put("k", caching.generation())
         with redis.Redis.from_url(own_valkey.connection_url) as client:
             if setting == "replicaof":
                 # A replica of an absent master keeps its data, and is read-only.
@@ -392,57 +377,62 @@ async def test_a_server_that_cannot_store_is_still_read(
             else:
                 client.config_set(setting, value)
         for _ in range(3):
-            assert not await cache.put("other", generation())
+            assert not await cache.put("other", caching.generation())
             assert await cache.get("k")
         assert cache_events.results == {"hit": 3}
         assert cache_events.counted == cache_events.failures == {"write": 1}, "a cool-down"
         assert logged() == ["write fails"]
-        async with asyncio.timeout(BOUND_S), locked(cache.redis, "other", new_flight()) as waited:
+        async with (
+            asyncio.timeout(caching.BOUND_S),
+            locked(cache.redis, "other", caching.new_flight()) as waited,
+        ):
             assert not waited
 
 
 async def test_a_server_may_start_late_and_restart(own_valkey: ValkeyServer) -> None:
     """Guards start order, and pooled connections of a dead server."""
     port = own_valkey.port
-    async with open_cache(f"redis://127.0.0.1:{port}/3", cool_down_s=0.0) as cache:
+    async with caching.open_cache(f"redis://127.0.0.1:{port}/3", cool_down_s=0.0) as cache:
         for _ in range(2):
             await asyncio.to_thread(own_valkey.terminate)
             for _ in range(5):
                 await every_call_fails_in_time(cache)
             own_valkey._desired_port = port
             await asyncio.to_thread(own_valkey.start)
-            assert await cache.put("k", generation())
+            assert await cache.put("k", caching.generation())
             assert await cache.get("k")
 
 
 # Bounds and logs
 
 
-async def test_a_hanging_server_costs_one_timeout_per_cool_down(cache_events: CacheEvents) -> None:
+async def test_a_hanging_server_costs_one_timeout_per_cool_down(
+    cache_events: caching.CacheEvents,
+) -> None:
     """Guards against a timeout per request."""
     async with (
         scripted(hang) as (url, counts),
-        open_cache(url, timeout_s=0.2, cool_down_s=600.0) as cache,
+        caching.open_cache(url, timeout_s=0.2, cool_down_s=600.0) as cache,
     ):
         for _ in range(50):
             assert await cache.get("k") is None
-            assert not await cache.put("k", generation())
+            assert not await cache.put("k", caching.generation())
         assert (counts["commands"], cache_events.failures.total()) == (1, 1)
 
 
 async def test_failed_calls_are_retried_once() -> None:
     """Guards a connection that Redis closed while it was idle, and against redis-py's own ten
     retries within the timeout."""
-    async with scripted(reply(b"", reset=True)) as (url, counts), open_cache(url) as cache:
+    async with scripted(reply(b"", reset=True)) as (url, counts), caching.open_cache(url) as cache:
         assert await cache.get("k") is None
         assert 2 <= counts["commands"] <= 4  # the check of a new connection is a call, too
 
 
 async def test_a_callers_deadline_is_not_a_failure_of_redis(
-    cache_events: CacheEvents, logged: Callable[[], list[str]]
+    cache_events: caching.CacheEvents, logged: Callable[[], list[str]]
 ) -> None:
     """Guards against short deadlines that switch the cache off for all, or are swallowed."""
-    async with scripted(hang) as (url, counts), open_cache(url, timeout_s=60) as cache:
+    async with scripted(hang) as (url, counts), caching.open_cache(url, timeout_s=60) as cache:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await cache.get("k")
@@ -453,44 +443,44 @@ async def test_a_callers_deadline_is_not_a_failure_of_redis(
 async def test_logs_hold_no_keys_and_no_answers(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against an error's text in the log: Redis quotes arguments of unknown commands."""
     quote = reply(b"-ERR unknown command 'SET', with args beginning with: 'k' 'secret'\r\n")
-    async with scripted(quote) as (url, _), open_cache(url) as cache:
-        await cache.put("k", generation("secret"))
+    async with scripted(quote) as (url, _), caching.open_cache(url) as cache:
+        await cache.put("k", caching.generation("secret"))
     assert "write" in caplog.text and "secret" not in caplog.text and "unknown" not in caplog.text
 
 
-KEY = f"{PREFIX}{1:064x}"
+KEY = f"{caching.PREFIX}{1:064x}"
 
 
 async def test_the_documented_rights_are_just_enough(
-    own_valkey: ValkeyServer, cache_events: CacheEvents, monkeypatch: pytest.MonkeyPatch
+    own_valkey: ValkeyServer, cache_events: caching.CacheEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against missing and unused rights, rights to foreign keys, and an old document."""
     monkeypatch.setattr(single_flight, "LOCK_S", 0.9)
-    set_user(own_valkey, "specrej-cache", "secret")
+    caching.set_user(own_valkey, "specrej-cache", "secret")
     url = f"redis://specrej-cache:secret@127.0.0.1:{own_valkey.port}"
     with redis.Redis.from_url(own_valkey.connection_url) as client:
         client.config_resetstat()
-        async with open_cache(url) as cache:
+        async with caching.open_cache(url) as cache:
             # Every command that the cache uses.
             assert await cache.redis.available()
             assert await cache.get(KEY) is None
-            assert await cache.put(KEY, generation())
-            async with locked(cache.redis, KEY, new_flight()) as has_waited:
+            assert await cache.put(KEY, caching.generation())
+            async with locked(cache.redis, KEY, caching.new_flight()) as has_waited:
                 assert not has_waited
                 await asyncio.sleep(0.5)  # a renewal
             assert cache_events.failures.total() == 0
-            assert not await cache.put("foreign:key", generation())
+            assert not await cache.put("foreign:key", caching.generation())
             assert await cache.get("foreign:key") is None
             assert cache_events.failures.total() == 2
         used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
     for prefix in ("specrej", "specrej:flight"):
-        assert f"`{prefix}:v{FORMAT_VERSION}:" in DOCUMENT.read_text()
-    allowed = {rule[1:] for rule in acl_rules("specrej-cache") if rule.startswith("+")}
+        assert f"`{prefix}:v{FORMAT_VERSION}:" in caching.DOCUMENT.read_text()
+    allowed = {rule[1:] for rule in caching.acl_rules("specrej-cache") if rule.startswith("+")}
     assert allowed <= used
 
 
 async def test_a_password_file_is_read_for_every_connection(
-    own_valkey: ValkeyServer, tmp_path: Path, cache_events: CacheEvents
+    own_valkey: ValkeyServer, tmp_path: Path, cache_events: caching.CacheEvents
 ) -> None:
     """Guards against failures that last after a missing or wrong secret, and a rotation.
 
@@ -499,25 +489,25 @@ async def test_a_password_file_is_read_for_every_connection(
     file = tmp_path / "password"
     url = f"redis://specrej-cache@127.0.0.1:{own_valkey.port}"
     options = {"password_file": file, "cool_down_s": 0.0, "max_connections": 1}
-    async with open_cache(url, **options) as cache:
-        set_user(own_valkey, "specrej-cache", "one")
+    async with caching.open_cache(url, **options) as cache:
+        caching.set_user(own_valkey, "specrej-cache", "one")
         for content in (None, "", "wrong", b"\xff\xfe"):
             if content is not None:
                 place(file, content)
             assert await cache.get(KEY) is None
-            assert not await cache.put(KEY, generation())
+            assert not await cache.put(KEY, caching.generation())
         assert cache_events.failures.total() == 8
         for password in ("one", "two"):
-            set_user(own_valkey, "specrej-cache", password)
+            caching.set_user(own_valkey, "specrej-cache", password)
             place(file, f"{password}\n")
             with redis.Redis.from_url(own_valkey.connection_url) as client:
                 client.client_kill_filter(_type="normal", skipme=True)
-            assert await cache.put(KEY, generation())
+            assert await cache.put(KEY, caching.generation())
             assert await cache.get(KEY)
 
 
 async def test_a_server_without_tls_is_a_miss(
-    own_valkey: ValkeyServer, tmp_path: Path, cache_events: CacheEvents
+    own_valkey: ValkeyServer, tmp_path: Path, cache_events: caching.CacheEvents
 ) -> None:
     """Guards against sending answers, or a password, in clear. The check of certificates is
     redis-py's.
@@ -528,8 +518,8 @@ async def test_a_server_without_tls_is_a_miss(
     place(invalid, "no certificate")
     for num_failures, ca in enumerate(("", f"?ssl_ca_certs={invalid}"), 1):
         url = f"rediss://127.0.0.1:{own_valkey.port}{ca}"
-        async with open_cache(url, timeout_s=0.5) as cache:
-            assert not await cache.put(KEY, generation())
+        async with caching.open_cache(url, timeout_s=0.5) as cache:
+            assert not await cache.put(KEY, caching.generation())
             assert await cache.get(KEY) is None
             assert cache_events.failures.total() == num_failures  # one, then a cool-down
     with redis.Redis.from_url(own_valkey.connection_url) as client:
@@ -545,7 +535,7 @@ def key_of(
     tenant: str = "t",
     generator: str = "g",
     reward: str = "w",
-    secret: Secret = SECRET,
+    secret: Secret = caching.SECRET,
 ) -> str:
     return answer_key(
         request,
@@ -649,7 +639,7 @@ def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: 
     """Guards against readable prompts or tenants, and keys that a tenant's name could forge."""
     key = key_of(request(prompt), tenant, generator=fingerprint)
     # Operators find a tenant's keys by its hash.
-    shape = rf"v{FORMAT_VERSION}:{hashed_tenant(tenant, SECRET)}:[^:]*:w:a2:[0-9a-f]{{64}}"
+    shape = rf"v{FORMAT_VERSION}:{hashed_tenant(tenant, caching.SECRET)}:[^:]*:w:a2:[0-9a-f]{{64}}"
     assert re.fullmatch(f"specrej:{shape}", key)
     assert re.fullmatch(f"specrej:flight:{shape}", lock_key(key))
     assert key.isascii() and " " not in key

@@ -22,16 +22,8 @@ from hypothesis import strategies as st
 
 from deploy.stubs import described
 from specrej.backend.v1 import generator_pb2, reward_pb2
-from specrej.contracts import MAX_INT32, wire
+from specrej.contracts import MAX_INT32, validation, wire
 from specrej.contracts.errors import InvalidRequest
-from specrej.contracts.validation import (
-    MAX_CHARACTERS,
-    MAX_ITEMS,
-    NAME_CHARACTERS,
-    check_counts,
-    check_lengths,
-    check_request,
-)
 from specrej.v1 import common_pb2, orchestrator_pb2
 from tests.serving import part
 
@@ -45,7 +37,9 @@ _WITHOUT_PATH = "GenerateStreamRequest.request"
 
 
 def violations_of(message: Any) -> list[tuple[str, str]]:
-    return [(violation.field, violation.description) for violation in check_lengths(message)]
+    return [
+        (violation.field, violation.description) for violation in validation.check_lengths(message)
+    ]
 
 
 def is_text(field: Any) -> bool:
@@ -91,7 +85,7 @@ def test_one_item_more_than_the_limit_is_refused() -> None:
     """Guards against a new repeated field without a limit, and a limit that is off by one."""
     for request, fields in LISTS:
         field = fields[-1]
-        most = MAX_ITEMS[name_of(field)]
+        most = validation.MAX_ITEMS[name_of(field)]
         item: Any = "" if is_text(field) else 300
         item = GetMessageClass(field.message_type)() if field.message_type else item
         assert violations_of(filled(request, fields, [item] * most)) == []
@@ -103,7 +97,7 @@ def test_one_character_more_than_the_limit_is_refused() -> None:
     """Guards against a new text without a limit, and one that counts bytes."""
     for request, fields in TEXTS:
         field = fields[-1]
-        most = MAX_CHARACTERS.get(name_of(field), NAME_CHARACTERS)
+        most = validation.MAX_CHARACTERS.get(name_of(field), validation.NAME_CHARACTERS)
         index = "[1]" if field.is_repeated else ""
         for size, expected in (
             (most, []),
@@ -237,10 +231,10 @@ def violated(message: Any) -> list[str]:
     """The fields with violations, as the orchestrator reports them."""
     stub = getattr(orchestrator_pb2, message.DESCRIPTOR.name)
     parsed = stub.FromString(message.SerializeToString())
-    violations = [*check_lengths(parsed)]
+    violations = [*validation.check_lengths(parsed)]
     if not violations and stub is orchestrator_pb2.GenerateRequest:
         made = wire.request_from_message(parsed, violations)
-        violations += check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
+        violations += validation.check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
     return [violation.field for violation in violations]
 
 
@@ -260,7 +254,7 @@ PUBLIC_LISTS = [
 def counted(data: bytes, message: Any) -> list[tuple[str, str]]:
     """What is found before a message is parsed."""
     try:
-        check_counts(data, message)
+        validation.check_counts(data, message)
     except InvalidRequest as error:
         return [(one.field, one.description) for one in error.violations]
     return []
@@ -277,7 +271,7 @@ def test_long_lists_are_found_before_a_large_message_is_parsed(fields: tuple[Any
     for one in outer:
         inner = getattr(inner, one.name).add() if one.is_repeated else getattr(inner, one.name)
     is_number = not field.message_type and not is_text(field)
-    items, most = getattr(inner, field.name), MAX_ITEMS[name_of(field)]
+    items, most = getattr(inner, field.name), validation.MAX_ITEMS[name_of(field)]
 
     def grow(count: int) -> None:
         for _ in range(count):
@@ -354,12 +348,14 @@ def test_every_field_with_a_limit_has_the_services_rule() -> None:
         if not is_single_message and field.type not in (field.TYPE_BOOL, field.TYPE_BYTES):
             assert kind, path_of(fields)
         if kind == "repeated":
-            assert rules.repeated.max_items == MAX_ITEMS[name], name
+            assert rules.repeated.max_items == validation.MAX_ITEMS[name], name
             texts = rules.repeated.items.string
         if is_text(field) and kind in ("string", "repeated"):
             assert texts.ListFields(), path_of(fields)
         if texts.max_len:
-            assert texts.max_len == MAX_CHARACTERS.get(name, NAME_CHARACTERS), name
+            assert texts.max_len == validation.MAX_CHARACTERS.get(
+                name, validation.NAME_CHARACTERS
+            ), name
 
 
 def test_the_public_schema_imports_nothing_internal() -> None:

@@ -19,14 +19,7 @@ from specrej.telemetry import names, traces
 from tests.collector import CLIENT, SERVER, Collector, Seen
 from tests.faults.world import SERVICES, Call
 from tests.serving import until
-from tests.telemetry.observed import (
-    GENERATE,
-    GENERATE_STREAM,
-    SCORE_SESSION,
-    SESSION,
-    Observed,
-    observed,
-)
+from tests.telemetry import observed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -34,13 +27,13 @@ PROMPT = "An unmistakable prompt"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def service() -> AsyncIterator[Observed]:
-    async with observed() as running:
+async def service() -> AsyncIterator[observed.Observed]:
+    async with observed.observed() as running:
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def trace(service: Observed) -> list[Seen]:
+async def trace(service: observed.Observed) -> list[Seen]:
     """The trace of one request through the client, whose answer is generated and stored."""
     with client_spans(service.collector):
         async with Client(service.stack.orchestrator_address) as client:
@@ -54,10 +47,10 @@ async def trace(service: Observed) -> list[Seen]:
                 schedule=Schedule("tokens", tokens=(16, 64)),
             )
         assert not answer.cached
-        return await whole_trace(service, GENERATE, answer.request_id)
+        return await whole_trace(service, observed.GENERATE, answer.request_id)
 
 
-async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
+async def whole_trace(service: observed.Observed, method: str, request_id: str) -> list[Seen]:
     """All spans of the request's trace, once the root and those of all services have arrived."""
     collector = service.collector
     spans: list[Seen] = []
@@ -94,7 +87,7 @@ def client_spans(collector: Collector) -> Iterator[None]:
         traces._tracer = before
 
 
-async def coded(service: Observed, method: str, code: str) -> Seen:
+async def coded(service: observed.Observed, method: str, code: str) -> Seen:
     """A server span that ended with a code."""
     spans: list[Seen] = []
 
@@ -118,7 +111,7 @@ async def test_a_request_is_one_trace_through_everything(trace: list[Seen]) -> N
     ids = {seen.span.span_id for seen in trace}
     orphans = [s.name for s in trace if s is not root and s.span.parent_span_id not in ids]
     assert not orphans, f"the parents of {orphans} are missing"
-    assert (root.service, root.name, root.span.kind) == ("client", GENERATE, CLIENT)
+    assert (root.service, root.name, root.span.kind) == ("client", observed.GENERATE, CLIENT)
     assert {seen.service for seen in trace} == {"client", *SERVICES}
     on_redis = [seen for seen in trace if seen.attributes.get(names.DB_SYSTEM) == "redis"]
     assert {seen.name for seen in on_redis} >= {names.cache_span(p) for p in ("read", "write")}
@@ -127,7 +120,7 @@ async def test_a_request_is_one_trace_through_everything(trace: list[Seen]) -> N
 
 async def test_steps_are_those_of_the_algorithm(trace: list[Seen]) -> None:
     """Guards against a waterfall that lacks a step, or has it elsewhere."""
-    server = server_of(trace, GENERATE)
+    server = server_of(trace, observed.GENERATE)
     steps = [seen for seen in below(trace, server) if seen.span.kind != CLIENT]
     assert [seen.name for seen in steps] == [
         names.SPAN_PLAN,
@@ -153,14 +146,14 @@ async def test_steps_are_those_of_the_algorithm(trace: list[Seen]) -> None:
 
 async def test_backends_show_their_commands(trace: list[Seen]) -> None:
     """Guards against a long stream as one opaque span; it is the request's child, not open's."""
-    server = server_of(trace, GENERATE)
+    server = server_of(trace, observed.GENERATE)
     calls = (seen for seen in below(trace, server) if names.RPC_METHOD in seen.attributes)
     streams = {s.name: s for s in calls if s.span.kind == CLIENT}
-    assert set(streams) == {SESSION, SCORE_SESSION}
+    assert set(streams) == {observed.SESSION, observed.SCORE_SESSION}
     first = ["extend", "extend", "prune"]  # the prompt is read in a stride of its own
     for method, commands in (
-        (SESSION, ["open", *first, "extend", "prune", "extend", "close"]),
-        (SCORE_SESSION, ["open", *3 * ["score"]]),
+        (observed.SESSION, ["open", *first, "extend", "prune", "extend", "close"]),
+        (observed.SCORE_SESSION, ["open", *3 * ["score"]]),
     ):
         stream = server_of(trace, method)
         assert stream.span.parent_span_id == streams[method].span.span_id
@@ -169,7 +162,7 @@ async def test_backends_show_their_commands(trace: list[Seen]) -> None:
 
 async def test_attributes_follow_the_conventions(trace: list[Seen]) -> None:
     """Guards against names that are not OpenTelemetry's, and against a prompt in a span."""
-    attributes = server_of(trace, GENERATE).attributes
+    attributes = server_of(trace, observed.GENERATE).attributes
     assert attributes[names.OPERATION] == "chat" and attributes[names.REQUEST_MODEL] == "toy"
     assert attributes[names.CHOICES] == 8 and attributes[names.MAX_TOKENS] == 192
     assert attributes[names.OUTPUT_TOKENS] == 8 * 16 + 4 * 48 + 2 * 128
@@ -177,35 +170,37 @@ async def test_attributes_follow_the_conventions(trace: list[Seen]) -> None:
     assert not any("unmistakable" in str(seen.span) for seen in trace)
 
 
-async def test_cancelled_calls_end_their_spans_with_the_code(service: Observed) -> None:
+async def test_cancelled_calls_end_their_spans_with_the_code(service: observed.Observed) -> None:
     """Guards against OK, or no span, for a call cancelled during a round."""
     options: dict[str, Any] = {"n": 8, "max_tokens": 400, "schedule": Schedule()}
     call = Call(service.stack.orchestrator_address, stream=True, **options)
     await until(lambda: len(call.events) == 2)
     call.cancel()
     assert (await call.outcome()).code == "CANCELLED"
-    cancelled = await coded(service, GENERATE_STREAM, "CANCELLED")
+    cancelled = await coded(service, observed.GENERATE_STREAM, "CANCELLED")
 
     def session_codes() -> list[str]:
         trace = service.collector.trace(cancelled.span.trace_id)
-        sessions = (s for s in trace if s.name in (SESSION, SCORE_SESSION))
+        sessions = (s for s in trace if s.name in (observed.SESSION, observed.SCORE_SESSION))
         return [s.attributes[names.RPC_CODE] for s in sessions if s.span.kind == SERVER]
 
     await until(lambda: len(session_codes()) == 2)
     assert set(session_codes()) == {"CANCELLED"}
 
 
-async def test_a_deadline_ends_the_span_with_its_code(service: Observed) -> None:
+async def test_a_deadline_ends_the_span_with_its_code(service: observed.Observed) -> None:
     """Guards against a late call that counts as cancelled, because grpc cancels it."""
     address = service.stack.orchestrator_address
     call = Call(address, stream=True, timeout_s=1.0, n=8, max_tokens=400)
     assert (await call.outcome()).code == "DEADLINE_EXCEEDED"
-    await coded(service, GENERATE_STREAM, "DEADLINE_EXCEEDED")
+    await coded(service, observed.GENERATE_STREAM, "DEADLINE_EXCEEDED")
 
 
-async def test_logs_of_a_request_are_in_its_trace(service: Observed, trace: list[Seen]) -> None:
+async def test_logs_of_a_request_are_in_its_trace(
+    service: observed.Observed, trace: list[Seen]
+) -> None:
     """Guards against a line that leads to no trace, and a request without its line."""
-    server = server_of(trace, GENERATE)
+    server = server_of(trace, observed.GENERATE)
     lines = service.log_of("orchestrator")
     (line,) = (
         fields for fields in lines if fields.get("id") == server.attributes[names.REQUEST_ID]

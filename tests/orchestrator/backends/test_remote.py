@@ -40,23 +40,14 @@ from specrej.contracts.validation import MAX_BATCH
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.server.serving import Context, Service
 from specrej.threads import ended
+from tests import world
 from tests.orchestrator.runs import PROMPT, answer, events_of, request
 from tests.serving import serving, until
-from tests.world import (
-    BOUND_S,
-    HeldGenerator,
-    World,
-    channel_to,
-    dead_port,
-    generator_backend,
-    timeless,
-    world,
-)
 
 
 @asynccontextmanager
 async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
-    async with generator_backend(generator) as backend, channel_to(backend) as channel:
+    async with world.generator_backend(generator) as backend, world.channel_to(backend) as channel:
         yield RemoteGenerator(channel)
 
 
@@ -80,10 +71,10 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     toy = ToyGenerator(capacity, end_every=end_every)
     local = await events_of(generation_request, toy, worker.open)
     worker.close()
-    async with world(HeldGenerator(capacity, end_every=end_every)) as service:
+    async with world.world(world.HeldGenerator(capacity, end_every=end_every)) as service:
         scorer = partial(service.remote_rewards.open, "toy")
         calls = events_of(generation_request, service.remote_generator, scorer)
-        remote = await asyncio.wait_for(calls, BOUND_S)
+        remote = await asyncio.wait_for(calls, world.BOUND_S)
     assert isinstance(remote[-1], c.Finished) and isinstance(local[-1], c.Finished)
     # Only remote backends have fingerprints.
     with_fingerprints = replace(
@@ -92,7 +83,7 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
         reward_fingerprint=fingerprint_of((c.WeightedReward(""),), (ToyReward().fingerprint,)),
     )
     local[-1] = c.Finished(with_fingerprints)
-    assert [timeless(event) for event in remote] == [timeless(event) for event in local]
+    assert [world.timeless(event) for event in remote] == [world.timeless(event) for event in local]
     if generation_request.selection.schedule.kind == "memory":
         ends = [event.trace.ended_by for event in remote if isinstance(event, c.RoundCompleted)]
         assert c.RoundEnd.SLOTS_FULL in ends, "the case did not occur"
@@ -132,7 +123,7 @@ async def error_of_open(generator: RemoteGenerator, n: int = 4) -> SpecrejError:
 async def test_errors_that_concern_only_the_backend_are_unavailable(error: SpecrejError) -> None:
     """Guards against CANCELLED for a caller that did not cancel, or FAILED_PRECONDITION for one
     without a session: a client retries neither."""
-    refusing = HeldGenerator()
+    refusing = world.HeldGenerator()
     refusing.open = Mock(side_effect=error)  # type: ignore[method-assign]
     async with remote_generator(refusing) as generator:
         assert type(await error_of_open(generator)) is Unavailable
@@ -141,14 +132,14 @@ async def test_errors_that_concern_only_the_backend_are_unavailable(error: Specr
 @pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, MAX_BATCH + 1)])
 async def test_another_number_of_candidates_is_an_error(requested: int, opened: int) -> None:
     """Guards against an answer from fewer candidates under the key of all, and against memory."""
-    miscounting, toy = HeldGenerator(), ToyGenerator(10**6)
+    miscounting, toy = world.HeldGenerator(), ToyGenerator(10**6)
     miscounting.open = lambda spec: toy.open(replace(spec, n=opened))  # type: ignore[method-assign]
     async with remote_generator(miscounting) as generator:
         error = await error_of_open(generator, requested)
     assert isinstance(error, InternalError) and f"opened {opened} candidates" in error.message
 
 
-async def test_reports_are_empty_unless_they_differ(service: World) -> None:
+async def test_reports_are_empty_unless_they_differ(service: world.World) -> None:
     """Guards against a cost per report that is the description's, and one that does not follow."""
     generator, rewards = service.remote_generator, service.remote_rewards
     of_generator, of_rewards = generator.watch(0.001), rewards.watch(0.001)
@@ -213,7 +204,7 @@ async def test_the_answer_to_another_command_is_an_internal_error(fault: str) ->
 async def test_a_refused_connection_is_unavailable() -> None:
     """Guards against a wait for the connection, and against grpc's own text, which has the
     backend's address."""
-    with dead_port() as port:
+    with world.dead_port() as port:
         async with open_channel(f"127.0.0.1:{port}") as channel:
             generator, rewards = RemoteGenerator(channel), RemoteRewards(channel)
             enter = AsyncExitStack().enter_async_context
@@ -225,7 +216,7 @@ async def test_a_refused_connection_is_unavailable() -> None:
             )
             for call in calls:
                 with pytest.raises(Unavailable) as raised:
-                    await asyncio.wait_for(call(), BOUND_S)
+                    await asyncio.wait_for(call(), world.BOUND_S)
                 assert raised.value.message == "a backend cannot be reached"
 
 
@@ -263,7 +254,7 @@ def broken_call(*trailers: tuple[str, bytes]) -> Any:
     ],
 )
 async def test_the_status_of_a_stream_that_breaks_before_the_first_write(
-    service: World,
+    service: world.World,
     monkeypatch: pytest.MonkeyPatch,
     trailers: Sequence[tuple[str, bytes]],
     num_broken: int,
@@ -289,7 +280,7 @@ async def test_the_status_of_a_stream_that_breaks_before_the_first_write(
     assert len(started) == num_started
 
 
-async def test_a_session_with_an_abandoned_command_is_unavailable(service: World) -> None:
+async def test_a_session_with_an_abandoned_command_is_unavailable(service: world.World) -> None:
     """Guards against CancelledError in a task that is not cancelled: the request had CANCELLED."""
     with pytest.raises(Unavailable, match="abandoned"):
         async with service.remote_generator.open(SPEC) as session:
@@ -297,7 +288,7 @@ async def test_a_session_with_an_abandoned_command_is_unavailable(service: World
             await session.prune([0])
 
 
-async def test_a_command_after_a_failed_one_has_its_status(service: World) -> None:
+async def test_a_command_after_a_failed_one_has_its_status(service: world.World) -> None:
     """Guards against UNAVAILABLE in place of the status of a stride ahead of a cut."""
     with pytest.raises(InvalidRequest):
         async with service.remote_generator.open(SPEC) as session:
@@ -306,7 +297,7 @@ async def test_a_command_after_a_failed_one_has_its_status(service: World) -> No
             await session.prune([0])
 
 
-async def test_a_generator_that_ends_while_it_closes_costs_no_answer(service: World) -> None:
+async def test_a_generator_that_ends_while_it_closes_costs_no_answer(service: world.World) -> None:
     """Guards against an error in place of a complete answer."""
     answering = await service.generator.gates["close"].hold(
         answer(request(12), service.remote_generator, LikelihoodScorer())
