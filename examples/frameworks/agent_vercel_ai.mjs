@@ -1,4 +1,4 @@
-// Vercel AI SDK: an agent with four tools, streamed, with progress as reasoning.
+// Vercel AI SDK: an agent with four tools, streamed.
 import assert from "node:assert";
 import { readFileSync } from "node:fs";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -24,14 +24,12 @@ for (const task of tasks) {
       tool({ description: name, inputSchema, execute: execute(name) }),
     ]),
   );
-  let [reasoning, text] = ["", ""];
+  let text = "";
   const request = { model, tools, prompt: task.question, maxOutputTokens: 256 };
   for await (const part of streamText({ ...request, stopWhen: stepCountIs(5) }).fullStream) {
-    if (part.type === "reasoning-delta") reasoning += part.text;
     if (part.type === "text-start") text = "";
     if (part.type === "text-delta") text += part.text;
   }
   assert.deepStrictEqual({ calls, answer: text }, { calls: task.calls, answer: task.answer });
-  assert(reasoning.includes("round"));
 }
 console.log(`${tasks.length} of ${tasks.length} tasks`);
