@@ -85,9 +85,7 @@ async def test_events_have_the_whole_message(
     assert (whole.id, whole._request_id) == ("msg_r1", "r1")
 
 
-async def test_a_cut_call_has_an_object_as_input(
-    client: Any, orchestrator: FakeOrchestrator
-) -> None:
+async def test_a_cut_call_has_an_input(client: Any, orchestrator: FakeOrchestrator) -> None:
     """Guards against an internal error for arguments that the end of the tokens has cut."""
     cut = c.AnswerParts(tool_calls=(c.ToolCall("1", "weather", '{"city":"Os'),))
     script(orchestrator, cut, finish=c.FinishReason.LENGTH)
@@ -171,9 +169,7 @@ async def test_errors_have_anthropics_form(
     assert failure or failed.value.body["error"]["message"].startswith("top_k: must be")
 
 
-async def test_a_failure_in_mid_stream_is_an_exception(
-    client: Any, orchestrator: FakeOrchestrator
-) -> None:
+async def test_a_failure_in_mid_stream(client: Any, orchestrator: FakeOrchestrator) -> None:
     script(orchestrator, ONLY_TEXT)
     orchestrator.events = orchestrator.events[:2]
     orchestrator.after_events = Unavailable("away", retry_after_s=0.01)
